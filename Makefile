@@ -1,0 +1,71 @@
+# Everything runs from .venv, which the first target makes. Needed beforehand: Python 3.11 or later, and make.
+#
+#   make demo                   train the first example
+#   make test WORKERS=8         all checks, eight test processes
+#   make test TESTS=tests/x.py  all checks, some of the tests
+#   make PYTHON=python3.12 …    another interpreter (after make clean)
+
+PYTHON  ?= python3
+WORKERS ?= 2
+TESTS   ?=
+
+BIN  := .venv/bin
+# The constraints are given on the command line, not as PIP_CONSTRAINT: that one would reach into isolated builds too.
+PIP  := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# One thread for each worker: the workers are the parallelism.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout=600
+
+VENV  := .venv/.made
+DEMO  := .venv/.installed-demo
+DEV   := .venv/.installed-dev
+BENCH := .venv/.installed-bench
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-deep lint format types contracts bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO) ## train the digits example
+	$(BIN)/python examples/digits_cnn.py
+
+test: lint types contracts ## every check CI makes: lint, types, contracts, then the tests
+	$(TEST) $(TESTS)
+
+test-deep: $(DEV) ## the slow checks, which test leaves out
+	$(TEST) -m deep $(TESTS)
+
+lint: $(DEV) ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV) ## mypy
+	$(BIN)/mypy
+
+contracts: $(DEV) ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+bench: $(BENCH) ## step times, side by side with other libraries
+	$(BIN)/python -m benchmarks.step
+
+clean: ## remove .venv, caches and build results
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist site
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is touched only after its step succeeded; a changed pyproject.toml or constraints.txt installs again.
+
+$(VENV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "stepgraph needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	    echo "Fix: name another interpreter, for example: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+$(DEMO) $(DEV) $(BENCH): .venv/.installed-%: $(VENV) pyproject.toml constraints.txt
+	$(PIP) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,83 @@
+"""Static training graphs: wire layers, compile the step once, execute it whole or phase by phase.
+
+    import stepgraph as sg
+
+Read from top to bottom, this is the order in which a program uses it.
+"""
+
+from stepgraph.types import (
+    DataType as DataType,
+    DeviceType as DeviceType,
+    ExecutionOptions as ExecutionOptions,
+    GraphCompilationOptions as GraphCompilationOptions,
+    PaddingPolicy as PaddingPolicy,
+    RandomInitializerType as RandomInitializerType,
+    ReductionType as ReductionType,
+)
+from stepgraph.random import get_seed as get_seed, set_seed as set_seed
+from stepgraph.buffers import TensorData as TensorData
+from stepgraph.device import Device as Device
+from stepgraph.tensor import (
+    Tensor as Tensor,
+    TensorDescriptor as TensorDescriptor,
+    TensorOptimizerDeviceData as TensorOptimizerDeviceData,
+    TensorParameter as TensorParameter,
+)
+from stepgraph.layer import Layer as Layer, Scope as Scope, constant as constant, statistic as statistic
+from stepgraph.layers.activation import (
+    ActivationDescriptor as ActivationDescriptor,
+    ActivationLayer as ActivationLayer,
+    ActivationType as ActivationType,
+)
+from stepgraph.layers.arithmetic import ArithmeticLayer as ArithmeticLayer, ArithmeticOperation as ArithmeticOperation
+from stepgraph.layers.convolution import (
+    ConvolutionDescriptor as ConvolutionDescriptor,
+    ConvolutionLayer as ConvolutionLayer,
+    ConvolutionType as ConvolutionType,
+)
+from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
+from stepgraph.layers.indexing import (
+    GatherLayer as GatherLayer,
+    ScatterLayer as ScatterLayer,
+    SelectionLayer as SelectionLayer,
+)
+from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
+from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType
+from stepgraph.layers.normalization import BatchNormalizationLayer as BatchNormalizationLayer
+from stepgraph.layers.pooling import (
+    PoolingDescriptor as PoolingDescriptor,
+    PoolingLayer as PoolingLayer,
+    PoolingType as PoolingType,
+)
+from stepgraph.layers.shape import (
+    ConcatenationLayer as ConcatenationLayer,
+    ReshapeLayer as ReshapeLayer,
+    SplitLayer as SplitLayer,
+    TransposeLayer as TransposeLayer,
+)
+from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
+from stepgraph.optimizers import (
+    AdamOptimizer as AdamOptimizer,
+    GradientClippingType as GradientClippingType,
+    Optimizer as Optimizer,
+    OptimizerDescriptor as OptimizerDescriptor,
+    RegularizationType as RegularizationType,
+    SGDOptimizer as SGDOptimizer,
+)
+from stepgraph.graph import Graph as Graph
+from stepgraph.training import TrainingGraph as TrainingGraph
+from stepgraph.inference import InferenceGraph as InferenceGraph
+from stepgraph.runtime.execution import Execution as Execution
+from stepgraph.errors import (
+    ArgumentError as ArgumentError,
+    DataError as DataError,
+    DataTypeError as DataTypeError,
+    DeviceError as DeviceError,
+    ExecutionError as ExecutionError,
+    ShapeError as ShapeError,
+    StateError as StateError,
+    StepgraphError as StepgraphError,
+    UnknownNameError as UnknownNameError,
+)
+
+__version__ = "0.1.0"

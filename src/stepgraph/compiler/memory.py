@@ -1,0 +1,129 @@
+"""When every buffer is born and when it dies: what a step needs, known before the first one runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from stepgraph import draw
+from stepgraph.compiler.phases import Part, storage
+from stepgraph.compiler.step import Step
+from stepgraph.compiler.trace import FORWARD, GRADIENT, layer_of, phase_of
+
+_KINDS = {FORWARD: "activations", GRADIENT: "gradients"}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a compiled graph needs.
+
+    `activations`, `gradients` and `workspace` are what is alive at the moment of the peak; parameters, optimizer
+    state and statistics live as long as the graph. `timeline` has the live bytes of intermediates at each operator,
+    with its layer and phase.
+    """
+
+    parameters: int = 0
+    optimizer_state: int = 0
+    statistics: int = 0
+    activations: int = 0
+    gradients: int = 0
+    workspace: int = 0
+    timeline: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
+
+    @property
+    def intermediates(self) -> int:
+        """The peak of everything that is made and dropped again within a step."""
+        return self.activations + self.gradients + self.workspace
+
+    @property
+    def device_memory_size(self) -> int:
+        """Intermediates and optimizer state."""
+        return self.intermediates + self.optimizer_state
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.device_memory_size + self.parameters + self.statistics
+
+    def __str__(self) -> str:
+        rows = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer_state,
+            "running statistics": self.statistics,
+            "activations at peak": self.activations,
+            "gradients at peak": self.gradients,
+            "workspace at peak": self.workspace,
+            "total": self.total,
+        }
+        return "\n".join(["Memory plan", *(f"  {name:<20}{draw.size(size):>12}" for name, size in rows.items())])
+
+
+def plan(step: Step, part: Part) -> MemoryPlan:
+    """The plan of a part that runs in one piece."""
+    live = _timeline(part)
+    peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
+    at_peak = live[peak][2] if peak is not None else {}
+    slots = len(step.optimizer.slots) if step.optimizer is not None and step.differentiates else 0
+    trained = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
+    seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)
+    learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
+    return MemoryPlan(
+        parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned),
+        optimizer_state=slots * trained,
+        statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
+        activations=at_peak.get("activations", 0),
+        gradients=at_peak.get("gradients", 0) + seeds,
+        workspace=at_peak.get("workspace", 0),
+        timeline=tuple((layer, phase, sum(kinds.values()) + seeds) for layer, phase, kinds in live),
+    )
+
+
+def _timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
+    """Live bytes by kind at each operator."""
+    nodes = list(part.module.graph.nodes)
+    entering = {storage(node) for node in nodes if node.op == "placeholder"}
+    births: dict[int, tuple[int, int, str]] = {}
+    deaths: dict[int, int] = {}
+    for time, node in enumerate(nodes):
+        for used in node.all_input_nodes:
+            for one in _storages(used):
+                deaths[one] = time
+        if node.op == "call_function":
+            for one, size in _sizes(node).items():
+                if one not in entering and one not in births:
+                    births[one] = (time, size, _kind(node))
+                    deaths[one] = time
+    changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for one, (birth, size, kind) in births.items():
+        kind = "workspace" if deaths[one] == birth else kind
+        changes[birth][kind] += size
+        changes[deaths[one] + 1][kind] -= size
+    live: dict[str, int] = defaultdict(int)
+    found = []
+    for time, node in enumerate(nodes):
+        for kind, size in changes[time].items():
+            live[kind] += size
+        if node.op == "call_function":
+            found.append((layer_of(node), phase_of(node), dict(live)))
+    return found
+
+
+def _kind(node: fx.Node) -> str:
+    return _KINDS.get(phase_of(node), "workspace")
+
+
+def _sizes(node: fx.Node) -> dict[int, int]:
+    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in _arrays(node)}
+
+
+def _storages(node: fx.Node) -> list[int]:
+    return [array.untyped_storage()._cdata for array in _arrays(node)]
+
+
+def _arrays(node: fx.Node) -> list[torch.Tensor]:
+    values = node.meta.get("val")
+    values = values if isinstance(values, tuple | list) else [values]
+    return [array for array in values if isinstance(array, torch.Tensor)]

@@ -1,0 +1,132 @@
+"""Cuts a traced step into the parts that run on their own, and says what one hands to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.step import Key, gradient, value
+from stepgraph.compiler.trace import FORWARD, GRADIENT, UPDATE, Program, phase_of
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A program's operators of some phases: what it reads, what it gives."""
+
+    module: fx.GraphModule
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in order."""
+        return [node for node in self.module.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """The three parts of a step. `forward` gives, besides results, what `gradient` needs of it."""
+
+    forward: Part
+    gradient: Part
+    update: Part
+
+
+def whole(program: Program, wanted: Sequence[Key]) -> Part:
+    """The step in one part; only `wanted` outlives it."""
+    return extract(program, {FORWARD, GRADIENT, UPDATE}, [key for key in wanted if key in program.outputs])
+
+
+def split(program: Program) -> Phases:
+    """The step in three parts; every result and every gradient that is computed stays readable."""
+    names = _crossing_names(program)
+    computed = [key for key in program.outputs if key.kind in ("gradient", "source gradient")]
+    backward = extract(program, {GRADIENT}, computed, names)
+    step = program.step
+    results = [value(tensor) for node in step.nodes for tensor in node.results]
+    handed_on = [key for key in backward.inputs if key not in program.inputs]
+    forward = extract(program, {FORWARD}, list(dict.fromkeys([*results, *handed_on])), names)
+    return Phases(forward, backward, extract(program, {UPDATE}, [], names))
+
+
+def extract(
+    program: Program, phases: Collection[str], wanted: Sequence[Key], names: dict[fx.Node, Key] | None = None
+) -> Part:
+    """The operators of `phases` that `wanted` depends on, and all that change arrays in place."""
+    crossing = names or {}
+    by_key = {key: node for node, key in crossing.items()}
+    ends = [program.outputs[key] if key in program.outputs else by_key[key] for key in wanted]
+    chosen = _needed(program, phases, ends)
+    graph, copies, inputs = fx.Graph(), {}, []
+    keys = {node: key for key, node in program.inputs.items()}
+    outside = _outside(program, chosen, ends)
+    for node in outside:
+        inputs.append(keys[node] if node in keys else crossing[node])
+        copies[node] = graph.placeholder(_spoken(inputs[-1]))
+        copies[node].meta = dict(node.meta)
+    for node in program.module.graph.nodes:
+        if node in chosen:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([_owned(graph, copies[end]) for end in ends])
+    return Part(fx.GraphModule(program.module, graph), tuple(inputs), tuple(wanted))
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an operator changes one of its arguments in place."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory behind an operator's result; views share it."""
+    array = node.meta.get("val")
+    return array.untyped_storage()._cdata if isinstance(array, torch.Tensor) else None
+
+
+def _needed(program: Program, phases: Collection[str], ends: Sequence[fx.Node]) -> set[fx.Node]:
+    stack = [*ends, *(node for node in program.nodes if mutates(node) and phase_of(node) in phases)]
+    chosen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in chosen or node.op == "placeholder" or (node.op != "get_attr" and phase_of(node) not in phases):
+            continue
+        chosen.add(node)
+        stack += node.all_input_nodes
+    return chosen
+
+
+def _outside(program: Program, chosen: set[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+    read = {node for inside in chosen for node in inside.all_input_nodes} | set(ends)
+    return [node for node in program.module.graph.nodes if node in read and node not in chosen]
+
+
+def _crossing_names(program: Program) -> dict[fx.Node, Key]:
+    """Keys for operators whose result another phase reads: the gradient it is, the result it is, or just a number."""
+    known = {node: key for key, node in reversed(program.outputs.items()) if key.kind == "value"}
+    known |= {
+        program.outputs[gradient(t)]: gradient(t) for t in program.step.trainable if gradient(t) in program.outputs
+    }
+    names = {}
+    for index, node in enumerate(program.nodes):
+        if any(user.op != "output" and phase_of(user) != phase_of(node) for user in node.users) or node in known:
+            names[node] = known.get(node, Key("handed on", index))
+    return names
+
+
+def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A result that shares memory with an input is copied: the input may change while the result is read."""
+    entering = {storage(one) for one in graph.nodes if one.op == "placeholder"}
+    if node.op != "placeholder" and storage(node) not in entering:
+        return node
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _spoken(key: Key) -> str:
+    label = getattr(key.owner, "label", key.owner)
+    return "".join(c if c.isalnum() else "_" for c in f"{key.kind}_{label}_{key.position}")

@@ -1,0 +1,174 @@
+"""What is to be traced: nodes, which tensors are fed, held or updated, and where gradients flow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from stepgraph.errors import ShapeError, StepgraphError
+from stepgraph.graph import Node
+from stepgraph.optimizers import Optimizer
+from stepgraph.tensor import Tensor, TensorDescriptor
+
+
+class Key(NamedTuple):
+    """The name of one array that enters or leaves a program."""
+
+    kind: str
+    owner: Any = None
+    position: int = 0
+
+
+def value(tensor: Tensor) -> Key:
+    """The array of a tensor."""
+    return Key("value", tensor)
+
+
+def gradient(tensor: Tensor) -> Key:
+    """The derivative of the loss by a tensor, summed over everything that reads it."""
+    return Key("gradient", tensor)
+
+
+def source_gradient(node: Node, index: int) -> Key:
+    """One node's own contribution to the gradient of one of its sources."""
+    return Key("source gradient", node, index)
+
+
+def user_gradient(tensor: Tensor) -> Key:
+    """A gradient that comes from outside the graph."""
+    return Key("user gradient", tensor)
+
+
+def state(parameter: Tensor, index: int) -> Key:
+    """One optimizer buffer of a parameter."""
+    return Key("state", parameter, index)
+
+
+NUMBERS = Key("numbers")  # the optimizer's live numbers
+STREAM = Key("stream")  # [seed, step] of the random stream
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One iteration over a graph, for one batch size, one device and one mode.
+
+    Args:
+        nodes: what to run, in order.
+        feeds: tensors given anew with each call (inputs, labels, label weights).
+        batch: the declared batch size and this step's.
+        training: whether layers run in training mode.
+        trainable: tensors that the optimizer updates, in a fixed order.
+        wanted: further tensors to differentiate by.
+        optimizer: how trainable tensors are updated; None leaves them alone.
+        seeded: results that receive a gradient from outside the graph.
+        stopped: tensors that pass no gradient back.
+        all_gradients: differentiate by everything, inputs and frozen parameters included.
+    """
+
+    nodes: tuple[Node, ...]
+    feeds: tuple[Tensor, ...]
+    device: torch.device
+    batch: tuple[int, int] = (0, 0)
+    training: bool = False
+    trainable: tuple[Tensor, ...] = ()
+    wanted: frozenset[Tensor] = frozenset()
+    optimizer: Optimizer | None = None
+    seeded: tuple[Tensor, ...] = ()
+    stopped: frozenset[Tensor] = frozenset()
+    all_gradients: bool = False
+    names: Mapping[Any, str] = field(default_factory=dict)
+
+    @cached_property
+    def held(self) -> tuple[Tensor, ...]:
+        """Tensors that keep their arrays between calls: parameters, statistics, constants."""
+        other = {*self.feeds, *(tensor for node in self.nodes for tensor in node.results)}
+        read = (tensor for node in self.nodes for tensor in (*node.arguments, *layer_tensors(node)))
+        return tuple(dict.fromkeys(t for t in (*read, *self.trainable) if t not in other))
+
+    @cached_property
+    def fed(self) -> frozenset[Tensor]:
+        """`feeds`, for asking."""
+        return frozenset(self.feeds)
+
+    @cached_property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Tensors the forward pass changes."""
+        return tuple(dict.fromkeys(t for node in self.nodes for t in node.layer.statistics.values()))
+
+    @cached_property
+    def trainable_set(self) -> frozenset[Tensor]:
+        """`trainable`, for asking."""
+        return frozenset(self.trainable)
+
+    @cached_property
+    def first_use(self) -> dict[Tensor, int]:
+        """The first node that reads a tensor: the last one the reverse walk visits."""
+        found: dict[Tensor, int] = {}
+        for index, node in enumerate(self.nodes):
+            for tensor in (*node.sources, *layer_tensors(node)):
+                found.setdefault(tensor, index)
+        return found
+
+    @property
+    def losses(self) -> tuple[Node, ...]:
+        """The nodes whose results are minimized."""
+        return tuple(node for node in self.nodes if node.is_loss)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether there is anything to walk back from."""
+        return self.training and bool(self.losses or self.seeded)
+
+    @cached_property
+    def active(self) -> frozenset[Tensor]:
+        """Tensors through which a gradient flows; everything else costs nothing."""
+        found = {tensor for tensor in (*self.trainable, *self.wanted) if tensor not in self.stopped}
+        if self.all_gradients:
+            found |= {t for t in (*self.feeds, *self.held) if t.data_type.is_floating and t not in self.stopped}
+        for node in self.nodes:
+            if any(t in found for t in (*node.sources, *self.differentiated(node))):
+                found |= {t for t in node.results if t.data_type.is_floating and t not in self.stopped}
+        return frozenset(found)
+
+    def differentiated(self, node: Node) -> tuple[Tensor, ...]:
+        """The node's own parameters by which it is differentiated."""
+        parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
+        if self.all_gradients:
+            return tuple(t for t in parameters if t.data_type.is_floating)
+        return (
+            () if node.disable_update else tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
+        )
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Extents of a fed tensor in this step."""
+        declared, actual = self.batch
+        is_batched = tensor in self.fed and tensor.shape[0] == declared
+        return (actual, *tensor.shape[1:]) if is_batched else tensor.shape
+
+    def check(self) -> dict[Tensor, TensorDescriptor]:
+        """Descriptors of all tensors at this batch size; raises where a layer fixes the batch dimension."""
+        found = {t: TensorDescriptor(self.shape(t), t.data_type) for t in (*self.feeds, *self.held)}
+        for node in self.nodes:
+            try:
+                results = node.layer.infer(*(found[t] for t in node.arguments), batch=self.batch)
+            except StepgraphError as error:
+                if self.batch[0] == self.batch[1]:
+                    raise
+                raise ShapeError(
+                    node.where,
+                    f"cannot run with batch size {self.batch[1]} instead of {self.batch[0]}: {error.problem}",
+                    fix="pass batch_size=None, or keep the batch extent free in this layer",
+                ) from error
+            found |= dict(zip(node.results, results, strict=True))
+        return found
+
+
+def layer_tensors(node: Node) -> Iterator[Tensor]:
+    """All tensors a node's layer holds."""
+    layer = node.layer
+    own = {**layer.parameters, **layer.statistics, **layer.constants}
+    return (tensor for tensor in own.values() if tensor not in node.labels)

@@ -1,0 +1,107 @@
+"""Devices: which processor a graph is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph.errors import DeviceError
+from stepgraph.types import DeviceType
+
+TorchDevice = torch.device
+
+
+@dataclass(frozen=True)
+class Device:
+    """One processor, or several GPUs chosen together (a graph runs on the first of them).
+
+    Example:
+        >>> Device.cpu().actual_device_type.name
+        'CPU'
+    """
+
+    type: DeviceType
+    torch_devices: tuple[TorchDevice, ...]
+
+    @classmethod
+    def cpu(cls) -> Device:
+        """The CPU."""
+        return cls(DeviceType.CPU, (torch.device("cpu"),))
+
+    @classmethod
+    def gpu(cls) -> Device | None:
+        """The first GPU (CUDA, ROCm, Metal, XPU), or None where there is none."""
+        devices = _accelerators()
+        return cls(DeviceType.GPU, devices[:1]) if devices else None
+
+    @classmethod
+    def any(cls) -> Device:
+        """The device that trains fastest here: a GPU where there is one, else the CPU."""
+        return cls(DeviceType.ANY, (_accelerators() or (torch.device("cpu"),))[:1])
+
+    @classmethod
+    def ane(cls) -> Device | None:
+        """Apple's Neural Engine: there is none, so None, as on a machine without one."""
+        return None
+
+    @classmethod
+    def of(
+        cls, kind: DeviceType | str | TorchDevice, *, selects_multiple_compute_devices: bool = False
+    ) -> Device | None:
+        """A device by its type, or by PyTorch's name for it (`"cuda:1"`); None where this machine has none such."""
+        if isinstance(kind, str | TorchDevice):
+            return cls.with_gpus([kind]) if torch.device(kind).type != "cpu" else cls.cpu()
+        if kind is DeviceType.CPU:
+            return cls.cpu()
+        chosen = {DeviceType.GPU: cls.gpu, DeviceType.ANY: cls.any, DeviceType.ANE: cls.ane}[kind]()
+        if chosen is not None and selects_multiple_compute_devices and chosen.gpu_devices:
+            return cls(kind, _accelerators())
+        return chosen
+
+    @classmethod
+    def with_gpus(cls, gpus: Sequence[str | int | TorchDevice]) -> Device:
+        """Exactly these GPUs."""
+        present = _accelerators()
+        wanted = tuple(_named(gpu, present) for gpu in gpus)
+        if not wanted or any(gpu not in present for gpu in wanted):
+            here = ", ".join(map(str, present)) or "no GPU"
+            raise DeviceError(
+                "Device",
+                f"{', '.join(map(str, gpus)) or 'no GPU'} was asked for, this machine has {here}",
+                fix="use Device.any()",
+            )
+        return cls(DeviceType.GPU, wanted)
+
+    @property
+    def torch(self) -> TorchDevice:
+        """Where arrays of a graph compiled for this device live."""
+        return self.torch_devices[0]
+
+    @property
+    def actual_device_type(self) -> DeviceType:
+        """What `any` resolved to."""
+        return DeviceType.CPU if self.torch.type == "cpu" else DeviceType.GPU
+
+    @property
+    def gpu_devices(self) -> tuple[TorchDevice, ...]:
+        """The GPUs behind this device; empty for the CPU."""
+        return tuple(device for device in self.torch_devices if device.type != "cpu")
+
+    def __str__(self) -> str:
+        if self.torch.type == "cuda":
+            return f"{self.torch} ({torch.cuda.get_device_name(self.torch)})"
+        return f"cpu ({torch.get_num_threads()} threads)" if self.torch.type == "cpu" else str(self.torch)
+
+
+def _accelerators() -> tuple[TorchDevice, ...]:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return ()
+    return tuple(torch.device(kind.type, index) for index in range(torch.accelerator.device_count()))
+
+
+def _named(gpu: str | int | TorchDevice, present: tuple[TorchDevice, ...]) -> TorchDevice:
+    named = torch.device(present[0].type if present else "cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
+    return torch.device(named.type, named.index or 0)

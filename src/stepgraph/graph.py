@@ -1,0 +1,220 @@
+"""Graphs: layers wired by tensors. Building is symbolic; training and inference graphs compile what was built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from stepgraph import buffers, draw
+from stepgraph.device import Device
+from stepgraph.errors import DataTypeError, StateError, UnknownNameError, user_line
+from stepgraph.layer import Layer, join
+from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
+from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
+from stepgraph.tensor import Tensor
+from stepgraph.types import ReductionType
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One use of a layer: what it reads, what it makes."""
+
+    layer: Layer
+    sources: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...] = ()
+    disable_update: bool = False
+    line: str = ""
+    is_loss: bool = False
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """All tensors handed to the layer's forward: sources, then loss labels and label weights."""
+        return self.sources + self.labels
+
+    @property
+    def where(self) -> str:
+        """How messages name this node."""
+        return f"{type(self.layer).__name__} '{self.layer.label}' ({self.line})"
+
+
+class Graph:
+    """A list of nodes in the order they were added.
+
+    Example:
+        >>> graph = Graph()
+        >>> graph.node(ActivationLayer.relu(), Tensor((2, 3))).shape
+        (2, 3)
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self.device: Device | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node, in order."""
+        return tuple(self._nodes)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Every layer once, in the order of its first node."""
+        return list(dict.fromkeys(node.layer for node in self.nodes))
+
+    @property
+    def summarized_dot_description(self) -> str:
+        """DOT text of the graph: every node, edges dashed where gradients stop."""
+        return draw.dot(self.nodes, self._stopped)
+
+    @property
+    def _stopped(self) -> frozenset[Tensor]:
+        return frozenset()
+
+    def node(
+        self,
+        layer: Layer,
+        *sources: Tensor | Sequence[Tensor],
+        disable_update: bool = False,
+        loss_labels: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Adds a node and returns its first result; `result_tensors(layer)` has them all.
+
+        Args:
+            layer: what to compute; the same layer may be used by several nodes of one graph, sharing its parameters.
+            sources: what it reads, in the layer's order.
+            disable_update: freeze this layer's parameters; gradients still flow through it.
+            loss_labels: for a loss layer, the labels to compare with.
+        """
+        line = user_line()
+        given = _tensors(
+            layer, [one for source in sources for one in (source if isinstance(source, list | tuple) else [source])]
+        )
+        labels = _tensors(
+            layer, [] if loss_labels is None else [loss_labels] if isinstance(loss_labels, Tensor) else loss_labels
+        )
+        self._check_frozen(layer, disable_update)
+        made = make_node(layer, given, labels, disable_update, line)
+        join(layer, self, len(self.layers) + 1)
+        self._nodes.append(made)
+        return made.results[0]
+
+    def split(
+        self,
+        source: Tensor,
+        split_count: int | None = None,
+        split_section_lengths: Sequence[int] | None = None,
+        *,
+        dimension: int,
+    ) -> list[Tensor]:
+        """Cuts `source` along `dimension` into `split_count` even parts, or into parts of the given lengths."""
+        lengths = None if split_section_lengths is None else tuple(split_section_lengths)
+        layer = SplitLayer(split_count, lengths, dimension=dimension)
+        self.node(layer, source)
+        return self.result_tensors(layer)
+
+    def concatenate(self, sources: Sequence[Tensor], dimension: int = 1) -> Tensor:
+        """Joins `sources` along `dimension`."""
+        return self.node(ConcatenationLayer(dimension), *sources)
+
+    def reshape(self, shape: Sequence[int], source: Tensor) -> Tensor:
+        """Gives `source` another shape; one extent may be -1."""
+        return self.node(ReshapeLayer(tuple(shape)), source)
+
+    def transpose(self, dimensions: Sequence[int], source: Tensor) -> Tensor:
+        """Reorders the axes: axis `k` of the result is axis `dimensions[k]` of `source`."""
+        return self.node(TransposeLayer(tuple(dimensions)), source)
+
+    def select(self, sources: Sequence[Tensor], condition: Tensor) -> Tensor:
+        """`sources[0]` where `condition` holds, else `sources[1]`."""
+        return self.node(SelectionLayer(), condition, *sources)
+
+    def gather(self, dimension: int, source: Tensor, indices: Tensor) -> Tensor:
+        """Picks from `source` along `dimension`."""
+        return self.node(GatherLayer(dimension), source, indices)
+
+    def scatter(
+        self,
+        dimension: int,
+        source: Tensor,
+        indices: Tensor,
+        copy_from: Tensor,
+        reduction_type: ReductionType = ReductionType.NONE,
+    ) -> Tensor:
+        """A copy of `copy_from` with `source` written (`NONE`) or added (`SUM`) at `indices` along `dimension`."""
+        return self.node(ScatterLayer(dimension, reduction_type), source, indices, copy_from)
+
+    def source_tensors(self, layer: Layer) -> list[Tensor]:
+        """The sources of the layer's nodes, in order; empty for a layer of another graph."""
+        return [tensor for node in self.nodes if node.layer is layer for tensor in node.sources]
+
+    def result_tensors(self, layer: Layer) -> list[Tensor]:
+        """The results of the layer's nodes, in order; empty for a layer of another graph."""
+        return [tensor for node in self.nodes if node.layer is layer for tensor in node.results]
+
+    def bind_and_write_data(
+        self,
+        data: Mapping[str, Any],
+        for_inputs: Mapping[str, Tensor],
+        device: Device,
+        *,
+        batch_size: int | None = None,
+        synchronous: bool = True,
+    ) -> None:
+        """Makes the caller's memory the data of inputs, labels or user gradients, and writes it to the device.
+
+        For running phase by phase. `batch_size` rows are taken, by default as many as each tensor declares. The
+        caller keeps the memory alive and unchanged until the phase that reads it has run.
+        """
+        for name in data:
+            if name not in for_inputs:
+                raise UnknownNameError("bind_and_write_data", f"'{name}' is not among the inputs {sorted(for_inputs)}")
+        arrays = {}
+        for name, values in data.items():
+            tensor = for_inputs[name]
+            shape = (batch_size, *tensor.shape[1:]) if batch_size else tensor.shape
+            arrays[tensor] = buffers.read(values, shape, tensor.data_type, f"Tensor '{tensor.label}' ('{name}')")
+        for tensor, array in arrays.items():  # nothing is bound unless everything fits
+            tensor.bind(array, device)
+
+    def __rich__(self) -> RenderableType:
+        return draw.table(self.nodes, f"{type(self).__name__}")
+
+    def __str__(self) -> str:
+        return draw.text(self.__rich__())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {len(self.nodes)} nodes>"
+
+    def _check_frozen(self, layer: Layer, disable_update: bool) -> None:
+        for node in self._nodes:
+            if node.layer is layer and layer.parameters and node.disable_update != disable_update:
+                raise StateError(
+                    layer.where,
+                    f"disable_update={disable_update} here, {node.disable_update} for its node at {node.line}",
+                    fix="give both nodes of the layer the same disable_update",
+                )
+
+
+def make_node(
+    layer: Layer, sources: Sequence[Tensor], labels: Sequence[Tensor], disable_update: bool, line: str
+) -> Node:
+    """A node with new result tensors whose shapes are inferred."""
+    weights = getattr(layer, "weights", None) if layer.is_loss else None
+    compared = (*labels, *([weights] if isinstance(weights, Tensor) and weights not in labels else []))
+    found = layer.infer(*(tensor.descriptor for tensor in (*sources, *compared)))
+    results = tuple(Tensor(descriptor) for descriptor in found)
+    return Node(layer, tuple(sources), results, compared, disable_update, line, layer.is_loss)
+
+
+def _tensors(layer: Layer, given: Sequence[Any]) -> list[Tensor]:
+    if not isinstance(layer, Layer):
+        raise DataTypeError("node", f"{type(layer).__name__} is not a layer", fix="give a Layer, then its sources")
+    for one in given:
+        if not isinstance(one, Tensor):
+            raise DataTypeError(
+                layer.where, f"a source is {type(one).__name__}, not a Tensor", fix="pass Tensor objects"
+            )
+    return list(given)

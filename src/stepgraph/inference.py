@@ -1,0 +1,117 @@
+"""Inference graphs: the forward pass of layers that may be in training elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stepgraph import draw
+from stepgraph.compiled import CompiledGraph, Found, logger, results_of
+from stepgraph.compiler import memory, phases
+from stepgraph.compiler.step import STREAM, Step, value
+from stepgraph.compiler.trace import trace
+from stepgraph.device import Device
+from stepgraph.runtime.executable import Executable
+from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.feeds import Data, Names
+from stepgraph.tensor import Tensor
+from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+
+
+class InferenceGraph(CompiledGraph):
+    """A compiled forward pass. It shares the parameters of its layers: after a training step it sees the new values.
+
+    Dropout passes its source on; normalization uses running statistics. Nodes may be added to the inference graph
+    itself, for example a softmax that training does not want.
+
+    Example:
+        >>> x = Tensor((1, 2))
+        >>> graph = Graph()
+        >>> y = graph.node(ActivationLayer.relu(), x)
+        >>> inference = InferenceGraph([graph])
+        >>> inference.add_inputs({"x": x})
+        >>> inference.compile(Device.cpu())
+        >>> inference.execute({"x": [[-1.0, 2.0]]}).result.numpy()
+        array([[0., 2.]], dtype=float32)
+    """
+
+    def compile(
+        self,
+        device: Device | None = None,
+        options: GraphCompilationOptions = GraphCompilationOptions.NONE,
+        input_tensors: Names | None = None,
+        input_tensors_data: Data | None = None,
+    ) -> None:
+        """Compiles for `device`. Inputs in `input_tensors` become constants with the data given here."""
+        with self._all_or_nothing():
+            self._prepare(device, options, input_tensors, input_tensors_data)
+            executable = self._executable(self._feeds.batch)
+            self._plan = memory.plan(executable.step, executable.part)
+
+    def link(self, graphs: Sequence[InferenceGraph]) -> None:
+        """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""
+        self._require_linkable(graphs)
+        group = tuple(dict.fromkeys((self, *graphs)))
+        for graph in group:
+            graph._linked = group
+
+    def execute(
+        self,
+        inputs_data: Data,
+        loss_labels_data: Data | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        outputs_data: Data | None = None,
+        batch_size: int | None = None,
+        options: ExecutionOptions = ExecutionOptions.NONE,
+        completion: Completion | None = None,
+    ) -> Execution:
+        """Runs the forward pass.
+
+        Args:
+            inputs_data: data by input name; longer than needed is fine.
+            loss_labels_data: labels by name, for a graph that holds a loss node.
+            loss_label_weights_data: label weights by name.
+            outputs_data: memory by output name, to be written.
+            batch_size: rows of this call; the tensors' own if not given.
+            options: `SYNCHRONOUS`, `PROFILING`, `PER_LAYER_PROFILING`, `SKIP_WRITING_INPUT_DATA_TO_DEVICE`.
+            completion: called once with (result tensor, error, seconds).
+        """
+        self._require_compiled("execute")
+        self._check_destinations(outputs_data)
+        batch = self._feeds.batch_size(batch_size)
+        given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+        arrays = self._arrays() | self._fed(given, batch, options)
+
+        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+            self._hold(found, self._kept())
+            self._write_outputs(outputs_data, results_of(found))
+            return self._answer(found)
+
+        return self._launch(self._executable(batch), arrays, options, completion, keep)
+
+    def _prepare(self, *arguments: Any, **settings: Any) -> None:
+        super()._prepare(*arguments, **settings)
+        device = self._require_compiled("compile")
+        self._stream = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
+
+    def _arrays(self) -> Found:
+        return {**super()._arrays(), **self._stream}
+
+    def _executable(self, batch: int) -> Executable:
+        key = ("inference", batch)
+        if key not in self._executables:
+            if self._executables:
+                logger.info("compiling the inference for batch size %d", batch)
+            step = Step(
+                self._compiled,
+                self._feeds.tensors,
+                self._require_compiled("execute").torch,
+                batch=(self._feeds.batch, batch),
+                names=draw.unique_names(node.layer for node in self._compiled),
+            )
+            part = phases.whole(trace(step), [value(tensor) for tensor in self._kept()])
+            self._executables[key] = Executable(part, step)
+        return self._executables[key]

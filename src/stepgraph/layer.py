@@ -1,0 +1,236 @@
+"""The contract every layer keeps: one class that holds settings and tensors, one pure `forward`.
+
+Subclassing `Layer` makes a dataclass. A layer written outside the library is complete with its fields and `forward`:
+
+    class Swish(sg.Layer):
+        beta: float = 1.0
+
+        def forward(self, x, *, scope):
+            return x * torch.sigmoid(self.beta * x)
+
+Shapes are found by running `forward` on arrays without memory, gradients by differentiating it, names and
+checkpoint keys from the fields. Tensors in fields are parameters unless the field says `statistic()` or
+`constant()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, dataclass_transform
+
+import torch
+
+from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, user_line
+from stepgraph.random import keep_mask
+from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
+from stepgraph.types import DataType, DeviceType
+
+_LIVE = {"label", "is_debugging_enabled", "device_type", "layer_id", "owner"}
+_ROLE = "stepgraph.role"
+
+
+def statistic(**settings: Any) -> Any:
+    """A field whose tensor the forward pass hands back changed (a running mean); no optimizer touches it."""
+    return field(metadata={_ROLE: "statistic"}, **settings)
+
+
+def constant(**settings: Any) -> Any:
+    """A field whose tensor is read and never changed."""
+    return field(metadata={_ROLE: "constant"}, **settings)
+
+
+@dataclass
+class Scope:
+    """What a layer needs beyond its sources: its tensors' arrays, the mode, random numbers, a place for statistics."""
+
+    arrays: Mapping[Tensor, torch.Tensor]
+    training: bool = False
+    stream: torch.Tensor | None = None
+    salt: int = 0
+    batch: tuple[int, int] = (0, 0)
+    updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
+        """The array of one of the layer's tensors, in `shape` if given; packed and natural shapes share memory."""
+        array = self.arrays[tensor]
+        return array.reshape(shape) if shape else array
+
+    def keep_mask(self, x: torch.Tensor, rate: float, seed: int = 0) -> torch.Tensor:
+        """A mask shaped like `x`, True with probability `1 - rate`: new in every step, the same in both passes."""
+        stream = torch.zeros(2, dtype=torch.int64, device=x.device) if self.stream is None else self.stream
+        return keep_mask(stream, self.salt + 7919 * seed, x.shape, rate)
+
+    def update(self, statistic: Tensor, value: torch.Tensor) -> None:
+        """Hands back a statistic's new value; the graph stores it once the node has run."""
+        self.updates[statistic] = value.detach()
+
+    def batched(self, extent: int) -> int:
+        """`extent`, or this call's batch size where `extent` is the declared one."""
+        declared, actual = self.batch
+        return actual if extent == declared else extent
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field, statistic, constant))
+@dataclass(eq=False, repr=False)
+class Layer:
+    """Base of all layers. A layer does not change after construction, except for its label and debugging flag.
+
+    Args:
+        label: name; the kind of layer if not given. is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and
+        gradients of this layer readable after each step.
+    """
+
+    label: str = field(default="", kw_only=True)
+    is_debugging_enabled: bool = field(default=False, kw_only=True)
+
+    default_label: ClassVar[str] = ""
+    source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
+    is_loss: ClassVar[bool] = False
+    layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
+    device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        dataclass(eq=False, repr=False)(cls)
+
+    def __new__(cls, *_: Any, **__: Any) -> Layer:
+        layer = object.__new__(cls)
+        object.__setattr__(layer, "_line", user_line())
+        object.__setattr__(layer, "owner", None)
+        object.__setattr__(layer, "label", "")
+        return layer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name not in _LIVE:
+            raise StateError(self.where, f"{name} cannot change after construction", fix="make a new layer")
+        if name == "label" and not value:
+            value = self.default_label or type(self).__name__
+        object.__setattr__(self, name, value)
+
+    def forward(self, *arrays: Any, **scope: Any) -> Any:
+        """The layer's equation: arrays in source order, `scope=` by keyword; an array or a tuple of arrays back."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """Raises where sources of these shapes and types cannot be taken; the base accepts all floating sources."""
+        for source in sources:
+            self.require_floating(source)
+
+    @property
+    def line(self) -> str:
+        """The line of the user's program that made this layer."""
+        return str(self.__dict__["_line"])
+
+    @property
+    def where(self) -> str:
+        """How messages name this layer."""
+        return f"{type(self).__name__} '{self.label}' ({self.line})"
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The tensors an optimizer may update, by field name (`name.index` in a sequence of tensors)."""
+        return self._tensors("parameter")
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """The tensors the forward pass hands back changed."""
+        return self._tensors("statistic")
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors that are only read."""
+        return self._tensors("constant")
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of trainable numbers."""
+        return sum(tensor.descriptor.element_count for tensor in set(self.parameters.values()))
+
+    @classmethod
+    def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
+        """Whether sources of this type are accepted; the answer is the same on every device."""
+        return data_type.is_floating
+
+    def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of the results, found by running `forward` on arrays without memory."""
+        self._check_count(len(sources))
+        self.check(*sources)
+        tensors = {**self.parameters, **self.statistics, **self.constants}.values()
+        scope = Scope({tensor: tensor.descriptor.meta() for tensor in tensors}, training=True, batch=batch)
+        try:
+            with torch.no_grad():
+                results = self.forward(*(source.meta() for source in sources), scope=scope)
+        except StepgraphError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            shapes = ", ".join(str(source) for source in sources)
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ShapeError(self.where, f"cannot take these sources: {reason}", sources=shapes) from error
+        return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in _as_tuple(results))
+
+    def require_floating(self, source: TensorDescriptor) -> None:
+        """Refuses sources that hold no real numbers."""
+        if not source.data_type.is_floating:
+            raise DataTypeError(
+                self.where,
+                f"the source is {source.data_type.debug_description}, a floating type is needed",
+                source=source,
+            )
+
+    def _check_count(self, given: int) -> None:
+        fewest, most = self.source_counts
+        if given < fewest or (most is not None and given > most):
+            wanted = f"{fewest}" if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
+            raise ShapeError(
+                self.where, f"{given} sources were given, {wanted} are needed", fix="check the node's sources"
+            )
+
+    def _tensors(self, role: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.metadata.get(_ROLE, "parameter") != role:
+                continue
+            if isinstance(value, Tensor):
+                found[one.name] = value
+            elif isinstance(value, tuple | list):
+                found |= {f"{one.name}.{i}": item for i, item in enumerate(value) if isinstance(item, Tensor)}
+        return found
+
+    def __repr__(self) -> str:
+        settings = (
+            f"{one.name}={getattr(self, one.name)!r}"
+            for one in dataclasses.fields(self)
+            if one.name not in _LIVE and getattr(self, one.name) is not None
+        )
+        return f"{type(self).__name__}({', '.join([repr(self.label), *settings])})"
+
+
+class ParameterOf:
+    """A read-only attribute that gives the `TensorParameter` of the tensor in another field, or None without one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Layer | None, owner: type | None = None) -> Any:
+        tensor = None if layer is None else getattr(layer, self.name)
+        return self if layer is None else None if tensor is None else TensorParameter(tensor)
+
+
+def join(layer: Layer, owner: object, layer_id: int) -> None:
+    """Records that `layer` is a node of `owner`, and refuses a layer that is a node of another living graph."""
+    current = None if layer.owner is None else layer.owner()  # type: ignore[attr-defined]
+    if current is not None and current is not owner:
+        raise StateError(
+            layer.where, "the layer already belongs to another graph", fix="make a second layer; they may share tensors"
+        )
+    if current is None:
+        object.__setattr__(layer, "owner", weakref.ref(owner))
+        object.__setattr__(layer, "layer_id", layer_id)
+
+
+def _as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(results) if isinstance(results, tuple | list) else (results,)

@@ -1,0 +1,350 @@
+"""Convolutions: standard, transposed and depthwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stepgraph.errors import ArgumentError, ShapeError
+from stepgraph.layer import Layer, ParameterOf, Scope
+from stepgraph.layers import window
+from stepgraph.layers.window import Pair
+from stepgraph.random import initialize
+from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.types import PaddingPolicy, RandomInitializerType, RawEnum
+
+Size = int | Sequence[int]
+
+
+class ConvolutionType(RawEnum):
+    """Kinds of convolution."""
+
+    STANDARD = 0, "Standard"
+    TRANSPOSED = 1, "Transposed"
+    DEPTHWISE = 2, "Depthwise"
+
+
+class WindowDescriptor:
+    """The settings of a sliding window, axis by axis; every pair is `(height, width)`, in other words `(y, x)`."""
+
+    kernel_sizes: Size
+    strides: Size | None
+    dilation_rates: Size
+    padding_sizes: Size
+    padding_policy: PaddingPolicy
+
+    kernel_height = property(lambda self: self.kernel_sizes[0], doc="Rows of the kernel.")
+    kernel_width = property(lambda self: self.kernel_sizes[1], doc="Columns of the kernel.")
+    stride_in_y = property(lambda self: self.strides[0], doc="Rows from one window to the next.")
+    stride_in_x = property(lambda self: self.strides[1], doc="Columns from one window to the next.")
+    dilation_rate_in_y = property(lambda self: self.dilation_rates[0], doc="Rows from one tap to the next.")
+    dilation_rate_in_x = property(lambda self: self.dilation_rates[1], doc="Columns from one tap to the next.")
+    padding_size_in_y = property(lambda self: self.padding_sizes[0], doc="Rows added above and below.")
+    padding_size_in_x = property(lambda self: self.padding_sizes[1], doc="Columns added left and right.")
+
+    @property
+    def axes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+        """Kernel size, stride, dilation rate and padding size, first of y, then of x."""
+        y = (self.kernel_height, self.stride_in_y, self.dilation_rate_in_y, self.padding_size_in_y)
+        return y, (self.kernel_width, self.stride_in_x, self.dilation_rate_in_x, self.padding_size_in_x)
+
+    @property
+    def extents(self) -> Pair:
+        """Rows and columns that a window spans, dilation included."""
+        y = window.extent(self.kernel_height, self.dilation_rate_in_y)
+        return y, window.extent(self.kernel_width, self.dilation_rate_in_x)
+
+    def padding(self, height: int, width: int) -> tuple[Pair, Pair]:
+        """Pixels added (before, after) to each axis of an image of this size."""
+        y, x = self.axes
+        return window.padding(self.padding_policy, height, *y), window.padding(self.padding_policy, width, *x)
+
+    def _normalize(self) -> None:
+        for name, least in (("kernel_sizes", 1), ("strides", 1), ("dilation_rates", 1), ("padding_sizes", 0)):
+            object.__setattr__(self, name, window.pair(type(self).__name__, name, getattr(self, name), least))
+        object.__setattr__(self, "padding_policy", PaddingPolicy(self.padding_policy))
+
+
+@dataclass(frozen=True)
+class ConvolutionDescriptor(WindowDescriptor):
+    """The settings of a convolution. One number stands for both axes; a pair is `(height, width)`.
+
+    Args:
+        kernel_sizes: pixels a filter reads.
+        input_feature_channel_count: channels of the source.
+        output_feature_channel_count: channels of the result; for a depthwise convolution a multiple of the inputs.
+        type: standard, transposed or depthwise.
+        group_count: groups of channels that do not see each other; a depthwise convolution keeps 1.
+        strides: pixels from one window to the next.
+        dilation_rates: pixels from one tap of a filter to the next.
+        padding_policy: how windows meet the border.
+        padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` reads them.
+
+    Example:
+        >>> ConvolutionDescriptor((3, 5), 8, 16, strides=2).kernel_width
+        5
+    """
+
+    kernel_sizes: Size
+    input_feature_channel_count: int
+    output_feature_channel_count: int
+    _: KW_ONLY
+    type: ConvolutionType = ConvolutionType.STANDARD
+    group_count: int = 1
+    strides: Size = 1
+    dilation_rates: Size = 1
+    padding_policy: PaddingPolicy = PaddingPolicy.SAME
+    padding_sizes: Size = 0
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        object.__setattr__(self, "type", ConvolutionType(self.type))
+        inputs, outputs, groups = self.input_feature_channel_count, self.output_feature_channel_count, self.group_count
+        where = "ConvolutionDescriptor"
+        for name in ("input_feature_channel_count", "output_feature_channel_count", "group_count"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ArgumentError(where, f"{name} is {count!r}", fix="give a whole number ≥ 1")
+        if self.uses_depthwise_convolution and (groups != 1 or outputs % inputs):
+            problem = f"a depthwise convolution cannot take {inputs} channels to {outputs} with group_count {groups}"
+            raise ArgumentError(where, problem, fix="make the outputs a multiple of the inputs, leave group_count at 1")
+        if inputs % groups or outputs % groups:
+            problem = f"{groups} groups do not divide {inputs} input and {outputs} output channels"
+            raise ArgumentError(where, problem, fix="use a group_count that divides both")
+
+    @classmethod
+    def transposed(
+        cls,
+        kernel_sizes: Size,
+        input_feature_channel_count: int,
+        output_feature_channel_count: int,
+        **settings: Any,
+    ) -> ConvolutionDescriptor:
+        """A transposed convolution; further settings as for `ConvolutionDescriptor`."""
+        channels = input_feature_channel_count, output_feature_channel_count
+        return cls(kernel_sizes, *channels, type=ConvolutionType.TRANSPOSED, **settings)
+
+    @classmethod
+    def depthwise(
+        cls, kernel_sizes: Size, input_feature_channel_count: int, channel_multiplier: int = 1, **settings: Any
+    ) -> ConvolutionDescriptor:
+        """A depthwise convolution with `channel_multiplier` filters a channel; further settings as above."""
+        channels = input_feature_channel_count, input_feature_channel_count * channel_multiplier
+        return cls(kernel_sizes, *channels, type=ConvolutionType.DEPTHWISE, **settings)
+
+    @property
+    def is_convolution_transpose(self) -> bool:
+        """Whether the type is transposed."""
+        return self.type is ConvolutionType.TRANSPOSED
+
+    @property
+    def uses_depthwise_convolution(self) -> bool:
+        """Whether the type is depthwise."""
+        return self.type is ConvolutionType.DEPTHWISE
+
+    @property
+    def weights_shape(self) -> tuple[int, int, int, int]:
+        """The natural shape of the weights, `[outputs, inputs / groups, height, width]`, whatever the type."""
+        inputs = 1 if self.uses_depthwise_convolution else self.input_feature_channel_count // self.group_count
+        return self.output_feature_channel_count, inputs, self.kernel_height, self.kernel_width
+
+    def padding(self, height: int, width: int) -> tuple[Pair, Pair]:
+        """Pixels (before, after) that each axis of a source of this size gains, or that a transposed result loses.
+
+        A transposed result whose stride is wider than its window loses a negative number: it gains pixels of bias.
+        """
+        if not self.is_convolution_transpose or self.padding_policy is not PaddingPolicy.SAME:
+            return super().padding(height, width)
+        y, x = self.extents[0] - self.stride_in_y, self.extents[1] - self.stride_in_x
+        return (max(y, 0) // 2, y - max(y, 0) // 2), (max(x, 0) // 2, x - max(x, 0) // 2)
+
+    def transposed_sizes(self, height: int, width: int) -> Pair:
+        """Height and width of a transposed convolution's result: `(n - 1) s + e - before - after`."""
+        y, x = self.padding(height, width)
+        rows = (height - 1) * self.stride_in_y + self.extents[0] - sum(y)
+        return rows, (width - 1) * self.stride_in_x + self.extents[1] - sum(x)
+
+
+class ConvolutionLayer(Layer):
+    """`y[o, p] = b[o] + Σᵢₖ W[o, i, k] x[i, s p + d k - before]`: filters slide over an image without being flipped.
+
+    Shapes: `[batch, inputs, height, width] → [batch, outputs, height', width']`. With `e = (kernel - 1) d + 1` an axis
+    of `n` pixels becomes
+
+    | policy | standard, depthwise | transposed |
+    |---|---|---|
+    | `SAME` | `ceil(n / s)` | `n s` |
+    | `VALID` | `floor((n - e) / s) + 1` | `(n - 1) s + e` |
+    | `USE_PADDING_SIZE` | `floor((n + 2 p - e) / s) + 1` | `(n - 1) s + e - 2 p` |
+
+    An odd total of `SAME` padding has its extra pixel at the bottom and right. Transposed is the adjoint in space:
+    `y[o, s p + d k - before] += W[o, i, k] x[i, p]`. Depthwise: result channel `i m + q` is channel `i` through its
+    filter `q` of `m`.
+
+    Weights hold `outputs * (inputs / groups) * height * width` numbers in any shape, output-major for every type
+    (`[outputs, inputs / groups, height, width]`, Apple's `[1, outputs * inputs, height, width]`); biases `outputs`.
+
+    Unlike `torch.nn.Conv2d` the default padding is `SAME`, with strides too; unlike `torch.nn.ConvTranspose2d` the
+    weights of a transposed convolution are output-major.
+
+    Example:
+        >>> ConvolutionLayer.create(3, 16, 5, strides=2).infer(TensorDescriptor((8, 3, 33, 32)))[0].shape
+        (8, 16, 17, 16)
+    """
+
+    weights: Tensor
+    biases: Tensor | None
+    descriptor: ConvolutionDescriptor
+
+    default_label = "Convolution"
+    weights_parameter = ParameterOf("weights")
+    biases_parameter = ParameterOf("biases")
+
+    def __post_init__(self) -> None:
+        shape = self.descriptor.weights_shape
+        for name, tensor, wanted in (("weights", self.weights, shape), ("biases", self.biases, shape[:1])):
+            count = math.prod(wanted)
+            if tensor is not None and tensor.descriptor.element_count != count:
+                raise ShapeError(
+                    self.where,
+                    f"the {name} hold {tensor.descriptor.element_count} numbers, the descriptor needs {count}",
+                    fix=f"give {name} of shape {list(wanted)}, or use ConvolutionLayer.create(...)",
+                    **{name: tensor.descriptor},
+                )
+
+    @classmethod
+    def create(
+        cls,
+        inputs: int,
+        outputs: int,
+        kernel_sizes: Size,
+        *,
+        type: ConvolutionType = ConvolutionType.STANDARD,
+        group_count: int = 1,
+        strides: Size = 1,
+        dilation_rates: Size = 1,
+        padding_policy: PaddingPolicy | None = None,
+        padding_sizes: Size | None = None,
+        biases: bool = True,
+        initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
+        label: str = "",
+    ) -> ConvolutionLayer:
+        """A layer with new weights `[outputs, inputs / groups, height, width]` and, if wanted, zero biases `[outputs]`.
+
+        Without a policy the padding is `SAME`, or `padding_sizes` where they are given.
+        """
+        default = PaddingPolicy.SAME if padding_sizes is None else PaddingPolicy.USE_PADDING_SIZE
+        descriptor = ConvolutionDescriptor(
+            kernel_sizes,
+            inputs,
+            outputs,
+            type=type,
+            group_count=group_count,
+            strides=strides,
+            dilation_rates=dilation_rates,
+            padding_policy=default if padding_policy is None else padding_policy,
+            padding_sizes=0 if padding_sizes is None else padding_sizes,
+        )
+        shape = descriptor.weights_shape
+        fan_in, groups = math.prod(shape[1:]), inputs // shape[1]
+        values = initialize(initializer, shape, fan_in, outputs // groups * math.prod(shape[2:]))
+        bias = Tensor((outputs,), fill=0.0) if biases else None
+        return cls(Tensor(shape, data=values), bias, descriptor, label=label)
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """The source must be a batch of images with `inputs` channels that leaves at least one pixel."""
+        super().check(*sources)
+        source, inputs = sources[0], self.descriptor.input_feature_channel_count
+        require_images(self, source)
+        if source.shape[1] != inputs:
+            problem = f"the source has {source.shape[1]} channels, the layer takes {inputs}"
+            raise ShapeError(
+                self.where, problem, source=source, fix=f"give {inputs} channels, or change the descriptor"
+            )
+        if self.descriptor.is_convolution_transpose:
+            height, width = self.descriptor.transposed_sizes(*source.shape[2:])
+            if height < 1 or width < 1:
+                problem = f"the padding {self.descriptor.padding_sizes} leaves {height} × {width} pixels"
+                raise ShapeError(self.where, problem, source=source, fix="use smaller padding_sizes")
+        else:
+            require_room(self, source, self.descriptor)
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """The convolution of the descriptor's type."""
+        descriptor = self.descriptor
+        weights = scope.array(self.weights, *descriptor.weights_shape)
+        biases = None if self.biases is None else scope.array(self.biases, descriptor.output_feature_channel_count)
+        return CONVOLUTIONS[descriptor.type](
+            x,
+            weights,
+            biases,
+            stride=descriptor.strides,
+            dilation=descriptor.dilation_rates,
+            padding=descriptor.padding(*x.shape[2:]),
+            groups=x.shape[1] // weights.shape[1],
+        )
+
+
+def convolve(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    biases: torch.Tensor | None,
+    *,
+    stride: Pair,
+    dilation: Pair,
+    padding: tuple[Pair, Pair],
+    groups: int,
+) -> torch.Tensor:
+    """`y[o, p] = b[o] + Σᵢₖ W[o, i, k] x[i, s p + d k - before]`; `padding` is (before, after) of each axis."""
+    (top, bottom), (left, right) = padding
+    if (top, left) != (bottom, right):
+        x = F.pad(x, (0, right - left, 0, bottom - top))
+    return F.conv2d(x, weights, biases, stride, (top, left), dilation, groups)
+
+
+def convolve_transposed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    biases: torch.Tensor | None,
+    *,
+    stride: Pair,
+    dilation: Pair,
+    padding: tuple[Pair, Pair],
+    groups: int,
+) -> torch.Tensor:
+    """`y[o, s p + d k - before] += W[o, i, k] x[i, p]`; `padding` is what each axis loses (before, after)."""
+    (top, bottom), (left, right) = padding
+    gain, loss = (max(top - bottom, 0), max(left - right, 0)), (max(bottom - top, 0), max(right - left, 0))
+    input_major = weights.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    y = F.conv_transpose2d(x, input_major, biases, stride, (top, left), gain, groups, dilation)
+    return y[:, :, : y.shape[2] - loss[0], : y.shape[3] - loss[1]] if any(loss) else y
+
+
+CONVOLUTIONS: dict[ConvolutionType, Callable[..., torch.Tensor]] = {
+    ConvolutionType.STANDARD: convolve,
+    ConvolutionType.TRANSPOSED: convolve_transposed,
+    ConvolutionType.DEPTHWISE: convolve,
+}
+
+
+def require_images(layer: Layer, source: TensorDescriptor) -> None:
+    """Refuses sources that are not `[batch, channels, height, width]`."""
+    if source.dimension_count != 4:
+        problem = f"the source has {source.dimension_count} extents, [batch, channels, height, width] has 4"
+        raise ShapeError(layer.where, problem, source=source, fix="reshape the source")
+
+
+def require_room(layer: Layer, source: TensorDescriptor, descriptor: WindowDescriptor) -> None:
+    """Refuses images that are smaller, with their padding, than one window."""
+    height, width = (
+        n + sum(added) for n, added in zip(source.shape[2:], descriptor.padding(*source.shape[2:]), strict=True)
+    )
+    tall, wide = descriptor.extents
+    if height < tall or width < wide:
+        problem = f"the window spans {tall} × {wide} pixels, the image with its padding has {height} × {width}"
+        raise ShapeError(layer.where, problem, source=source, fix="use a smaller kernel, more padding or SAME padding")

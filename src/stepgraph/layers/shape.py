@@ -1,0 +1,221 @@
+"""Layers that arrange elements anew: reshape, transpose, concatenate, split. They take every data type."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
+from stepgraph.layer import Layer, Scope
+from stepgraph.tensor import MAX_DIMENSIONS, TensorDescriptor
+from stepgraph.types import DataType
+
+
+def whole_number(layer: Layer, name: str, value: Any, least: int = 0) -> int:
+    """`value` as an int, refused if it is none or below `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+        raise ArgumentError(layer.where, f"{name} is {value!r}", fix=f"give a whole number ≥ {least}")
+    return int(value)
+
+
+def require_dimension(layer: Layer, dimension: int, source: TensorDescriptor) -> None:
+    """Refuses a source that has no such dimension."""
+    if dimension >= source.dimension_count:
+        raise ShapeError(
+            layer.where,
+            f"dimension {dimension} is out of range for a source with {source.dimension_count} dimensions",
+            source=source,
+            fix=f"use a dimension below {source.dimension_count}",
+        )
+
+
+def require_same_type(layer: Layer, first: TensorDescriptor, second: TensorDescriptor) -> None:
+    """Refuses two sources whose elements differ in type."""
+    if first.data_type is not second.data_type:
+        kinds = f"{first.data_type.debug_description} and {second.data_type.debug_description}"
+        raise DataTypeError(
+            layer.where, f"the sources mix {kinds}", first=first, second=second, fix="give both the same data type"
+        )
+
+
+class MovingLayer(Layer):
+    """Base of the layers that only move elements: no arithmetic, so every data type is welcome."""
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """Nothing is asked of the elements."""
+
+    @classmethod
+    def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
+        """Every type."""
+        return True
+
+
+class ReshapeLayer(MovingLayer):
+    """The same elements, in the same order, under another shape; one extent may be -1 and is then computed.
+
+    The first extent follows the batch: where it is the declared batch size and a call brings another one, the result
+    has that many rows. Elements are counted: a shape that does not hold the source is refused.
+
+    Example:
+        >>> ReshapeLayer((64, -1)).infer(TensorDescriptor((64, 3, 4, 4)))[0].shape
+        (64, 48)
+    """
+
+    shape: tuple[int, ...]
+
+    default_label = "Reshape"
+
+    def __post_init__(self) -> None:
+        shape = tuple(whole_number(self, "an extent of the shape", extent, -1) for extent in self.shape)
+        object.__setattr__(self, "shape", shape)
+        if not 1 <= len(shape) <= MAX_DIMENSIONS:
+            raise ArgumentError(self.where, f"the shape has {len(shape)} extents", fix=f"give 1 to {MAX_DIMENSIONS}")
+        if 0 in shape or shape.count(-1) > 1:
+            raise ArgumentError(self.where, f"the shape is {shape}", fix="give positive extents and at most one -1")
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """The elements of `x` under the shape of this call."""
+        # A source that keeps the declared extent in a call of another batch size is no batch: it keeps its shape.
+        first = self.shape[0] if x.shape[0] == self.shape[0] else scope.batched(self.shape[0])
+        shape = (first, *self.shape[1:])
+        known = math.prod(extent for extent in shape if extent != -1)
+        if x.numel() % known if -1 in shape else x.numel() != known:
+            raise ShapeError(
+                self.where,
+                f"{x.numel()} elements cannot take the shape {list(shape)}",
+                source=list(x.shape),
+                fix=f"give a shape that holds {x.numel()} elements, or -1 for one extent",
+            )
+        return x.reshape(shape)
+
+
+class TransposeLayer(MovingLayer):
+    """Dimensions in another order: dimension `k` of the result is dimension `dimensions[k]` of the source.
+
+    Same as `numpy.transpose` and `torch.permute`.
+
+    Example:
+        >>> TransposeLayer((0, 2, 1)).infer(TensorDescriptor((8, 3, 5)))[0].shape
+        (8, 5, 3)
+    """
+
+    dimensions: tuple[int, ...]
+
+    default_label = "Transpose"
+
+    def __post_init__(self) -> None:
+        dimensions = tuple(whole_number(self, "a dimension", one) for one in self.dimensions)
+        object.__setattr__(self, "dimensions", dimensions)
+        if not dimensions or sorted(dimensions) != list(range(len(dimensions))):
+            raise ArgumentError(
+                self.where,
+                f"dimensions are {dimensions}",
+                fix="name each dimension from 0 on exactly once, as in (0, 2, 1)",
+            )
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """The source must have as many dimensions as are named."""
+        if sources[0].dimension_count != len(self.dimensions):
+            raise ShapeError(
+                self.where,
+                f"{len(self.dimensions)} dimensions are named, the source has {sources[0].dimension_count}",
+                dimensions=self.dimensions,
+                source=sources[0],
+                fix=f"name the dimensions 0 to {sources[0].dimension_count - 1}",
+            )
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """`x` with its dimensions in that order."""
+        return x.permute(self.dimensions)
+
+
+class ConcatenationLayer(MovingLayer):
+    """The sources one after the other along `dimension`; all other extents and the data types must be the same.
+
+    Example:
+        >>> ConcatenationLayer().infer(TensorDescriptor((8, 3)), TensorDescriptor((8, 5)))[0].shape
+        (8, 8)
+    """
+
+    dimension: int = 1
+
+    default_label = "Concat"
+    source_counts = (1, None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dimension", whole_number(self, "dimension", self.dimension))
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """All sources must agree but for the dimension."""
+        first = sources[0]
+        require_dimension(self, self.dimension, first)
+        for i, other in enumerate(sources[1:], start=1):
+            require_same_type(self, first, other)
+            if _without(first.shape, self.dimension) != _without(other.shape, self.dimension):
+                raise ShapeError(
+                    self.where,
+                    f"sources 0 and {i} differ in more than dimension {self.dimension}:"
+                    f" {list(first.shape)} and {list(other.shape)}",
+                    fix=f"make all extents but the one of dimension {self.dimension} equal",
+                )
+
+    def forward(self, *sources: torch.Tensor, scope: Scope) -> torch.Tensor:
+        """The sources in a row."""
+        return torch.cat(sources, self.dimension)
+
+
+class SplitLayer(MovingLayer):
+    """The source cut along `dimension`, into `split_count` parts or into parts of `split_section_lengths`.
+
+    With a count, each part is `ceil(extent / count)` long, the last may be shorter, and there are fewer parts where the
+    extent runs out: the rule of `torch.chunk`. Lengths must add up to the extent.
+
+    Example:
+        >>> [part.shape for part in SplitLayer(2).infer(TensorDescriptor((8, 3)))]
+        [(8, 2), (8, 1)]
+    """
+
+    split_count: int | None = None
+    split_section_lengths: tuple[int, ...] | None = None
+    dimension: int = 1
+
+    default_label = "Split"
+
+    def __post_init__(self) -> None:
+        count, lengths = self.split_count, self.split_section_lengths
+        if (count is None) == (lengths is None):
+            raise ArgumentError(
+                self.where,
+                f"split_count is {count}, split_section_lengths are {lengths}",
+                fix="give exactly one of them",
+            )
+        if lengths is not None:
+            lengths = tuple(whole_number(self, "a section length", length, 1) for length in lengths)
+            object.__setattr__(self, "split_section_lengths", lengths)
+            count = len(lengths)
+        object.__setattr__(self, "split_count", whole_number(self, "split_count", count, 1))
+        object.__setattr__(self, "dimension", whole_number(self, "dimension", self.dimension))
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """The lengths must add up to the extent that is split."""
+        require_dimension(self, self.dimension, sources[0])
+        lengths, extent = self.split_section_lengths, sources[0].shape[self.dimension]
+        if lengths is not None and sum(lengths) != extent:
+            raise ShapeError(
+                self.where,
+                f"the sections {list(lengths)} add up to {sum(lengths)}, dimension {self.dimension} has {extent}",
+                source=sources[0],
+                fix=f"give lengths that add up to {extent}",
+            )
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> tuple[torch.Tensor, ...]:
+        """The parts, in order."""
+        if self.split_section_lengths is not None:
+            return torch.split(x, list(self.split_section_lengths), self.dimension)
+        return torch.chunk(x, self.split_count or 1, self.dimension)
+
+
+def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
+    return shape[:dimension] + shape[dimension + 1 :]

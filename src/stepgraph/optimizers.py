@@ -1,0 +1,298 @@
+"""Optimizers: one pure update rule each; clipping, rescaling and regularization once, in the base.
+
+A rule sees one parameter: `update(parameter, gradient, state, numbers)` returns the new parameter and the new
+state. All numbers are live: they enter the compiled step as device scalars, so assigning one takes effect in the
+next update and never compiles anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from stepgraph.errors import ArgumentError, DataTypeError, StateError
+from stepgraph.types import RawEnum
+
+Arrays = tuple[torch.Tensor, ...]
+
+
+class GradientClippingType(RawEnum):
+    """What is kept within bounds before an update."""
+
+    BY_VALUE = 0, "By Value"
+    BY_NORM = 1, "By Norm"
+    BY_GLOBAL_NORM = 2, "By Global Norm"
+
+
+class RegularizationType(RawEnum):
+    """What is added to the gradient to keep parameters small."""
+
+    NONE = 0, "None"
+    L1 = 1, "L1"
+    L2 = 2, "L2"
+
+
+@dataclass(frozen=True)
+class OptimizerDescriptor:
+    """The settings all optimizers share.
+
+    Order of work: clip, then rescale, then add the regularization's gradient (`scale * sign(W)` or `scale * W`),
+    which is itself neither clipped nor rescaled.
+
+    `custom_global_norm` other than 0 is used in place of the computed global norm. (The original's short factories
+    set it to 1; here it is 0, so that clipping by global norm clips.)
+    """
+
+    learning_rate: float
+    gradient_rescale: float = 1.0
+    applies_gradient_clipping: bool = False
+    gradient_clipping_type: GradientClippingType = GradientClippingType.BY_VALUE
+    gradient_clip_max: float = 1.0
+    gradient_clip_min: float = -1.0
+    maximum_clipping_norm: float = 1.0
+    custom_global_norm: float = 0.0
+    regularization_type: RegularizationType = RegularizationType.NONE
+    regularization_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.type == "float":
+                number("OptimizerDescriptor", one.name, getattr(self, one.name))
+        if self.gradient_clip_min > self.gradient_clip_max:
+            raise ArgumentError(
+                "OptimizerDescriptor",
+                f"gradient_clip_min {self.gradient_clip_min} is above gradient_clip_max {self.gradient_clip_max}",
+                fix="exchange them",
+            )
+
+
+class Optimizer:
+    """Base of the optimizers.
+
+    Args:
+        descriptor: the shared settings, or just the learning rate.
+    """
+
+    slots: tuple[str, ...] = ()
+    rule: str = ""
+    live: ClassVar[tuple[str, ...]] = (
+        "learning_rate",
+        "gradient_rescale",
+        "gradient_clip_max",
+        "gradient_clip_min",
+        "maximum_clipping_norm",
+        "custom_global_norm",
+        "regularization_scale",
+        "time_step",
+    )
+
+    learning_rate: float
+    gradient_rescale: float
+    gradient_clip_max: float
+    gradient_clip_min: float
+    maximum_clipping_norm: float
+    custom_global_norm: float
+    regularization_scale: float
+    applies_gradient_clipping: bool
+    gradient_clipping_type: GradientClippingType
+    regularization_type: RegularizationType
+    time_step: int
+    version: int
+    time_version: int
+
+    def __init__(
+        self, descriptor: OptimizerDescriptor | float | None = None, *, learning_rate: float | None = None
+    ) -> None:
+        given = learning_rate if descriptor is None else descriptor
+        if given is None or (descriptor is not None and learning_rate is not None):
+            raise ArgumentError(type(self).__name__, "give a descriptor or a learning rate, and one of them only")
+        settings = given if isinstance(given, OptimizerDescriptor) else OptimizerDescriptor(given)
+        self.time_step = 1
+        for one in fields(settings):
+            setattr(self, one.name, getattr(settings, one.name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        where = type(self).__name__
+        if name in self.live:
+            value = number(where, name, value)
+        elif name in self.__dict__ and name != "applies_gradient_clipping":
+            raise StateError(where, f"{name} cannot change after construction", fix="make a new optimizer")
+        self.__dict__[name] = value
+        # Graphs compare these counts to learn that something was assigned. Each graph counts its own time steps.
+        self.__dict__["version"] = self.__dict__.get("version", 0) + 1
+        if name == "time_step":
+            self.__dict__["time_version"] = self.version
+
+    def numbers(self) -> dict[str, float]:
+        """The live numbers as the compiled step reads them; switched-off clipping reads as bounds nothing reaches."""
+        values = {name: float(getattr(self, name)) for name in self.live}
+        if not self.applies_gradient_clipping:
+            values |= {
+                "gradient_clip_max": math.inf,
+                "gradient_clip_min": -math.inf,
+                "maximum_clipping_norm": math.inf,
+            }
+        return values
+
+    @property
+    def needs_global_norm(self) -> bool:
+        """Whether an update must wait until every gradient is known."""
+        return self.gradient_clipping_type is GradientClippingType.BY_GLOBAL_NORM
+
+    def prepare(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor | None, n: SimpleNamespace
+    ) -> torch.Tensor:
+        """The gradient after clipping, rescaling and regularization. `norm` is the global norm where one is needed."""
+        if self.gradient_clipping_type is GradientClippingType.BY_VALUE:
+            gradient = torch.clamp(gradient, n.gradient_clip_min, n.gradient_clip_max)
+        else:
+            size = torch.linalg.vector_norm(gradient) if norm is None else norm
+            gradient = gradient * clipping_factor(size, n)
+        gradient = gradient * n.gradient_rescale
+        if self.regularization_type is RegularizationType.L1:
+            gradient = gradient + n.regularization_scale * parameter.sign()
+        elif self.regularization_type is RegularizationType.L2:
+            gradient = gradient + n.regularization_scale * parameter
+        return gradient
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """The new parameter and state, from a prepared gradient."""
+        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.live if name in self.__dict__)
+        return f"{type(self).__name__}({shown})"
+
+
+class SGDOptimizer(Optimizer):
+    """Stochastic gradient descent.
+
+    Plain `W -= lr g`; with momentum `m = μ m + lr g`, `W -= m`; with Nesterov `m = μ m + g`, `W -= lr (g + μ m)`.
+
+    Plain momentum keeps the learning rate inside the buffer, `torch.optim.SGD` outside: the two agree until the
+    learning rate changes. State: `momentum`, none if `momentum_scale` is 0.
+
+    Example:
+        >>> SGDOptimizer(learning_rate=0.1, momentum_scale=0.9).slots
+        ('momentum',)
+    """
+
+    live = (*Optimizer.live, "momentum_scale")
+    momentum_scale: float
+
+    def __init__(
+        self,
+        descriptor: OptimizerDescriptor | float | None = None,
+        *,
+        learning_rate: float | None = None,
+        momentum_scale: float = 0.0,
+        uses_nesterov_momentum: bool = False,
+    ) -> None:
+        super().__init__(descriptor, learning_rate=learning_rate)
+        self.momentum_scale = momentum_scale
+        self.uses_nesterov_momentum = bool(uses_nesterov_momentum and momentum_scale)
+        self.slots = ("momentum",) if momentum_scale else ()
+        self.rule = "sgd" if not momentum_scale else "sgd nesterov" if uses_nesterov_momentum else "sgd momentum"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "momentum_scale" and "slots" in self.__dict__ and bool(value) != bool(self.slots):
+            raise StateError("SGDOptimizer", "momentum cannot be switched on or off later", fix="make a new optimizer")
+        super().__setattr__(name, value)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """One step of gradient descent."""
+        if not state:
+            return parameter - n.learning_rate * gradient, ()
+        (momentum,) = state
+        if self.uses_nesterov_momentum:
+            momentum = n.momentum_scale * momentum + gradient
+            return parameter - n.learning_rate * (gradient + n.momentum_scale * momentum), (momentum,)
+        momentum = n.momentum_scale * momentum + n.learning_rate * gradient
+        return parameter - momentum, (momentum,)
+
+
+class AdamOptimizer(Optimizer):
+    """Adam in the form with the bias correction in the step size.
+
+    `m = β₁ m + (1 - β₁) g`, `v = β₂ v + (1 - β₂) g²`, `W -= lr √(1 - β₂ᵗ) / (1 - β₁ᵗ) · m / (√v + ε)`; with AMSGrad
+    the largest `v` so far stands in for `v`.
+
+    ε is added to the uncorrected `√v`, as TensorFlow does; `torch.optim.Adam` adds it after the correction.
+    `time_step` is the `t` of the next update. State: `momentum`, `velocity`, with AMSGrad also `largest_velocity`.
+
+    Example:
+        >>> AdamOptimizer(learning_rate=1e-3).time_step
+        1
+    """
+
+    live = (*Optimizer.live, "beta1", "beta2", "epsilon")
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    def __init__(
+        self,
+        descriptor: OptimizerDescriptor | float | None = None,
+        *,
+        learning_rate: float | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        uses_ams_grad: bool = False,
+        time_step: int = 1,
+    ) -> None:
+        super().__init__(descriptor, learning_rate=learning_rate)
+        self.beta1, self.beta2, self.epsilon, self.time_step = beta1, beta2, epsilon, time_step
+        self.uses_ams_grad = bool(uses_ams_grad)
+        self.slots = ("momentum", "velocity", "largest_velocity")[: 3 if uses_ams_grad else 2]
+        self.rule = "adam amsgrad" if uses_ams_grad else "adam"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("beta1", "beta2") and not 0 <= number("AdamOptimizer", name, value) < 1:
+            raise ArgumentError("AdamOptimizer", f"{name} is {value}, not in [0, 1)", fix="use 0.9 and 0.999")
+        if name == "time_step" and number("AdamOptimizer", name, value) < 1:
+            raise ArgumentError("AdamOptimizer", f"time_step is {value}", fix="the first update has time_step 1")
+        super().__setattr__(name, value)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """One step of Adam."""
+        rate = n.learning_rate * (1 - n.beta2**n.time_step) ** 0.5 / (1 - n.beta1**n.time_step)
+        momentum = n.beta1 * state[0] + (1 - n.beta1) * gradient
+        velocity = n.beta2 * state[1] + (1 - n.beta2) * gradient.square()
+        if not self.uses_ams_grad:
+            return parameter - rate * momentum / (velocity.sqrt() + n.epsilon), (momentum, velocity)
+        largest = torch.maximum(state[2], velocity)
+        return parameter - rate * momentum / (largest.sqrt() + n.epsilon), (momentum, velocity, largest)
+
+
+def global_norm(gradients: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:
+    """`√Σ‖g‖²` over all gradients, or the custom norm where one is set."""
+    computed = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
+    return torch.where(n.custom_global_norm != 0, n.custom_global_norm.to(computed.dtype), computed)
+
+
+def clipping_factor(norm: torch.Tensor, n: SimpleNamespace) -> torch.Tensor:
+    """What a gradient of this norm is multiplied with to stay within the maximum."""
+    maximum = n.maximum_clipping_norm.to(norm.dtype)
+    return torch.where(norm > maximum, maximum / norm, torch.ones_like(norm))
+
+
+def number(where: str, name: str, value: Any) -> Any:
+    """`value` if it is a finite number, else an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise DataTypeError(where, f"{name} is {value!r}, not a number", fix="give a float")
+    if not math.isfinite(value):
+        raise ArgumentError(where, f"{name} is {value}, not a finite number", fix="check where the value comes from")
+    return value

@@ -1,0 +1,95 @@
+"""Random numbers: one seed for new tensors, and a counter-based stream for layers that draw in every step.
+
+`set_seed` makes programs repeat; without it every process draws other numbers. The stream of a step is a pure
+function of (seed, step, node): forward and gradient see the same numbers, a resumed run draws what an uninterrupted
+one would have drawn, every device draws the same, and PyTorch's global generator is neither read nor moved.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.errors import ArgumentError
+from stepgraph.types import RandomInitializerType
+
+_generator = torch.Generator()
+_generator.seed()
+_seed: int | None = None
+
+
+def set_seed(seed: int) -> None:
+    """Seeds everything stepgraph draws from here on: initializers, and the dropout of graphs compiled later."""
+    global _seed  # noqa: PLW0603  the platform has one seed, as in the original
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError("set_seed", f"the seed is {seed!r}, not a whole number", fix="give an int")
+    _seed = seed
+    _generator.manual_seed(seed % 2**63)
+
+
+def get_seed() -> int | None:
+    """The seed as it was given, or None before the first `set_seed`."""
+    return _seed
+
+
+def draw_seed() -> int:
+    """A seed for a graph's own stream, drawn from the platform's."""
+    return int(torch.randint(2**31 - 1, (), generator=_generator))
+
+
+def initialize(
+    kind: RandomInitializerType, shape: Sequence[int], fan_in: int, fan_out: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """New random values: `U[0, 1)`, `U[-a, a]` with `a = sqrt(6 / (in + out))`, or `N(0, 2 / (in + out))`."""
+    if not dtype.is_floating_point:
+        raise ArgumentError("initialize", f"{kind} gives real numbers, the tensor holds {dtype}", fix="fill it instead")
+    values = torch.empty(tuple(shape), dtype=dtype)
+    match kind:
+        case RandomInitializerType.UNIFORM:
+            return values.uniform_(0, 1, generator=_generator)
+        case RandomInitializerType.GLOROT_UNIFORM:
+            bound = math.sqrt(6 / (fan_in + fan_out))
+            return values.uniform_(-bound, bound, generator=_generator)
+        case RandomInitializerType.XAVIER:
+            return values.normal_(0, math.sqrt(2 / (fan_in + fan_out)), generator=_generator)
+    raise ArgumentError("initialize", f"{kind!r} is not a random initializer", fix="use RandomInitializerType")
+
+
+@torch.library.custom_op("stepgraph::keep_mask", mutates_args=())
+def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
+    """True with probability `1 - rate`, element by element, from `stream = [seed, step]` and the node's `salt`.
+
+    The element's index is scattered by a step-dependent odd factor and offset, then mixed by a 32-bit finalizer of
+    two multiplications: integer arithmetic only, so that every device gives the same mask.
+    """
+    seed, step = stream.tolist() if stream.is_cpu else stream  # elsewhere reading them would wait for the device
+    key = _mix(_mix(seed + salt) + step)
+    factor, offset = _signed(_mix(key + 1) | 1), _signed(_mix(key + 2))
+    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).mul_(factor).add_(offset)
+    for shift, multiplier in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):
+        shifted = bits >> shift
+        bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if multiplier != 1:
+            bits.mul_(multiplier)
+    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
+    return (bits >= threshold).view(tuple(shape))
+
+
+@keep_mask.register_fake
+def _(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.bool, device=stream.device)
+
+
+def _mix(value: Any) -> Any:
+    """The same finalizer on one whole number, in Python or on a device."""
+    mask = 0xFFFFFFFF
+    value = value & mask
+    value = ((value ^ (value >> 16)) * 0x7FEB352D) & mask
+    value = ((value ^ (value >> 15)) * 0x846CA68B) & mask
+    return value ^ (value >> 16)
+
+
+def _signed(value: Any) -> Any:
+    """The 32 bits of `value` as an int32 reads them."""
+    return ((value + 2**31) & 0xFFFFFFFF) - 2**31

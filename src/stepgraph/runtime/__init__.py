@@ -1,0 +1,1 @@
+"""What holds buffers between calls: executables, the state of training, and the handle an execute call returns."""

@@ -1,0 +1,82 @@
+"""A part of a program, ready to run again and again on one device.
+
+On the CPU the recorded operators run as one Python function. On CUDA the first call runs the same way and does real
+work; the second call is captured as a CUDA graph, and from then on a call is a copy of its inputs and one replay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from stepgraph.compiler.phases import Part
+from stepgraph.compiler.step import Key, Step
+from stepgraph.errors import ExecutionError
+
+logger = logging.getLogger("stepgraph")
+
+
+class Executable:
+    """Runs a part: arrays by key in, arrays by key out."""
+
+    def __init__(self, part: Part, step: Step) -> None:
+        self.part, self.step = part, step
+        self._function: Callable[..., Sequence[torch.Tensor]] = part.module.forward
+        self._inputs = part.inputs
+        self._capture = _Capture(self) if step.device.type == "cuda" else None
+
+    @property
+    def mode(self) -> str:
+        """How calls run: `traced`, or `CUDA graph` once captured."""
+        return "CUDA graph" if self._capture is not None and self._capture.graph is not None else "traced"
+
+    def __call__(self, arrays: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Runs once; results are valid until the next call."""
+        given = [arrays[key] for key in self._inputs]
+        try:
+            found = self.run(given) if self._capture is None else self._capture.run(given)
+        except RuntimeError as error:
+            raise ExecutionError("execute", f"the device failed: {error}") from error
+        return dict(zip(self.part.outputs, found, strict=True))
+
+    def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs operator by operator."""
+        with torch.inference_mode():
+            return self._function(*given)
+
+
+class _Capture:
+    """The CUDA graph of one executable: static inputs for what changes with each call, replay for the rest."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+        step = executable.step
+        fed = {key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed}
+        self.changing = [i for i, key in enumerate(executable.part.inputs) if key in fed]
+
+    def run(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        self.calls += 1
+        if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
+            return self.executable.run(given)
+        if self.graph is None or any(a.data_ptr() != b.data_ptr() for a, b in self._fixed(given)):
+            self._record(given)
+        for i in self.changing:
+            self.static[i].copy_(given[i], non_blocking=True)
+        assert self.graph is not None
+        self.graph.replay()
+        return self.results
+
+    def _fixed(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(self.static[i], given[i]) for i in range(len(given)) if i not in self.changing]
+
+    def _record(self, given: Sequence[torch.Tensor]) -> None:
+        torch.cuda.synchronize(self.executable.step.device)
+        self.static = [a.clone() if i in self.changing else a for i, a in enumerate(given)]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = self.executable.run(self.static)
+        logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))

@@ -1,0 +1,131 @@
+"""Names for data: which tensor a caller's array is for, and the arrays of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from stepgraph import buffers
+from stepgraph.compiler.step import Key, value
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, UnknownNameError
+from stepgraph.graph import Node
+from stepgraph.tensor import Tensor
+
+Names = Mapping[str, Tensor]
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """What a compiled graph is fed with. A value: declaring or finding more gives new feeds."""
+
+    inputs: Names = field(default_factory=dict)
+    labels: Names = field(default_factory=dict)
+    weights: Names = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+
+    def declare(self, inputs: Names | None, labels: Names | None, weights: Names | None) -> Feeds:
+        """These feeds and the given ones."""
+        return replace(
+            self,
+            inputs=merged("input", self.inputs, inputs),
+            labels=merged("loss label", self.labels, labels),
+            weights=merged("loss label weight", self.weights, weights),
+        )
+
+    def find(self, nodes: Sequence[Node], fixed: Collection[Tensor]) -> Feeds:
+        """The tensors that `nodes` read and nobody makes or holds; undeclared ones are named by their labels."""
+        made = {tensor for node in nodes for tensor in node.results}
+        own = {t for node in nodes for t in (*node.layer.parameters.values(), *node.layer.statistics.values())}
+        read = list(dict.fromkeys(t for node in nodes for t in node.arguments if t not in made and t not in own))
+        for kind, name, tensor in self:
+            if tensor not in read and tensor not in fixed:
+                raise UnknownNameError(
+                    "compile", f"no layer reads the {kind} '{name}' ({tensor!r})", fix="wire it into the graph"
+                )
+        declared = [tensor for _, _, tensor in self]
+        found = {t.label: t for t in read if t not in declared and t not in fixed}
+        tensors = tuple(t for t in dict.fromkeys([*declared, *read]) if t not in fixed)
+        return replace(self, inputs=merged("input", self.inputs, found), tensors=tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, str, Tensor]]:
+        for kind, names in (("input", self.inputs), ("loss label", self.labels), ("loss label weight", self.weights)):
+            for name, tensor in names.items():
+                yield kind, name, tensor
+
+    @property
+    def batch(self) -> int:
+        """The declared batch size: the first extent of the first input."""
+        return self.tensors[0].shape[0] if self.tensors else 0
+
+    def batch_size(self, given: int | None) -> int:
+        """The batch size of a call; None and 0 mean the declared one."""
+        if isinstance(given, bool) or not (given is None or (isinstance(given, int) and given >= 0)):
+            raise ArgumentError("execute", f"batch_size is {given!r}", fix="give a whole number of rows, or None")
+        return given or self.batch
+
+    def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
+        """Data by tensor; refuses names that were not declared."""
+        found: dict[Tensor, Any] = {}
+        groups = (
+            ("inputs", inputs, self.inputs),
+            ("loss labels", labels, self.labels),
+            ("loss label weights", weights, self.weights),
+        )
+        for kind, data, names in groups:
+            if data is not None and not isinstance(data, Mapping):
+                raise DataTypeError(
+                    "execute", f"the {kind} data is {type(data).__name__}, not a dictionary", fix='pass {"name": array}'
+                )
+            for name, values in (data or {}).items():
+                if name not in names:
+                    known = ", ".join(f"'{one}'" for one in names) or "none"
+                    raise UnknownNameError("execute", f"'{name}' is not among the {kind} of this graph", known=known)
+                if names[name] not in self.tensors:
+                    raise StateError(
+                        "execute", f"'{name}' keeps its data in the graph", fix="leave it out of the data of this call"
+                    )
+                found[names[name]] = values
+        return found
+
+    def arrays(self, given: Mapping[Tensor, Any], batch: int, device: Device) -> dict[Key, torch.Tensor]:
+        """Arrays of all feeds for one call: given with it, or bound to their tensors before."""
+        return {value(tensor): self._array(tensor, given, batch, device) for tensor in self.tensors}
+
+    def _array(self, tensor: Tensor, given: Mapping[Tensor, Any], batch: int, device: Device) -> torch.Tensor:
+        where = f"Tensor '{tensor.label}' ({self._spoken(tensor)})"
+        values = given.get(tensor)
+        if values is None:
+            if not tensor.has_data:
+                raise DataError(
+                    where, "there is no data for it", needed=tensor.descriptor, fix="pass it by name, or bind it before"
+                )
+            values = tensor.torch()
+        shape = (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape
+        array = buffers.read(values, shape, tensor.data_type, where)
+        return array if array.device == device.torch else array.to(device.torch, non_blocking=True)
+
+    def _spoken(self, tensor: Tensor) -> str:
+        return next((f"{kind} '{name}'" for kind, name, one in self if one is tensor), "undeclared")
+
+
+def merged(kind: str, names: Names, new: Names | None) -> Names:
+    """`names` and `new`; one name cannot stand for two tensors."""
+    if new is not None and not isinstance(new, Mapping):
+        raise DataTypeError(
+            "graph", f"the {kind}s are {type(new).__name__}, not a dictionary", fix='pass {"name": tensor}'
+        )
+    for name, tensor in (new or {}).items():
+        if not isinstance(tensor, Tensor):
+            raise DataTypeError(
+                "graph", f"the {kind} '{name}' is {type(tensor).__name__}, not a Tensor", fix="pass a Tensor"
+            )
+        if names.get(name, tensor) is not tensor:
+            raise StateError(
+                "graph", f"the {kind} '{name}' already stands for {names[name]!r}", fix="choose another name"
+            )
+    return {**names, **(new or {})}

@@ -1,0 +1,102 @@
+"""The state of training that lives on the device: optimizer buffers, live numbers, the random stream, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stepgraph.buffers import TensorData
+from stepgraph.compiler.kernels import number_type
+from stepgraph.compiler.step import NUMBERS, STREAM, Key, state
+from stepgraph.device import Device
+from stepgraph.errors import DataError
+from stepgraph.optimizers import Optimizer
+from stepgraph.random import draw_seed
+from stepgraph.tensor import Tensor, TensorOptimizerDeviceData
+
+
+class TrainingState:
+    """What one training graph keeps between its calls."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.arrays: dict[Key, torch.Tensor] = {
+            STREAM: torch.tensor([draw_seed(), 0], dtype=torch.int64, device=device.torch)
+        }
+        self.optimizer: Optimizer | None = None
+        self._trainable: tuple[Tensor, ...] = ()
+        self._seen = (-1, -1)
+        self._updates = 0
+
+    def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
+        """Takes an optimizer: buffers the user bound, those of the same rule from before, or zeros."""
+        kept = self.arrays if self.optimizer is not None and self.optimizer.rule == optimizer.rule else {}
+        self.arrays = {key: array for key, array in self.arrays.items() if key.kind != "state"}
+        for tensor in trainable:
+            for i in range(len(optimizer.slots)):
+                old = kept.get(state(tensor, i))
+                self.arrays[state(tensor, i)] = torch.zeros_like(tensor.torch()) if old is None else old
+        count, dtype = len(optimizer.live), number_type(self.device.torch)
+        self.arrays[NUMBERS] = torch.zeros(count, dtype=dtype, device=self.device.torch)
+        self.optimizer, self._trainable, self._seen, self._updates = optimizer, tuple(trainable), (-1, -1), 0
+        for tensor in trainable:
+            self.adopt(tensor)
+        self._write_numbers(optimizer)
+
+    def refresh(self) -> None:
+        """Brings what the user assigned or bound since the last update onto the device; nothing is compiled."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        if self._updates == 0:
+            for tensor in self._trainable:
+                self.adopt(tensor)
+        if self._seen[0] != optimizer.version:
+            self._write_numbers(optimizer)
+
+    def updated(self) -> None:
+        """Follows the step count that the device has just advanced."""
+        if self.optimizer is not None:
+            self._updates += 1
+            self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
+
+    def _write_numbers(self, optimizer: Optimizer) -> None:
+        names, numbers = optimizer.live, self.arrays[NUMBERS]
+        values = torch.tensor(list(optimizer.numbers().values()), dtype=numbers.dtype)
+        time = names.index("time_step")
+        # The step count on the device is this graph's own, unless the user has just assigned one.
+        mine = slice(None) if self._seen[1] != optimizer.time_version else [i for i in range(len(names)) if i != time]
+        numbers[mine] = values[mine].to(numbers.device)
+        self._seen = (optimizer.version, optimizer.time_version)
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Buffers bound by the user become the optimizer's; on the CPU the caller's memory is used in place."""
+        assert self.optimizer is not None
+        slots = self.optimizer.slots
+        current = [device.array for device in tensor.optimizer_device_data]
+        mine = [self.arrays[state(tensor, i)] for i in range(len(slots))]
+        if len(current) == len(mine) and all(a is b for a, b in zip(current, mine, strict=True)):
+            return
+        if tensor.optimizer_data and all(array is None for array in current):
+            self._check(tensor)
+            for i, data in enumerate(tensor.optimizer_data):
+                bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
+                self.arrays[state(tensor, i)] = bound.to(self.device.torch)
+        self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(slots))])
+
+    def _check(self, tensor: Tensor) -> None:
+        assert self.optimizer is not None
+        given, slots = len(tensor.optimizer_data), self.optimizer.slots
+        if given != len(slots):
+            wanted = f"{len(slots)} ({', '.join(slots)})" if slots else "none"
+            raise DataError(tensor.where, f"{given} optimizer buffers were bound, {self.optimizer.rule} takes {wanted}")
+
+    def _publish(self, tensor: Tensor, arrays: Sequence[torch.Tensor]) -> None:
+        handles = tensor.optimizer_device_data or [TensorOptimizerDeviceData() for _ in arrays]
+        for handle, array in zip(handles, arrays, strict=False):
+            handle.array = array
+        on_host = self.device.torch.type == "cpu"
+        if on_host or len(tensor.optimizer_data) != len(arrays):
+            tensor.optimizer_data = [TensorData(array if on_host else array.cpu()) for array in arrays]
+        tensor.optimizer_device_data = list(handles)

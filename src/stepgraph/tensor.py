@@ -1,0 +1,376 @@
+"""Tensors: what a graph is wired with.
+
+A `TensorDescriptor` is a value: shape, element type, sequence lengths. A `Tensor` has an identity: it names one
+value of a graph and may hold data. On the CPU its data is the buffer the compiled graph works on; elsewhere the
+current value lives on the device and `synchronize_data` brings it home.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from stepgraph import buffers
+from stepgraph.buffers import TensorData
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError, DataError, ShapeError, StateError
+from stepgraph.random import initialize
+from stepgraph.types import DataType, RandomInitializerType
+
+Array = torch.Tensor
+MAX_DIMENSIONS = 5  # the original stops at 4
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """Shape and element type of a tensor, outermost extent first; images are `[batch, channels, height, width]`.
+
+    Args:
+        shape: one to five positive extents.
+        data_type: element type, in any spelling `DataType.of` knows.
+        sequence_lengths: lengths of the sequences in a `[batch, steps, features]` tensor.
+        sorted_sequences: whether the lengths are given longest first.
+
+    Example:
+        >>> TensorDescriptor((2, 3, 4, 5)).stride
+        (240, 80, 20, 4)
+    """
+
+    shape: tuple[int, ...]
+    data_type: DataType = DataType.FLOAT32
+    sequence_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
+    sorted_sequences: bool = field(default=False, kw_only=True)
+
+    max_tensor_dimensions: ClassVar[int] = MAX_DIMENSIONS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _extents(self.shape))
+        object.__setattr__(self, "data_type", DataType.of(self.data_type))
+        if self.sequence_lengths is not None:
+            object.__setattr__(self, "sequence_lengths", _extents(self.sequence_lengths, "sequence_lengths", None))
+            self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        lengths = self.sequence_lengths or ()
+        if len(self.shape) != 3 or max(lengths) != self.shape[1]:
+            raise ShapeError(
+                "TensorDescriptor",
+                f"sequences of up to {max(lengths)} steps do not fit the shape {self.shape}",
+                fix="use [batch, steps, features] with as many steps as the longest sequence",
+            )
+        if self.sorted_sequences and list(lengths) != sorted(lengths, reverse=True):
+            raise ArgumentError("TensorDescriptor", f"lengths {lengths} are not sorted", fix="give the longest first")
+
+    @classmethod
+    def image(
+        cls, width: int, height: int, channels: int, batch_size: int, data_type: DataType = DataType.FLOAT32
+    ) -> TensorDescriptor:
+        """A batch of images, `[batch_size, channels, height, width]`."""
+        return cls((batch_size, channels, height, width), data_type)
+
+    @classmethod
+    def convolution_weights(
+        cls, inputs: int, outputs: int, width: int = 1, height: int = 1, data_type: DataType = DataType.FLOAT32
+    ) -> TensorDescriptor:
+        """Apple's packed weights, `[1, outputs * inputs, height, width]`, output-major in memory."""
+        return cls((1, outputs * inputs, height, width), data_type)
+
+    @classmethod
+    def convolution_biases(cls, channels: int, data_type: DataType = DataType.FLOAT32) -> TensorDescriptor:
+        """Apple's packed biases, `[1, channels, 1, 1]`."""
+        return cls((1, channels, 1, 1), data_type)
+
+    @property
+    def dimension_count(self) -> int:
+        """Number of extents."""
+        return len(self.shape)
+
+    @property
+    def element_count(self) -> int:
+        """Product of the extents."""
+        return math.prod(self.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Bytes from one element to the next along each dimension."""
+        return tuple(math.prod(self.shape[axis + 1 :]) * self.data_type.element_size for axis in range(len(self.shape)))
+
+    @property
+    def tensor_allocation_size_in_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.element_count * self.data_type.element_size
+
+    @property
+    def batch_size_per_sequence_step(self) -> tuple[int, ...] | None:
+        """How many sequences are still running at each step; None for a tensor without sequence lengths."""
+        lengths = self.sequence_lengths
+        return None if lengths is None else tuple(sum(n > t for n in lengths) for t in range(max(lengths)))
+
+    def meta(self) -> Array:
+        """An array of this shape and type that has no memory, for shape inference."""
+        return torch.empty(self.shape, dtype=self.data_type.torch, device="meta")
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.data_type.debug_description}"
+
+
+class Tensor:
+    """One value of a graph: an input, a parameter, a result or a gradient.
+
+    Args:
+        shape: the extents, or a `TensorDescriptor`.
+        data_type: element type; float32 if not given.
+        data: host memory that becomes this tensor's; longer than needed is fine.
+        fill: a number to fill new memory with.
+        random: an initializer to fill new memory with.
+        label: name; `data<tensor_id>` if not given.
+
+    Example:
+        >>> Tensor((2, 2), data=np.eye(2, dtype=np.float32)).data
+        array([[1., 0.],
+               [0., 1.]], dtype=float32)
+    """
+
+    _ids = itertools.count()
+
+    def __init__(
+        self,
+        shape: Sequence[int] | TensorDescriptor,
+        data_type: DataType | torch.dtype | str | None = None,
+        *,
+        data: Any = None,
+        fill: float | None = None,
+        random: RandomInitializerType | None = None,
+        label: str | None = None,
+    ) -> None:
+        kind = DataType.FLOAT32 if data_type is None else DataType.of(data_type)
+        self.descriptor = shape if isinstance(shape, TensorDescriptor) else TensorDescriptor(tuple(shape), kind)
+        self.tensor_id = next(Tensor._ids)
+        self.label = f"data{self.tensor_id}" if label is None else label
+        self.device: Device | None = None
+        self.is_updatable = True
+        self.optimizer_data: list[TensorData] = []
+        self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
+        self._host = self._first_values(data, fill, random)
+        self._value = self._host
+        self._missing = "it has never been given data"
+
+    @classmethod
+    def image(cls, width: int, height: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
+        """A batch of images, `[batch_size, channels, height, width]`; further settings as for `Tensor`."""
+        return cls((batch_size, channels, height, width), **settings)
+
+    @classmethod
+    def sequence(cls, length: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
+        """Sequences of one length, `[batch_size, length, channels]`; further settings as for `Tensor`."""
+        return cls.sequences([length] * batch_size, channels, batch_size, sorted_sequences=True, **settings)
+
+    @classmethod
+    def sequences(
+        cls, lengths: Sequence[int], channels: int, batch_size: int, *, sorted_sequences: bool = False, **settings: Any
+    ) -> Tensor:
+        """Sequences of several lengths, `[batch_size, longest, channels]`; further settings as for `Tensor`."""
+        kind = settings.pop("data_type", DataType.FLOAT32)
+        shape = (batch_size, max(lengths, default=0), channels)
+        descriptor = TensorDescriptor(shape, kind, sequence_lengths=tuple(lengths), sorted_sequences=sorted_sequences)
+        return cls(descriptor, **settings)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The descriptor's extents."""
+        return self.descriptor.shape
+
+    @property
+    def data_type(self) -> DataType:
+        """The descriptor's element type."""
+        return self.descriptor.data_type
+
+    @property
+    def data(self) -> np.ndarray | None:
+        """Host data, shared and not copied, or None. For a parameter on a GPU: as of the last synchronization."""
+        array = self._value if self._host is None else self._host
+        return None if array is None else array.detach().cpu().numpy()
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is a value to read."""
+        return self._value is not None
+
+    @property
+    def has_valid_numerics(self) -> bool:
+        """False if any element is NaN or infinite; True without data."""
+        return self._value is None or bool(torch.isfinite(self._value).all())
+
+    def torch(self) -> Array:
+        """The current value where it lives, shared and not copied."""
+        if self._value is None:
+            raise StateError(self.where, f"there is no data: {self._missing}", fix="execute first, or give data")
+        return self._value
+
+    def numpy(self) -> np.ndarray:
+        """The current value on the host; shared where it lives there, else copied."""
+        return self.torch().detach().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.torch().__dlpack_device__()
+
+    def synchronize_data(self) -> None:
+        """Brings the device's current value into `data`."""
+        if self._value is not None and self._host is not self._value:
+            self._host = self._value.cpu() if self._host is None else self._host.copy_(self._value)
+
+    def synchronize_optimizer_data(self) -> None:
+        """Brings the device's optimizer buffers into `optimizer_data`."""
+        for host, device in zip(self.optimizer_data, self.optimizer_device_data, strict=False):
+            if device.array is not None:
+                host.array(device.array.dtype)[: device.array.numel()].copy_(device.array.reshape(-1))
+
+    def copy_data_from_device_memory(
+        self, destination: Any, length: int | None = None, synchronize_with_device: bool = True
+    ) -> None:
+        """Copies the first `length` bytes of the current value into `destination`.
+
+        The copy waits for the device in any case; the flag is kept for programs that pass it.
+        """
+        available = self.torch().contiguous().reshape(-1).view(torch.uint8)
+        count = available.numel() if length is None else length
+        if count > available.numel():
+            raise DataError(
+                self.where,
+                f"{count} bytes were asked for, the tensor has {available.numel()}",
+                fix="ask for fewer bytes",
+            )
+        target = destination if isinstance(destination, TensorData) else TensorData(destination)
+        if target.length < count:
+            raise DataError(self.where, f"{count} bytes do not fit in {target.length}", fix="give a larger buffer")
+        target.array(torch.uint8)[:count].copy_(available[:count])
+
+    def bind_and_write_data(self, data: Any, device: Device) -> None:
+        """Makes `data` this tensor's host memory and writes it to the device: for parameters set by hand.
+
+        On the CPU the caller's memory is the parameter from here on.
+        """
+        self.bind(buffers.read(data, self.shape, self.data_type, self.where), device)
+
+    def bind_optimizer_data(
+        self, data: Sequence[Any], device_data: Sequence[TensorOptimizerDeviceData] | None = None
+    ) -> None:
+        """Attaches optimizer buffers (momentum, velocity, …) to start from; call before the first update."""
+        views = [TensorData(buffers.read(one, self.shape, self.data_type, self.where)) for one in data]
+        self.optimizer_data = views
+        self.optimizer_device_data = list(device_data or (TensorOptimizerDeviceData() for _ in views))
+
+    def copy(self) -> Tensor:
+        """A new tensor with its own id and label over the same data."""
+        twin = Tensor(self.descriptor)
+        twin._host = twin._value = self._host if self._host is not None else self._value
+        twin.optimizer_data = list(self.optimizer_data)
+        return twin
+
+    @property
+    def where(self) -> str:
+        """How messages name this tensor."""
+        return f"Tensor '{self.label}'"
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.label!r}, {self.descriptor})"
+
+    # What the compiler and the runtime do to a tensor. Users read `data`, `numpy()` or `torch()`.
+
+    def place(self, device: Device) -> Array:
+        """The value on `device`, moved there once; the host keeps its own copy except on the CPU."""
+        value = self.torch()
+        if self.device is not None and self.device.torch != device.torch and self._value is not self._host:
+            raise StateError(
+                self.where, f"it lives on {self.device}, the graph is compiled for {device}", fix="use one device"
+            )
+        if value.device != device.torch:
+            value = self._value = value.to(device.torch)
+        self.device = device
+        return value
+
+    def bind(self, array: Array, device: Device) -> None:
+        """Takes `array` (on the host) as data and writes it to `device`, into the buffer in use if there is one."""
+        self._host = array
+        if device.torch.type == "cpu":
+            self._value = array
+        elif self._value is not None and self._value.device == device.torch and self._value.shape == array.shape:
+            self._value.copy_(array)
+        else:
+            self._value = array.to(device.torch)
+        self.device = device
+
+    def hold(self, array: Array | None, missing: str = "it was not computed") -> None:
+        """Takes a result as the current value, or forgets it and remembers why."""
+        self._value, self._host, self._missing = array, None, missing
+
+    def _first_values(self, data: Any, fill: float | None, random: RandomInitializerType | None) -> Array | None:
+        if sum(source is not None for source in (data, fill, random)) > 1:
+            raise ArgumentError(self.where, "data, fill and random were given together", fix="give one of them")
+        if data is not None:
+            return buffers.read(data, self.shape, self.data_type, self.where)
+        if fill is not None:
+            return torch.full(self.shape, fill, dtype=self.data_type.torch)
+        if random is not None:
+            fan_out, fan_in = self.shape[-2:] if len(self.shape) > 1 else self.shape * 2
+            return initialize(random, self.shape, fan_in, fan_out, self.data_type.torch)
+        return None
+
+
+class TensorOptimizerDeviceData:
+    """An opaque handle for one optimizer buffer on a device; the framework fills it."""
+
+    def __init__(self) -> None:
+        self.array: Array | None = None
+
+
+class TensorParameter:
+    """A tensor that an optimizer updates. All parameters made for one tensor are the same parameter.
+
+    Args:
+        tensor: the tensor to update.
+        optimizer_data: optimizer buffers to start from.
+    """
+
+    def __init__(self, tensor: Tensor, optimizer_data: Sequence[Any] | None = None) -> None:
+        self.tensor = tensor
+        if optimizer_data is not None:
+            tensor.bind_optimizer_data(optimizer_data)
+
+    @property
+    def is_updatable(self) -> bool:
+        """Whether the optimizer may change the tensor."""
+        return self.tensor.is_updatable
+
+    @is_updatable.setter
+    def is_updatable(self, value: bool) -> None:
+        self.tensor.is_updatable = value
+
+    def __repr__(self) -> str:
+        return f"TensorParameter({self.tensor!r}, is_updatable={self.is_updatable})"
+
+
+def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_DIMENSIONS) -> tuple[int, ...]:
+    extents = tuple(values)
+    if not extents or (most is not None and len(extents) > most):
+        raise ShapeError("TensorDescriptor", f"the {name} has {len(extents)} extents", fix=f"give 1 to {most}")
+    for extent in extents:
+        if isinstance(extent, bool) or not isinstance(extent, int | np.integer) or extent < 1:
+            raise ShapeError(
+                "TensorDescriptor",
+                f"{extent!r} in the {name} {extents} is not a positive whole number",
+                fix="use extents ≥ 1",
+            )
+    return tuple(int(extent) for extent in extents)

@@ -1,0 +1,546 @@
+"""Training graphs: compiled once, then executed as whole iterations or phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepgraph import draw
+from stepgraph.compiled import CompiledGraph, Found, logger, results_of
+from stepgraph.compiler import memory, phases
+from stepgraph.compiler.step import Key, Step, gradient, source_gradient, user_gradient, value
+from stepgraph.compiler.trace import FORWARD, Program, trace
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
+from stepgraph.graph import Graph, Node, make_node
+from stepgraph.layer import Layer
+from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.executable import Executable
+from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.feeds import Data, Names
+from stepgraph.runtime.gradients import Gradients, added
+from stepgraph.runtime.state import TrainingState
+from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
+from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+
+_NONE = ExecutionOptions.NONE
+
+
+class TrainingGraph(CompiledGraph):
+    """A graph that learns: forward, gradient and update, in one call or three.
+
+    Args:
+        graphs: graphs whose nodes are adopted, in order. Further nodes may be added to the training graph itself.
+        loss_layer: compares the last result with the declared labels. None where loss nodes are in the graph, or
+        where
+            gradients come from outside.
+        optimizer: updates the parameters. None computes gradients only; `compile_optimizer` may add one later.
+
+    Example:
+        >>> x, y = Tensor((4, 1)), Tensor((4, 1))
+        >>> graph = Graph()
+        >>> prediction = graph.node(FullyConnectedLayer.create(1, 1), x)
+        >>> training = TrainingGraph([graph], LossLayer.mean_squared_error(), SGDOptimizer(learning_rate=0.1))
+        >>> training.add_inputs({"x": x}, {"y": y})
+        >>> training.compile(Device.cpu())
+        >>> losses = [training.execute({"x": [0, 1, 2, 3]}, {"y": [5, 7, 9, 11]}).loss for _ in range(100)]
+        >>> losses[-1] < 0.1
+        True
+    """
+
+    def __init__(
+        self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        super().__init__(graphs)
+        if loss_layer is not None and not isinstance(loss_layer, Layer):
+            raise DataTypeError(
+                "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
+            )
+        self._loss_layer = loss_layer
+        self._loss_node: Node | None = None
+        self._optimizer = None if optimizer is None else _checked(optimizer)
+        self._stop: frozenset[Tensor] = frozenset()
+        self._parameters: tuple[Tensor, ...] = ()
+        self._user_gradients: dict[Tensor, Tensor] = {}
+        self._programs: dict[int, Program] = {}
+        self._updatable: tuple[bool, ...] = ()
+        self._state: TrainingState | None = None
+        self._gradients = Gradients()
+        self._saved: Found = {}
+        self._forward_batch: int | None = None
+
+    # Preparing
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer given at creation or with `compile_optimizer`; assign its numbers at any time."""
+        return self._optimizer
+
+    @property
+    def _stopped(self) -> frozenset[Tensor]:
+        return self._stop
+
+    def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
+        """Lets no gradient flow back through these tensors."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise DataTypeError(
+                    "stop_gradient", f"{type(tensor).__name__} is not a Tensor", fix="pass a list of tensors"
+                )
+        with self._all_or_nothing():
+            self._stop |= frozenset(tensors)
+            self._again("gradients stop at other tensors")
+
+    def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
+        """Makes input tensors trainable: they keep their data in the graph and the optimizer updates them."""
+        own = {tensor for node in self.nodes for tensor in node.layer.parameters.values()}
+        for parameter in parameters:
+            if not isinstance(parameter, TensorParameter):
+                raise DataTypeError(
+                    "set_training_tensor_parameters", f"{type(parameter).__name__} is not a TensorParameter"
+                )
+            if parameter.tensor in own:
+                raise ArgumentError(
+                    "set_training_tensor_parameters", f"{parameter.tensor!r} belongs to a layer and is trained already"
+                )
+        with self._all_or_nothing():
+            self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
+            if self.device is not None:
+                self.compile(self.device, self._options)
+
+    def compile(
+        self,
+        device: Device | None = None,
+        options: GraphCompilationOptions = GraphCompilationOptions.NONE,
+        input_tensors: Names | None = None,
+        input_tensors_data: Data | None = None,
+    ) -> None:
+        """Compiles the whole step for `device`; afterwards its memory is known and executing compiles nothing.
+
+        Args:
+            device: where to run; on a graph that was compiled before, None keeps its device.
+            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`.
+            input_tensors: inputs that are constant; they need no data when executing.
+            input_tensors_data: their data; a tensor's own data if not given.
+        """
+        with self._all_or_nothing():
+            for tensor in self._parameters:
+                tensor.torch()  # raises, by name, where there is nothing to train
+            self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
+            if self._state is None or self._state.device != self.device:
+                self._state = TrainingState(self._require_compiled("compile"))
+            self._restart()
+
+    def compile_optimizer(self, optimizer: Optimizer) -> None:
+        """Gives a compiled graph an optimizer, or another one."""
+        self._require_compiled("compile_optimizer")
+        with self._all_or_nothing():
+            self._optimizer = _checked(optimizer)
+            self._restart()
+
+    def link(self, graphs: Sequence[TrainingGraph]) -> None:
+        """Joins sub-graphs compiled with `LINK_GRAPHS`.
+
+        A result of one that another reads is handed over, and its gradient handed back. A parameter of several
+        sub-graphs is one parameter: the first graph that has it updates it with the sum of the gradients.
+        """
+        self._require_linkable(graphs)
+        group = tuple(dict.fromkeys((self, *graphs)))
+        for graph in group:
+            graph._linked = group
+        for graph in group:
+            graph._restart()
+
+    def allocate_user_gradient(self, tensor: Tensor) -> Tensor:
+        """A gradient tensor for a result that outside code goes on with; write dL/dresult there before the pass.
+
+        It is added to the gradients that come from layers. Unwritten, it counts as zero.
+        """
+        if tensor not in {result for node in self.nodes for result in node.results}:
+            raise UnknownNameError(
+                "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
+            )
+        if tensor not in self._user_gradients:
+            is_new = tensor not in self._seeded()
+            handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
+            with self._all_or_nothing():
+                self._user_gradients = {**self._user_gradients, tensor: handle}
+                if is_new:
+                    self._again(f"{tensor.label} takes a gradient from outside")
+        return self._user_gradients[tensor]
+
+    # Executing
+
+    def execute(
+        self,
+        inputs_data: Data,
+        loss_labels_data: Data | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        outputs_data: Data | None = None,
+        batch_size: int | None = None,
+        options: ExecutionOptions = _NONE,
+        completion: Completion | None = None,
+    ) -> Execution:
+        """One training iteration: forward, gradient, update. The loss is that of the parameters before the update.
+
+        Args:
+            inputs_data: data by input name; longer than needed is fine.
+            loss_labels_data: labels by name.
+            loss_label_weights_data: label weights by name.
+            outputs_data: memory by output name, to be written.
+            batch_size: rows of this call, fewer or more than declared; None or 0 uses the tensors' own.
+            options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
+            completion: called once with (loss or last result, error, seconds).
+        """
+        self._ready("execute")
+        self._check_destinations(outputs_data)
+        batch = self._feeds.batch_size(batch_size)
+        given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+        arrays = self._arrays() | self._fed(given, batch, options)
+        evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
+        learning = not evaluating and self._has_seed()
+        executable = self._executable("inference" if evaluating else "step" if learning else "forward only", batch)
+
+        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+            self._hold(found, self._kept())
+            self._forget_passes()
+            self._gradients.show(found)
+            if learning:
+                self._training_state.updated()
+            self._write_outputs(outputs_data, results_of(found))
+            return self._answer(found)
+
+        return self._launch(executable, arrays | self._seeds(batch) if learning else arrays, options, completion, keep)
+
+    def execute_forward(
+        self,
+        batch_size: int | None = None,
+        options: ExecutionOptions = _NONE,
+        *,
+        outputs_data: Data | None = None,
+        completion: Completion | None = None,
+    ) -> Execution:
+        """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
+        self._ready("execute_forward")
+        self._check_destinations(outputs_data)
+        batch = self._feeds.batch_size(batch_size)
+        feeds = self._fed({}, batch, options)
+        evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
+
+        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+            self._hold(found, [t for node in self._compiled for t in node.results])
+            self._saved = {} if evaluating else feeds | found
+            self._forward_batch = None if evaluating else batch
+            self._write_outputs(outputs_data, results_of(found))
+            return self._answer(found)
+
+        executable = self._executable("inference" if evaluating else "forward", batch)
+        return self._launch(executable, self._arrays() | feeds, options, completion, keep)
+
+    def execute_gradient(
+        self,
+        batch_size: int | None = None,
+        options: ExecutionOptions = _NONE,
+        *,
+        outputs_data: Data | None = None,
+        completion: Completion | None = None,
+    ) -> Execution:
+        """The gradient pass after `execute_forward`; every gradient that is computed stays readable.
+
+        It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those that no update has
+        used yet.
+        """
+        self._ready("execute_gradient")
+        self._check_destinations(outputs_data)
+        batch = self._check_forward(batch_size)
+        adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
+        kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
+
+        def keep(found: Found) -> tuple[None, None]:
+            self._gradients.replace(added(kept, found))
+            self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
+            return None, None
+
+        arrays = self._arrays() | self._saved | self._seeds(batch)
+        return self._launch(self._executable("gradient", batch), arrays, options, completion, keep)
+
+    def execute_optimizer_update(
+        self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
+    ) -> Execution:
+        """Updates the parameters with the gradients of the last gradient pass, as often as it is called."""
+        self._ready("execute_optimizer_update")
+        if self._optimizer is None:
+            raise StateError(
+                "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
+            )
+        if not self._gradients.found:
+            raise StateError(
+                "execute_optimizer_update",
+                "there are no gradients",
+                fix="call execute_forward and execute_gradient first",
+            )
+
+        def keep(found: Found) -> tuple[None, None]:
+            self._training_state.updated()
+            self._gradients.used = True
+            self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
+            return None, None
+
+        arrays = self._arrays() | self._summed_gradients()
+        return self._launch(self._executable("update", self._feeds.batch), arrays, options, completion, keep)
+
+    def synchronize_updates(self) -> None:
+        """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
+        self._require_compiled("synchronize_updates")
+        for tensor in self._held:
+            tensor.synchronize_data()
+
+    # Inspecting
+
+    def bind_optimizer_data(
+        self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
+    ) -> None:
+        """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
+        if self.device is not None and tensor not in self._trainable():
+            raise UnknownNameError(
+                "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
+            )
+        if self.device is not None and self._optimizer is not None and len(data) != len(self._optimizer.slots):
+            slots = ", ".join(self._optimizer.slots) or "none"
+            raise ArgumentError(
+                "bind_optimizer_data", f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}"
+            )
+        tensor.bind_optimizer_data(data, device_data)
+        if self.device is not None and self._optimizer is not None:
+            self._training_state.adopt(tensor)
+
+    def gradient_tensor(self, input: Tensor) -> Tensor | None:
+        """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
+        if self.device is None or input not in {*self._feeds.tensors, *self._constants, *self._parameters}:
+            return None
+        known = self._program(self._feeds.batch).outputs
+        return self._gradients.handle(gradient(input), input) if gradient(input) in known else None
+
+    def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
+        """The layer's own contributions to its sources' gradients, one each; empty for a layer of another graph."""
+        nodes = [node for node in self._compiled if node.layer is layer]
+        return [
+            self._gradients.handle(source_gradient(node, i), t) for node in nodes for i, t in enumerate(node.sources)
+        ]
+
+    def result_gradient_tensors(self, layer: Layer) -> list[Tensor]:
+        """The gradients of the layer's results, summed over what reads them; empty where nothing does."""
+        results = [t for node in self._compiled if node.layer is layer for t in node.results]
+        known = self._program(self._feeds.batch).outputs if results else {}
+        return [self._gradients.handle(gradient(t), t) for t in results if gradient(t) in known]
+
+    def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
+        """The gradient of a layer's parameter, before clipping, rescaling and regularization.
+
+        None where the layer is not trainable, or where the step was not run as separate forward and gradient passes.
+        """
+        nodes = [node for node in self._compiled if node.layer is layer]
+        if (
+            not nodes
+            or nodes[0].disable_update
+            or parameter not in layer.parameters.values()
+            or not parameter.is_updatable
+        ):
+            return None
+        found = self._gradients.found.get(gradient(parameter))
+        return None if found is None else found.cpu().numpy()
+
+    # What is computed
+
+    def _all_nodes(self) -> tuple[Node, ...]:
+        if self._loss_layer is None or not self.nodes:
+            return self.nodes
+        prediction = self.nodes[-1].results[0]
+        used = {t for node in self.nodes for t in node.labels}
+        labels = [t for t in (*self._feeds.labels.values(), *self._feeds.weights.values()) if t not in used]
+        current = self._loss_node
+        if current is None or current.sources != (prediction,) or current.labels[: len(labels)] != tuple(labels):
+            if self._loss_layer.is_loss and not any(t not in used for t in self._feeds.labels.values()):
+                raise StateError(
+                    self._loss_layer.where,
+                    "the loss has no labels to compare with",
+                    fix="add_inputs(..., loss_labels={...})",
+                )
+            node = make_node(self._loss_layer, [prediction], labels, False, self._loss_layer.line)
+            self._loss_node = Node(node.layer, node.sources, node.results, node.labels, False, node.line, is_loss=True)
+        assert self._loss_node is not None
+        return (*self.nodes, self._loss_node)
+
+    def _trainable(self) -> tuple[Tensor, ...]:
+        """Tensors this graph updates."""
+        candidates = [t for node in self._compiled if not node.disable_update for t in node.layer.parameters.values()]
+        elsewhere = self._owned_elsewhere()
+        updated = dict.fromkeys((*candidates, *self._parameters))
+        return tuple(t for t in updated if t.is_updatable and t.data_type.is_floating and t not in elsewhere)
+
+    def _owned_elsewhere(self) -> set[Tensor]:
+        """Parameters that an earlier graph of a linked group updates."""
+        earlier = self._linked[: self._linked.index(self)]
+        return {t for graph in earlier for node in graph._compiled for t in node.layer.parameters.values()}
+
+    def _seeded(self) -> tuple[Tensor, ...]:
+        """Results that take a gradient from outside: asked for, read by a linked graph, or last without a loss."""
+        results = [t for node in self._compiled for t in node.results if t.data_type.is_floating]
+        read = {t for graph in self._linked if graph is not self for t in graph._feeds.tensors}
+        has_loss = any(node.is_loss for node in self._compiled)
+        terminal = () if has_loss or not self._compiled else self._compiled[-1].results
+        return tuple(t for t in results if t in self._user_gradients or t in read or t in terminal)
+
+    def _wanted(self) -> frozenset[Tensor]:
+        """Inputs that are results of linked graphs, and parameters that those update."""
+        made = {t for graph in self._linked if graph is not self for node in graph._compiled for t in node.results}
+        return frozenset(t for t in self._feeds.tensors if t in made) | frozenset(self._owned_elsewhere())
+
+    def _step(self, batch: int, training: bool) -> Step:
+        names: dict[Any, str] = dict(draw.unique_names(node.layer for node in self._compiled))
+        for node in self._compiled:
+            names |= {t: f"{names[node.layer]}.{name}" for name, t in node.layer.parameters.items()}
+        common = (
+            self._compiled,
+            self._feeds.tensors,
+            self._require_compiled("compile").torch,
+            (self._feeds.batch, batch),
+        )
+        if not training:
+            return Step(*common, names=names)
+        return Step(
+            *common,
+            training=True,
+            trainable=self._trainable(),
+            wanted=self._wanted(),
+            optimizer=self._optimizer,
+            seeded=self._seeded(),
+            stopped=self._stop,
+            all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
+            names=names,
+        )
+
+    def _program(self, batch: int) -> Program:
+        if batch not in self._programs:
+            self._programs[batch] = trace(self._step(batch, training=True))
+        return self._programs[batch]
+
+    def _executable(self, part: str, batch: int) -> Executable:
+        if (part, batch) not in self._executables:
+            if self._executables:
+                logger.info("compiling %s for batch size %d", part, batch)
+            self._executables |= {(name, batch): one for name, one in self._built(part, batch).items()}
+        return self._executables[part, batch]
+
+    def _built(self, part: str, batch: int) -> dict[str, Executable]:
+        if part == "inference":
+            step = self._step(batch, training=False)
+            results = [value(t) for node in self._compiled for t in node.results]
+            return {part: Executable(phases.whole(trace(step), results), step)}
+        program = self._program(batch)
+        kept = [value(t) for t in self._kept()]
+        if part == "step":
+            return {part: Executable(phases.whole(program, kept + self._watched_gradients()), program.step)}
+        if part == "forward only":
+            return {part: Executable(phases.extract(program, {FORWARD}, kept), program.step)}
+        three = phases.split(program)
+        parts = {"forward": three.forward, "gradient": three.gradient, "update": three.update}
+        return {name: Executable(one, program.step) for name, one in parts.items()}
+
+    def _watched_gradients(self) -> list[Key]:
+        """Gradients that stay readable after a whole step: of layers under debugging."""
+        nodes = self._watched_nodes()
+        keys = [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
+        return keys + [gradient(t) for node in nodes for t in node.results]
+
+    def _restart(self) -> None:
+        """Traces anew with what is compiled, declared and linked now."""
+        self._programs, self._executables = {}, {}
+        if self._optimizer is not None:
+            self._training_state.attach(self._optimizer, self._trainable())
+        self._updatable = tuple(t.is_updatable for t in self._held)
+        executable = self._executable("step", self._feeds.batch)
+        self._plan = memory.plan(executable.step, executable.part)
+        self._forget_passes()
+
+    def _again(self, reason: str) -> None:
+        if self.device is not None:
+            logger.info("compiling again: %s", reason)
+            self._restart()
+
+    # Between the calls
+
+    @property
+    def _training_state(self) -> TrainingState:
+        assert self._state is not None
+        return self._state
+
+    def _ready(self, call: str) -> None:
+        self._require_compiled(call)
+        if self._updatable != tuple(t.is_updatable for t in self._held):
+            self._again("other parameters are updatable")
+        self._training_state.refresh()
+
+    def _arrays(self) -> Found:
+        return super()._arrays() | self._training_state.arrays
+
+    def _forget_passes(self) -> None:
+        self._saved, self._forward_batch = {}, None
+        self._gradients.forget()
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        return tensor in self._gradients.handles.values()
+
+    def _has_seed(self) -> bool:
+        """Whether a whole step has something to walk back from: a loss, or a gradient that was written."""
+        return any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values())
+
+    def _seeds(self, batch: int) -> Found:
+        """Gradients from outside: written by the user or handed over by linked graphs, else zeros; one for a scalar."""
+        program, others = self._program(batch), [graph for graph in self._linked if graph is not self]
+        found = {}
+        for tensor in program.step.seeded:
+            handed = [g._gradients.found[gradient(tensor)] for g in others if gradient(tensor) in g._gradients.found]
+            written = self._user_gradients.get(tensor)
+            if written is not None and written.has_data:
+                handed.append(written.torch())
+            like = program.outputs[value(tensor)].meta["val"]
+            if not handed:
+                fill = float(like.numel() == 1)
+                handed = [torch.full(like.shape, fill, dtype=like.dtype, device=self._training_state.device.torch)]
+            found[user_gradient(tensor)] = handed[0] if len(handed) == 1 else torch.stack(handed).sum(0)
+        return found
+
+    def _check_forward(self, batch_size: int | None) -> int:
+        if self._forward_batch is None:
+            raise StateError(
+                "execute_gradient",
+                "there is no forward pass to go back through",
+                fix="call execute_forward first, not for inference; again after each update",
+            )
+        if batch_size and batch_size != self._forward_batch:
+            raise ArgumentError(
+                "execute_gradient", f"batch_size is {batch_size}, the forward pass ran with {self._forward_batch}"
+            )
+        return self._forward_batch
+
+    def _summed_gradients(self) -> Found:
+        """Gradients of this graph, with those that linked graphs computed for the same parameters."""
+        found = dict(self._gradients.found)
+        for key in (gradient(t) for t in self._trainable()):
+            shared = [g._gradients.found[key] for g in self._linked if g is not self and key in g._gradients.found]
+            if shared:
+                found[key] = torch.stack([*([found[key]] if key in found else []), *shared]).sum(0)
+        return found
+
+
+def _checked(optimizer: Optimizer) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise DataTypeError(
+            "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
+        )
+    return optimizer

@@ -1,0 +1,137 @@
+"""Enumerations and option flags that several modules share. Raw values are Apple's; what is ours says so."""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from typing import Self
+
+import numpy as np
+import torch
+
+from stepgraph.errors import DataTypeError
+
+
+class RawEnum(IntEnum):
+    """An enumeration whose members carry Apple's raw value and debug description."""
+
+    debug_description: str
+
+    def __new__(cls, raw: int, description: str = "") -> Self:
+        member = int.__new__(cls, raw)
+        member._value_ = raw
+        member.debug_description = description
+        return member
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class DataType(RawEnum):
+    """Element types of a tensor."""
+
+    FLOAT32 = 1, "float32"
+    FLOAT16 = 3, "float16"
+    BOOLEAN = 4, "boolean"
+    INT64 = 5, "int64"
+    INT32 = 7, "int32"
+    INT8 = 8, "int8"
+    UINT8 = 9, "uint8"
+    BFLOAT16 = 1001, "bfloat16"  # ours
+    FLOAT64 = 1002, "float64"  # ours
+
+    @classmethod
+    def of(cls, value: DataType | torch.dtype | np.dtype | type | str) -> DataType:
+        """The data type that a torch, NumPy or Python spelling names.
+
+        Example:
+            >>> DataType.of("float32") is DataType.of(torch.float32) is DataType.of(np.float32)
+            True
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else np.dtype(value).name  # type: ignore[arg-type]
+        except TypeError:
+            name = repr(value)
+        for member in cls:
+            if name == member.debug_description or (name == "bool" and member is cls.BOOLEAN):
+                return member
+        known = ", ".join(member.debug_description for member in cls)
+        raise DataTypeError("DataType", f"{name} is not a data type of stepgraph", fix=f"use one of {known}")
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The PyTorch spelling."""
+        return torch.bool if self is DataType.BOOLEAN else getattr(torch, self.debug_description)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.torch.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether gradients can flow through tensors of this type."""
+        return self.torch.is_floating_point
+
+
+class DeviceType(RawEnum):
+    """Kinds of device."""
+
+    CPU = 0, "CPU"
+    GPU = 1, "GPU"
+    ANY = 2, "Any"
+    ANE = 3, "ANE"
+
+
+class RandomInitializerType(RawEnum):
+    """How a new tensor is filled with random numbers."""
+
+    UNIFORM = 1, "Uniform"
+    GLOROT_UNIFORM = 2, "Glorot Uniform"
+    XAVIER = 3, "Xavier"
+
+
+class ReductionType(RawEnum):
+    """How many values become one."""
+
+    NONE = 0, "None"
+    SUM = 1, "Sum"
+    MEAN = 2, "Mean"
+    MAX = 3, "Max"
+    MIN = 4, "Min"
+    ARG_MAX = 5, "Arg Max"
+    ARG_MIN = 6, "Arg Min"
+    L1_NORM = 7, "L1Norm"
+    ANY = 8, "Any"
+    ALL = 9, "All"
+
+
+class PaddingPolicy(RawEnum):
+    """How a sliding window meets the border of an image."""
+
+    SAME = 0, "Same"
+    VALID = 1, "Valid"
+    USE_PADDING_SIZE = 2, "Use Padding Size"
+
+
+class GraphCompilationOptions(IntFlag):
+    """What `compile` may be asked for."""
+
+    NONE = 0
+    DEBUG_LAYERS = 0x01
+    DISABLE_LAYER_FUSION = 0x02
+    LINK_GRAPHS = 0x04
+    COMPUTE_ALL_GRADIENTS = 0x08
+
+
+class ExecutionOptions(IntFlag):
+    """What an execute call may be asked for."""
+
+    NONE = 0
+    SKIP_WRITING_INPUT_DATA_TO_DEVICE = 0x01
+    SYNCHRONOUS = 0x02
+    PROFILING = 0x04
+    FORWARD_FOR_INFERENCE = 0x08
+    PER_LAYER_PROFILING = 0x10
+    ACCUMULATE_GRADIENTS = 0x1000  # ours: add to the gradients of the last pass instead of replacing them

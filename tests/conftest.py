@@ -1,0 +1,18 @@
+"""What every test shares: few threads, and no GPU test where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ.get("STEPGRAPH_TEST_THREADS", "1")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked `gpu` on a machine without a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(reason)
