@@ -58,9 +58,11 @@ from stepgraph.layers.shape import (
 from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
 from stepgraph.optimizers import (
     AdamOptimizer as AdamOptimizer,
+    AdamWOptimizer as AdamWOptimizer,
     GradientClippingType as GradientClippingType,
     Optimizer as Optimizer,
     OptimizerDescriptor as OptimizerDescriptor,
+    RMSPropOptimizer as RMSPropOptimizer,
     RegularizationType as RegularizationType,
     SGDOptimizer as SGDOptimizer,
 )

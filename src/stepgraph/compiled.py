@@ -14,14 +14,22 @@ from stepgraph import buffers, draw
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import Key, layer_tensors, value
 from stepgraph.device import Device
-from stepgraph.errors import DataError, DataTypeError, DeviceError, ExecutionError, StateError, UnknownNameError
+from stepgraph.errors import (
+    ArgumentError,
+    DataError,
+    DataTypeError,
+    DeviceError,
+    ExecutionError,
+    StateError,
+    UnknownNameError,
+)
 from stepgraph.graph import Graph, Node
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.profile import profile
 from stepgraph.tensor import Tensor
-from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
@@ -254,20 +262,19 @@ class CompiledGraph(Graph):
         debugging = GraphCompilationOptions.DEBUG_LAYERS in self._options
         return [node for node in self._compiled if debugging and node.layer.is_debugging_enabled]
 
-    def _hold(self, found: Mapping[Key, torch.Tensor], tensors: Sequence[Tensor]) -> None:
+    def _hold(self, results: Mapping[Tensor, torch.Tensor]) -> None:
         """Makes results readable through their tensors, and those of earlier calls unreadable."""
-        now = {tensor for tensor in tensors if value(tensor) in found}
-        for tensor in self._holding - now:
+        for tensor in self._holding - results.keys():
             tensor.hold(None, "a whole call keeps its loss, last result and outputs; declare it with add_outputs")
-        for tensor in now:
-            tensor.hold(found[value(tensor)])
-        self._holding = now
+        for tensor, array in results.items():
+            tensor.hold(array)
+        self._holding = set(results)
 
     def _answer(self, found: Mapping[Key, torch.Tensor]) -> tuple[Tensor, torch.Tensor | None]:
         """The loss, or the last result without a loss. The number is copied: the next call may write over it."""
-        losses = [node for node in self._compiled if node.is_loss]
-        result = (losses or self._compiled)[-1].results[0]
-        return result, found[value(result)].clone() if losses else None
+        node = next((node for node in reversed(self._compiled) if node.is_loss), self._compiled[-1])
+        result = node.results[0]
+        return result, found[value(result)].clone() if node.is_loss else None
 
     def _check_outputs(self, outputs: Names) -> None:
         made = {tensor for node in self._compiled for tensor in node.results}
@@ -297,6 +304,18 @@ class CompiledGraph(Graph):
             if tensor not in found:
                 raise DataError(f"Tensor '{tensor.label}' (output '{name}')", "this pass does not compute it")
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
+
+
+def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | None:
+    """The type layers compute in, or None where it is what tensors declare."""
+    if compute_type is None:
+        return None
+    kind = DataType.of(compute_type)
+    if kind not in (DataType.FLOAT16, DataType.BFLOAT16):
+        raise ArgumentError(
+            "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
+        )
+    return kind.torch
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -30,37 +30,30 @@ def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:
 
 def table(nodes: Sequence[Node], title: str) -> Table:
     """One row a node: layer, kind, sources, results, parameters."""
-    drawn = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, header_style="bold")
-    for column, justify in (
-        ("layer", "left"),
-        ("kind", "left"),
-        ("sources", "left"),
-        ("result", "left"),
-        ("parameters", "right"),
-    ):
-        drawn.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    names, seen = unique_names(node.layer for node in nodes), set()
+    drawn = Table(
+        "layer", "kind", "sources", "result", title=title, title_justify="left", show_edge=False, pad_edge=False
+    )
+    drawn.add_column("parameters", justify="right")
+    names = unique_names(node.layer for node in nodes)
+    counted: set[Layer] = set()
     for node in nodes:
+        kind = type(node.layer).__name__.removesuffix("Layer")
         sources = ", ".join(_extents(tensor) for tensor in node.sources)
         results = ", ".join(_extents(tensor) for tensor in node.results)
-        count = (
-            "shared"
-            if node.layer in seen and node.layer.parameters
-            else f"{node.layer.parameter_count or '':,}"
-            if node.layer.parameter_count
-            else ""
-        )
-        seen.add(node.layer)
-        frozen = " (frozen)" if node.disable_update else ""
-        drawn.add_row(
-            names[node.layer], type(node.layer).__name__.removesuffix("Layer"), sources, results, count + frozen
-        )
-    total = sum(
-        tensor.descriptor.element_count for tensor in {t for node in nodes for t in node.layer.parameters.values()}
-    )
+        drawn.add_row(names[node.layer], kind, sources, results, _parameters(node, node.layer in counted))
+        counted.add(node.layer)
+    distinct = {tensor for node in nodes for tensor in node.layer.parameters.values()}
+    total = sum(tensor.descriptor.element_count for tensor in distinct)
     drawn.add_section()
     drawn.add_row(f"{len(nodes)} nodes", "", "", "", f"{total:,}")
     return drawn
+
+
+def _parameters(node: Node, is_counted: bool) -> str:
+    if not node.layer.parameter_count:
+        return ""
+    frozen = " frozen" if node.disable_update else ""
+    return "shared" if is_counted else f"{node.layer.parameter_count:,}{frozen}"
 
 
 def dot(nodes: Sequence[Node], stopped: Collection[Tensor] = ()) -> str:

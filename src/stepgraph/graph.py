@@ -206,6 +206,8 @@ def make_node(
     compared = (*labels, *([weights] if isinstance(weights, Tensor) and weights not in labels else []))
     found = layer.infer(*(tensor.descriptor for tensor in (*sources, *compared)))
     results = tuple(Tensor(descriptor) for descriptor in found)
+    for result in results:
+        result.hold(None, "no call has kept it; a whole call keeps what add_outputs declares")
     return Node(layer, tuple(sources), results, compared, disable_update, line, layer.is_loss)
 
 

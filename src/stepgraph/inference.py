@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph, Found, logger, results_of
+from stepgraph.compiled import CompiledGraph, Found, logger, mixed, results_of
 from stepgraph.compiler import memory, phases
 from stepgraph.compiler.step import STREAM, Step, value
 from stepgraph.compiler.trace import trace
@@ -17,7 +17,7 @@ from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.tensor import Tensor
-from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
 class InferenceGraph(CompiledGraph):
@@ -43,9 +43,15 @@ class InferenceGraph(CompiledGraph):
         options: GraphCompilationOptions = GraphCompilationOptions.NONE,
         input_tensors: Names | None = None,
         input_tensors_data: Data | None = None,
+        *,
+        compute_type: DataType | torch.dtype | str | None = None,
     ) -> None:
-        """Compiles for `device`. Inputs in `input_tensors` become constants with the data given here."""
+        """Compiles for `device`. Inputs in `input_tensors` become constants with the data given here.
+
+        With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type.
+        """
         with self._all_or_nothing():
+            self._compute_type = mixed(compute_type)
             self._prepare(device, options, input_tensors, input_tensors_data)
             executable = self._executable(self._feeds.batch)
             self._plan = memory.plan(executable.step, executable.part)
@@ -86,8 +92,9 @@ class InferenceGraph(CompiledGraph):
         arrays = self._arrays() | self._fed(given, batch, options)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
-            self._hold(found, self._kept())
-            self._write_outputs(outputs_data, results_of(found))
+            results = results_of(found)
+            self._hold(results)
+            self._write_outputs(outputs_data, results)
             return self._answer(found)
 
         return self._launch(self._executable(batch), arrays, options, completion, keep)
@@ -110,6 +117,7 @@ class InferenceGraph(CompiledGraph):
                 self._feeds.tensors,
                 self._require_compiled("execute").torch,
                 batch=(self._feeds.batch, batch),
+                compute_type=self._compute_type,
                 names=draw.unique_names(node.layer for node in self._compiled),
             )
             part = phases.whole(trace(step), [value(tensor) for tensor in self._kept()])

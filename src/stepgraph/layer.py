@@ -52,6 +52,7 @@ class Scope:
     salt: int = 0
     batch: tuple[int, int] = (0, 0)
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    drew: bool = False
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
         """The array of one of the layer's tensors, in `shape` if given; packed and natural shapes share memory."""
@@ -60,8 +61,9 @@ class Scope:
 
     def keep_mask(self, x: torch.Tensor, rate: float, seed: int = 0) -> torch.Tensor:
         """A mask shaped like `x`, True with probability `1 - rate`: new in every step, the same in both passes."""
+        self.drew = True
         stream = torch.zeros(2, dtype=torch.int64, device=x.device) if self.stream is None else self.stream
-        return keep_mask(stream, self.salt + 7919 * seed, x.shape, rate)
+        return keep_mask(stream, (self.salt + 7919 * seed) % 2**32, x.shape, rate)
 
     def update(self, statistic: Tensor, value: torch.Tensor) -> None:
         """Hands back a statistic's new value; the graph stores it once the node has run."""
@@ -89,6 +91,7 @@ class Layer:
     default_label: ClassVar[str] = ""
     source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
     is_loss: ClassVar[bool] = False
+    full_precision: ClassVar[bool] = False  # in mixed precision, compute in float32 all the same
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 

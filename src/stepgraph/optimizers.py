@@ -141,6 +141,11 @@ class Optimizer:
         return values
 
     @property
+    def penalty(self) -> RegularizationType:
+        """What is added to the gradient."""
+        return self.regularization_type
+
+    @property
     def needs_global_norm(self) -> bool:
         """Whether an update must wait until every gradient is known."""
         return self.gradient_clipping_type is GradientClippingType.BY_GLOBAL_NORM
@@ -155,9 +160,9 @@ class Optimizer:
             size = torch.linalg.vector_norm(gradient) if norm is None else norm
             gradient = gradient * clipping_factor(size, n)
         gradient = gradient * n.gradient_rescale
-        if self.regularization_type is RegularizationType.L1:
+        if self.penalty is RegularizationType.L1:
             gradient = gradient + n.regularization_scale * parameter.sign()
-        elif self.regularization_type is RegularizationType.L2:
+        elif self.penalty is RegularizationType.L2:
             gradient = gradient + n.regularization_scale * parameter
         return gradient
 
@@ -275,6 +280,91 @@ class AdamOptimizer(Optimizer):
             return parameter - rate * momentum / (velocity.sqrt() + n.epsilon), (momentum, velocity)
         largest = torch.maximum(state[2], velocity)
         return parameter - rate * momentum / (largest.sqrt() + n.epsilon), (momentum, velocity, largest)
+
+
+class AdamWOptimizer(AdamOptimizer):
+    """Adam with decoupled weight decay: `W -= lr λ W`, then the step of `AdamOptimizer` on the bare gradient.
+
+    λ is `regularization_scale`; the regularization type is ignored. Same as `torch.optim.AdamW` up to where ε is
+    added. State as `AdamOptimizer`.
+
+    Example:
+        >>> AdamWOptimizer(OptimizerDescriptor(1e-3, regularization_scale=0.01)).rule
+        'adamw'
+    """
+
+    def __init__(self, descriptor: OptimizerDescriptor | float | None = None, **settings: Any) -> None:
+        super().__init__(descriptor, **settings)
+        self.__dict__["rule"] = self.rule.replace("adam", "adamw", 1)
+
+    @property
+    def penalty(self) -> RegularizationType:
+        """Nothing: the decay does not pass through the moments."""
+        return RegularizationType.NONE
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """One step of decay and one of Adam."""
+        return super().update(parameter * (1 - n.learning_rate * n.regularization_scale), gradient, state, n)
+
+
+class RMSPropOptimizer(Optimizer):
+    """RMSProp.
+
+    `v = α v + (1 - α) g²`, `d = √v + ε`, `W -= lr g / d`. Centered: `a = α a + (1 - α) g`, `d = √(v - a²) + ε`. With
+    momentum: `δ = μ δ - lr g / d`, `W += δ`.
+
+    With momentum, `torch.optim.RMSprop` keeps the learning rate outside the buffer: the two agree until it changes.
+    State: `velocity`, centered also `average`, with momentum also `momentum`.
+
+    Example:
+        >>> RMSPropOptimizer(learning_rate=0.01, momentum_scale=0.9).slots
+        ('velocity', 'momentum')
+    """
+
+    live = (*Optimizer.live, "momentum_scale", "alpha", "epsilon")
+    momentum_scale: float
+    alpha: float
+    epsilon: float
+
+    def __init__(
+        self,
+        descriptor: OptimizerDescriptor | float | None = None,
+        *,
+        learning_rate: float | None = None,
+        momentum_scale: float = 0.0,
+        alpha: float = 0.99,
+        epsilon: float = 1e-8,
+        is_centered: bool = False,
+    ) -> None:
+        super().__init__(descriptor, learning_rate=learning_rate)
+        self.momentum_scale, self.alpha, self.epsilon = momentum_scale, alpha, epsilon
+        self.is_centered = bool(is_centered)
+        optional = (("average", is_centered), ("momentum", bool(momentum_scale)))
+        self.slots = ("velocity", *(name for name, wanted in optional if wanted))
+        self.rule = " ".join(["rmsprop", *self.slots[1:]])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "momentum_scale" and "slots" in self.__dict__ and bool(value) != ("momentum" in self.slots):
+            raise StateError(
+                "RMSPropOptimizer", "momentum cannot be switched on or off later", fix="make a new optimizer"
+            )
+        super().__setattr__(name, value)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """One step of RMSProp."""
+        slots = dict(zip(self.slots, state, strict=True))
+        slots["velocity"] = spread = n.alpha * slots["velocity"] + (1 - n.alpha) * gradient.square()
+        if self.is_centered:
+            slots["average"] = n.alpha * slots["average"] + (1 - n.alpha) * gradient
+            spread = spread - slots["average"].square()
+        change = -n.learning_rate * gradient / (spread.sqrt() + n.epsilon)
+        if "momentum" in slots:
+            slots["momentum"] = change = n.momentum_scale * slots["momentum"] + change
+        return parameter + change, tuple(slots.values())
 
 
 def global_norm(gradients: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:

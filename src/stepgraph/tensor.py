@@ -211,7 +211,8 @@ class Tensor:
         """The current value where it lives, shared and not copied."""
         if self._value is None:
             raise StateError(self.where, f"there is no data: {self._missing}", fix="execute first, or give data")
-        return self._value
+        # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
+        return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared where it lives there, else copied."""

@@ -9,22 +9,23 @@ import numpy as np
 import torch
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph, Found, logger, results_of
+from stepgraph.compiled import CompiledGraph, Found, logger, mixed, results_of
 from stepgraph.compiler import memory, phases
 from stepgraph.compiler.step import Key, Step, gradient, source_gradient, user_gradient, value
-from stepgraph.compiler.trace import FORWARD, Program, trace
+from stepgraph.compiler.trace import Program, trace
+from stepgraph.compiler.walk import FORWARD
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph, Node, make_node
 from stepgraph.layer import Layer
-from stepgraph.optimizers import Optimizer
+from stepgraph.optimizers import Optimizer, number
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added
 from stepgraph.runtime.state import TrainingState
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
-from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 _NONE = ExecutionOptions.NONE
 
@@ -64,6 +65,7 @@ class TrainingGraph(CompiledGraph):
         self._optimizer = None if optimizer is None else _checked(optimizer)
         self._stop: frozenset[Tensor] = frozenset()
         self._parameters: tuple[Tensor, ...] = ()
+        self._compute_type: torch.dtype | None = None
         self._user_gradients: dict[Tensor, Tensor] = {}
         self._programs: dict[int, Program] = {}
         self._updatable: tuple[bool, ...] = ()
@@ -77,7 +79,24 @@ class TrainingGraph(CompiledGraph):
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer given at creation or with `compile_optimizer`; assign its numbers at any time."""
+        if self._state is not None:
+            self._state.count_steps()
         return self._optimizer
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied with before the gradient pass, in float16; None otherwise. May be assigned."""
+        return None if self._state is None else self._state.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self._state is None or self._state.loss_scale is None:
+            raise StateError(
+                "loss_scale", "the graph does not scale its loss", fix='compile with compute_type="float16"'
+            )
+        if not number("loss_scale", "loss_scale", scale) > 0:
+            raise ArgumentError("loss_scale", f"the scale is {scale}", fix="give a positive number")
+        self._state.loss_scale = scale
 
     @property
     def _stopped(self) -> frozenset[Tensor]:
@@ -109,7 +128,7 @@ class TrainingGraph(CompiledGraph):
         with self._all_or_nothing():
             self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
             if self.device is not None:
-                self.compile(self.device, self._options)
+                self.compile(self.device, self._options, compute_type=self._compute_type)
 
     def compile(
         self,
@@ -117,6 +136,8 @@ class TrainingGraph(CompiledGraph):
         options: GraphCompilationOptions = GraphCompilationOptions.NONE,
         input_tensors: Names | None = None,
         input_tensors_data: Data | None = None,
+        *,
+        compute_type: DataType | torch.dtype | str | None = None,
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and executing compiles nothing.
 
@@ -125,8 +146,11 @@ class TrainingGraph(CompiledGraph):
             options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
+            compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
+                losses and what you read stay float32. float16 scales the loss and skips updates that are not finite.
         """
         with self._all_or_nothing():
+            self._compute_type = mixed(compute_type)
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
@@ -206,12 +230,13 @@ class TrainingGraph(CompiledGraph):
         executable = self._executable("inference" if evaluating else "step" if learning else "forward only", batch)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
-            self._hold(found, self._kept())
+            results = results_of(found)
+            self._hold(results)
             self._forget_passes()
             self._gradients.show(found)
             if learning:
                 self._training_state.updated()
-            self._write_outputs(outputs_data, results_of(found))
+            self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
             return self._answer(found)
 
         return self._launch(executable, arrays | self._seeds(batch) if learning else arrays, options, completion, keep)
@@ -232,10 +257,11 @@ class TrainingGraph(CompiledGraph):
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
-            self._hold(found, [t for node in self._compiled for t in node.results])
+            results = results_of(found)
+            self._hold(results)
             self._saved = {} if evaluating else feeds | found
             self._forward_batch = None if evaluating else batch
-            self._write_outputs(outputs_data, results_of(found))
+            self._write_outputs(outputs_data, results)
             return self._answer(found)
 
         executable = self._executable("inference" if evaluating else "forward", batch)
@@ -411,7 +437,7 @@ class TrainingGraph(CompiledGraph):
             (self._feeds.batch, batch),
         )
         if not training:
-            return Step(*common, names=names)
+            return Step(*common, names=names, compute_type=self._compute_type)
         return Step(
             *common,
             training=True,
@@ -421,6 +447,7 @@ class TrainingGraph(CompiledGraph):
             seeded=self._seeded(),
             stopped=self._stop,
             all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
+            compute_type=self._compute_type,
             names=names,
         )
 
@@ -452,16 +479,18 @@ class TrainingGraph(CompiledGraph):
         return {name: Executable(one, program.step) for name, one in parts.items()}
 
     def _watched_gradients(self) -> list[Key]:
-        """Gradients that stay readable after a whole step: of layers under debugging."""
-        nodes = self._watched_nodes()
-        keys = [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
-        return keys + [gradient(t) for node in nodes for t in node.results]
+        """Gradients that stay readable after a whole step: declared as outputs, or of layers under debugging."""
+        nodes, declared = self._watched_nodes(), set(self._outputs.values())
+        keys = [key for key, handle in self._gradients.handles.items() if handle in declared]
+        keys += [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
+        return list(dict.fromkeys([*keys, *(gradient(t) for node in nodes for t in node.results)]))
 
     def _restart(self) -> None:
         """Traces anew with what is compiled, declared and linked now."""
         self._programs, self._executables = {}, {}
         if self._optimizer is not None:
             self._training_state.attach(self._optimizer, self._trainable())
+        self._training_state.scale_loss(self._compute_type is torch.float16)
         self._updatable = tuple(t.is_updatable for t in self._held)
         executable = self._executable("step", self._feeds.batch)
         self._plan = memory.plan(executable.step, executable.part)

@@ -11,7 +11,8 @@ from torch import fx
 from stepgraph import draw
 from stepgraph.compiler.phases import Part, storage
 from stepgraph.compiler.step import Step
-from stepgraph.compiler.trace import FORWARD, GRADIENT, layer_of, phase_of
+from stepgraph.compiler.trace import layer_of, phase_of
+from stepgraph.compiler.walk import FORWARD, GRADIENT
 
 _KINDS = {FORWARD: "activations", GRADIENT: "gradients"}
 

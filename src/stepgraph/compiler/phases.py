@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.step import Key, gradient, value
-from stepgraph.compiler.trace import FORWARD, GRADIENT, UPDATE, Program, phase_of
+from stepgraph.compiler.trace import Program, phase_of
+from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 
 
 @dataclass(frozen=True, eq=False)

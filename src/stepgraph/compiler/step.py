@@ -50,6 +50,7 @@ def state(parameter: Tensor, index: int) -> Key:
 
 NUMBERS = Key("numbers")  # the optimizer's live numbers
 STREAM = Key("stream")  # [seed, step] of the random stream
+SCALE = Key("scale")  # the loss scale, and the finite steps since it last changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,8 @@ class Step:
         seeded: results that receive a gradient from outside the graph.
         stopped: tensors that pass no gradient back.
         all_gradients: differentiate by everything, inputs and frozen parameters included.
+        compute_type: what layers compute in, where it is not what tensors declare.
+        names: how layers and parameters are called in profiles and plans.
     """
 
     nodes: tuple[Node, ...]
@@ -80,6 +83,7 @@ class Step:
     seeded: tuple[Tensor, ...] = ()
     stopped: frozenset[Tensor] = frozenset()
     all_gradients: bool = False
+    compute_type: torch.dtype | None = None
     names: Mapping[Any, str] = field(default_factory=dict)
 
     @cached_property
@@ -117,6 +121,16 @@ class Step:
     def losses(self) -> tuple[Node, ...]:
         """The nodes whose results are minimized."""
         return tuple(node for node in self.nodes if node.is_loss)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would vanish in the compute type's narrow range without a scaled loss."""
+        return self.compute_type is torch.float16 and self.differentiates
+
+    @property
+    def updates_last(self) -> bool:
+        """Whether no parameter may be updated before all gradients are known."""
+        return self.scales_loss or (self.optimizer is not None and self.optimizer.needs_global_norm)
 
     @property
     def differentiates(self) -> bool:

@@ -42,7 +42,7 @@ class DropoutLayer(Layer):
         """Drops in training, passes on in inference."""
         if not scope.training or self.rate == 0:
             return x
-        return drop(x, scope.keep_mask(x, self.rate, self.seed % 2**32), rate=self.rate)
+        return drop(x, scope.keep_mask(x, self.rate, self.seed), rate=self.rate)
 
 
 def drop(x: torch.Tensor, mask: torch.Tensor, *, rate: float) -> torch.Tensor:

@@ -282,7 +282,7 @@ class LossLayer(Layer):
 def loss(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, descriptor: LossDescriptor) -> torch.Tensor:
     """`weight · reduction(w · loss(y, t))`, with `t` like `y` or class numbers, and `w` broadcast against `y`."""
     how = _REDUCTIONS[descriptor.reduction_type]
-    value = {**ELEMENTS, **CLASSES, **SAMPLES}[descriptor.type](y, t, w, descriptor, how)
+    value = LOSSES[descriptor.type](y, t, w, descriptor, how)
     value = value if descriptor.weight == 1 else value * descriptor.weight
     return value if how == "none" else value.reshape(1)
 
@@ -382,6 +382,7 @@ CLASSES: dict[LossType, Kind] = {
 SAMPLES: dict[LossType, Kind] = {
     LossType.COSINE_DISTANCE: lambda y, t, w, d, how: cosine_distance(y, t, w, how=how),
 }
+LOSSES = ELEMENTS | CLASSES | SAMPLES
 
 _REDUCTIONS = {ReductionType.NONE: "none", ReductionType.SUM: "sum", ReductionType.MEAN: "mean"}
 _NO_CLASS = torch.iinfo(torch.int64).min  # PyTorch leaves out labels of -100; here every label counts

@@ -1,4 +1,4 @@
-"""Layers that arrange elements anew: reshape, transpose, concatenate, split. They take every data type."""
+"""Layers that arrange elements anew: reshape, transpose, concatenate, split, slice. They take every data type."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def require_same_type(layer: Layer, first: TensorDescriptor, second: TensorDescr
         raise DataTypeError(
             layer.where, f"the sources mix {kinds}", first=first, second=second, fix="give both the same data type"
         )
+
+
+def require_broadcast(layer: Layer, *shapes: tuple[int, ...], name: str = "shapes") -> None:
+    """Refuses shapes that NumPy would not broadcast."""
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        listed = " and ".join(str(list(shape)) for shape in shapes)
+        fix = "make their extents equal or 1, counted from the last one"
+        raise ShapeError(layer.where, f"the {name} {listed} do not broadcast", fix=fix) from None
 
 
 class MovingLayer(Layer):
@@ -81,7 +91,8 @@ class ReshapeLayer(MovingLayer):
         first = self.shape[0] if x.shape[0] == self.shape[0] else scope.batched(self.shape[0])
         shape = (first, *self.shape[1:])
         known = math.prod(extent for extent in shape if extent != -1)
-        if x.numel() % known if -1 in shape else x.numel() != known:
+        fits = x.numel() % known == 0 if -1 in shape else x.numel() == known
+        if not fits:
             raise ShapeError(
                 self.where,
                 f"{x.numel()} elements cannot take the shape {list(shape)}",
@@ -215,6 +226,69 @@ class SplitLayer(MovingLayer):
         if self.split_section_lengths is not None:
             return torch.split(x, list(self.split_section_lengths), self.dimension)
         return torch.chunk(x, self.split_count or 1, self.dimension)
+
+
+class SliceLayer(MovingLayer):
+    """Elements from `start` up to, not including, `end`, every `stride`-th, along each dimension of the source.
+
+    An end of the first dimension that is the declared batch size is the end of the batch: where a call brings another
+    size, the slice follows. A slice that reaches past the source, or holds nothing, is refused (NumPy and PyTorch cut
+    it silently).
+
+    Args:
+        start: first index for each dimension of the source.
+        end: index after the last.
+        stride: step from one element to the next, 1 if not given.
+
+    Example:
+        >>> SliceLayer((0, 1), (8, 6), (1, 2)).infer(TensorDescriptor((8, 6)))[0].shape
+        (8, 3)
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    default_label = "Slice"
+
+    def __post_init__(self) -> None:
+        start = tuple(whole_number(self, "a start", one) for one in self.start)
+        end = tuple(whole_number(self, "an end", one, 1) for one in self.end)
+        given = (1,) * len(start) if self.stride is None else self.stride
+        stride = tuple(whole_number(self, "a stride", one, 1) for one in given)
+        for name, value in (("start", start), ("end", end), ("stride", stride)):
+            object.__setattr__(self, name, value)
+        if not len(start) == len(end) == len(stride) or not start:
+            counts = f"start has {len(start)} entries, end {len(end)}, stride {len(stride)}"
+            raise ArgumentError(self.where, counts, fix="give one of each for every dimension of the source")
+        for axis, (first, last) in enumerate(zip(start, end, strict=True)):
+            if first >= last:
+                problem = f"dimension {axis} starts at {first} and ends before {last}"
+                raise ArgumentError(self.where, problem, fix="let it end after its start")
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """The source must have as many dimensions as the slice."""
+        if sources[0].dimension_count != len(self.start):
+            raise ShapeError(
+                self.where,
+                f"the slice has {len(self.start)} dimensions, the source has {sources[0].dimension_count}",
+                source=sources[0],
+                fix="give a start, an end and a stride for each dimension",
+            )
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """The elements of the slice, without a copy."""
+        is_batch = x.shape[0] == scope.batch[1]
+        end = (scope.batched(self.end[0]) if is_batch else self.end[0], *self.end[1:])
+        for axis, (first, last, extent) in enumerate(zip(self.start, end, x.shape, strict=True)):
+            if not first < last <= extent:
+                raise ShapeError(
+                    self.where,
+                    f"dimension {axis} is cut from {first} to {last}, the source has {extent}",
+                    source=list(x.shape),
+                    fix=f"start before the end, and end at {extent} or before",
+                )
+        return x[tuple(map(slice, self.start, end, self.stride or ()))]
 
 
 def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:

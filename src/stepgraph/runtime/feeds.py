@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Feeds:
             for name, tensor in names.items():
                 yield kind, name, tensor
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """The declared batch size: the first extent of the first input."""
         return self.tensors[0].shape[0] if self.tensors else 0
@@ -97,7 +98,7 @@ class Feeds:
         return {value(tensor): self._array(tensor, given, batch, device) for tensor in self.tensors}
 
     def _array(self, tensor: Tensor, given: Mapping[Tensor, Any], batch: int, device: Device) -> torch.Tensor:
-        where = f"Tensor '{tensor.label}' ({self._spoken(tensor)})"
+        where = self.spoken[tensor]
         values = given.get(tensor)
         if values is None:
             if not tensor.has_data:
@@ -109,8 +110,10 @@ class Feeds:
         array = buffers.read(values, shape, tensor.data_type, where)
         return array if array.device == device.torch else array.to(device.torch, non_blocking=True)
 
-    def _spoken(self, tensor: Tensor) -> str:
-        return next((f"{kind} '{name}'" for kind, name, one in self if one is tensor), "undeclared")
+    @cached_property
+    def spoken(self) -> dict[Tensor, str]:
+        """How messages name each feed."""
+        return {tensor: f"Tensor '{tensor.label}' ({kind} '{name}')" for kind, name, tensor in self}
 
 
 def merged(kind: str, names: Names, new: Names | None) -> Names:

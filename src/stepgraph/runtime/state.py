@@ -8,12 +8,14 @@ import torch
 
 from stepgraph.buffers import TensorData
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, STREAM, Key, state
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
 from stepgraph.errors import DataError
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData
+
+FIRST_SCALE = 2.0**16  # as large as float16 goes; it halves until gradients are finite
 
 
 class TrainingState:
@@ -60,6 +62,28 @@ class TrainingState:
         if self.optimizer is not None:
             self._updates += 1
             self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
+
+    def count_steps(self) -> None:
+        """Reads the step count where the device decides whether a step counts: with a scaled loss."""
+        if SCALE in self.arrays and self.optimizer is not None and self._updates:
+            steps = self.arrays[NUMBERS][self.optimizer.live.index("time_step")]
+            self.optimizer.__dict__["time_step"] = int(steps)
+
+    def scale_loss(self, wanted: bool) -> None:
+        """Begins or ends scaling the loss; a scale that is in use stays."""
+        if not wanted:
+            self.arrays.pop(SCALE, None)
+        elif SCALE not in self.arrays:
+            self.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current scale, or None."""
+        return float(self.arrays[SCALE][0]) if SCALE in self.arrays else None
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.arrays[SCALE].copy_(torch.tensor([scale, 0.0]))
 
     def _write_numbers(self, optimizer: Optimizer) -> None:
         names, numbers = optimizer.live, self.arrays[NUMBERS]

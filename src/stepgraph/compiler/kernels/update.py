@@ -8,47 +8,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 
 import torch
 
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
 
-State = Sequence[torch.Tensor]
+Arrays = list[torch.Tensor]
 
 
 def update(
     optimizer: Optimizer,
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-    norm: torch.Tensor | None,
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Sequence[Arrays],
     numbers: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """Updates `parameter` and `state` in place, by the fastest implementation for where they live."""
-    if parameter.device.type == "cpu" and optimizer.rule in FUSED:
+    """Updates parameters and states in place, by the fastest implementation for where they live.
+
+    `states` has one list for each of the optimizer's slots; `norm` is the global norm where the optimizer needs
+    one; where `finite` is False nothing changes.
+    """
+    if numbers.device.type == "cpu" and optimizer.rule in FUSED:
+        flat = [array for slot in states for array in slot]
+        settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         names = ",".join(optimizer.live)
-        settings = (int(optimizer.gradient_clipping_type), int(optimizer.regularization_type))
-        torch.ops.stepgraph.update_(parameter, gradient, state, norm, numbers, optimizer.rule, names, *settings)
+        torch.ops.stepgraph.update_(
+            parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
+        )
     else:
-        reference(optimizer, parameter, gradient, state, norm, numbers)
+        reference(optimizer, parameters, gradients, states, numbers, norm=norm, finite=finite)
 
 
 def reference(
     optimizer: Optimizer,
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-    norm: torch.Tensor | None,
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Sequence[Arrays],
     numbers: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """Updates in place by the optimizer's own rule."""
+    """Updates in place by the optimizer's own rule, one parameter at a time."""
     n = named(optimizer, numbers)
-    prepared = optimizer.prepare(parameter, gradient, norm, n)
-    new, new_state = optimizer.update(parameter, prepared, tuple(state), n)
-    parameter.copy_(new)
-    for old, one in zip(state, new_state, strict=True):
-        old.copy_(one)
+    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        state = [slot[i] for slot in states]
+        prepared = optimizer.prepare(parameter, gradient, norm, n)
+        new, new_state = optimizer.update(parameter, prepared, tuple(state), n)
+        for old, one in zip((parameter, *state), (new, *new_state), strict=True):
+            old.copy_(one if finite is None else torch.where(finite, one, old))
 
 
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
@@ -61,45 +74,60 @@ def number_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _adam(parameter: torch.Tensor, gradient: torch.Tensor, state: State, n: SimpleNamespace) -> None:
+def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     # PyTorch adds ε after the bias correction; dividing it by the correction gives our formula.
     correction = math.sqrt(1 - n.beta2**n.time_step)
     step = torch.tensor(n.time_step, dtype=torch.float32)
-    largest = [state[2]] if len(state) == 3 else []
-    torch._fused_adam_(
-        [parameter], [gradient], [state[0]], [state[1]], largest, [step],
-        lr=n.learning_rate, beta1=n.beta1, beta2=n.beta2, weight_decay=n.decay, eps=n.epsilon / correction,
+    largest = states[2] if len(states) == 3 else []
+    fused, decay = (torch._fused_adamw_, n.regularization_scale) if n.decoupled else (torch._fused_adam_, n.decay)
+    fused(
+        parameters, gradients, states[0], states[1], largest, [step] * len(parameters),
+        lr=n.learning_rate, beta1=n.beta1, beta2=n.beta2, weight_decay=decay, eps=n.epsilon / correction,
         amsgrad=bool(largest), maximize=False,
     )  # fmt: skip
 
 
-def _sgd(parameter: torch.Tensor, gradient: torch.Tensor, state: State, n: SimpleNamespace) -> None:
+def _adamw(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
+    n.decoupled = True
+    _adam(parameters, gradients, states, n)
+
+
+def _rmsprop(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
+    for parameter, gradient, velocity in zip(parameters, _decayed(parameters, gradients, n), states[0], strict=True):
+        velocity.mul_(n.alpha).addcmul_(gradient, gradient, value=1 - n.alpha)
+        parameter.addcdiv_(gradient, velocity.sqrt().add_(n.epsilon), value=-n.learning_rate)
+
+
+def _sgd(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     torch._fused_sgd_(
-        [parameter], [gradient], [],
+        parameters, gradients, [],
         weight_decay=n.decay, momentum=0.0, lr=n.learning_rate, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     )  # fmt: skip
 
 
-def _sgd_nesterov(parameter: torch.Tensor, gradient: torch.Tensor, state: State, n: SimpleNamespace) -> None:
+def _sgd_nesterov(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     torch._fused_sgd_(
-        [parameter], [gradient], [state[0]],
+        parameters, gradients, states[0],
         weight_decay=n.decay, momentum=n.momentum_scale, lr=n.learning_rate, dampening=0.0, nesterov=True,
         maximize=False, is_first_step=False,
     )  # fmt: skip
 
 
-def _sgd_momentum(parameter: torch.Tensor, gradient: torch.Tensor, state: State, n: SimpleNamespace) -> None:
-    (momentum,) = state
-    momentum.mul_(n.momentum_scale).add_(gradient, alpha=n.learning_rate)
-    if n.decay:
-        momentum.add_(parameter, alpha=n.learning_rate * n.decay)
-    parameter.sub_(momentum)
+def _sgd_momentum(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
+    for parameter, gradient, momentum in zip(parameters, gradients, states[0], strict=True):
+        momentum.mul_(n.momentum_scale).add_(gradient, alpha=n.learning_rate)
+        if n.decay:
+            momentum.add_(parameter, alpha=n.learning_rate * n.decay)
+        parameter.sub_(momentum)
 
 
-FUSED: dict[str, Callable[[torch.Tensor, torch.Tensor, State, SimpleNamespace], None]] = {
+FUSED: dict[str, Callable[[Arrays, Arrays, Sequence[Arrays], SimpleNamespace], None]] = {
     "adam": _adam,
     "adam amsgrad": _adam,
+    "adamw": _adamw,
+    "adamw amsgrad": _adamw,
+    "rmsprop": _rmsprop,
     "sgd": _sgd,
     "sgd momentum": _sgd_momentum,
     "sgd nesterov": _sgd_nesterov,
@@ -107,32 +135,46 @@ FUSED: dict[str, Callable[[torch.Tensor, torch.Tensor, State, SimpleNamespace], 
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")
 _library.define(
-    "update_(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] state, Tensor? norm, Tensor numbers, "
-    "str rule, str names, int clipping, int regularization) -> ()"
+    "update_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor numbers, Tensor? norm, "
+    "Tensor? finite, str rule, str names, int clipping, int regularization) -> ()"
 )
 
 
 @torch.library.impl(_library, "update_", "CPU")
 def _update_on_cpu(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-    norm: torch.Tensor | None,
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Arrays,
     numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
     rule: str,
     names: str,
     clipping: int,
     regularization: int,
 ) -> None:
-    n = SimpleNamespace(**dict(zip(names.split(","), numbers.tolist(), strict=True)))
-    gradient = _prepared(parameter, gradient, norm, n, clipping, regularization)
-    # The fused kernels walk memory, not extents.
-    FUSED[rule](parameter, gradient if gradient.stride() == parameter.stride() else gradient.contiguous(), state, n)
+    if finite is not None and not finite:
+        return
+    n = SimpleNamespace(**dict(zip(_split(names), numbers.tolist(), strict=True)))
+    n.decay = n.regularization_scale if regularization == RegularizationType.L2 else 0.0
+    n.decoupled = False
+    prepared = [_prepared(p, g, norm, n, clipping, regularization) for p, g in zip(parameters, gradients, strict=True)]
+    count = len(parameters)
+    FUSED[rule](parameters, prepared, [states[i : i + count] for i in range(0, len(states), count)], n)
 
 
 @torch.library.register_fake("stepgraph::update_", lib=_library)
 def _(*_: object) -> None:
     return None
+
+
+@cache
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split(","))
+
+
+def _decayed(parameters: Arrays, gradients: Arrays, n: SimpleNamespace) -> Arrays:
+    return [g.add(p, alpha=n.decay) for p, g in zip(parameters, gradients, strict=True)] if n.decay else gradients
 
 
 def _prepared(
@@ -155,5 +197,5 @@ def _prepared(
         gradient = gradient * n.gradient_rescale
     if regularization == RegularizationType.L1:
         gradient = gradient.add(parameter.sign(), alpha=n.regularization_scale)
-    n.decay = n.regularization_scale if regularization == RegularizationType.L2 else 0.0
-    return gradient
+    # The fused kernels walk memory, not extents.
+    return gradient if gradient.stride() == parameter.stride() else gradient.contiguous()

@@ -1,0 +1,61 @@
+"""Simplifications of a traced graph that keep every number: what is recorded twice or does nothing is taken out.
+
+A pass is a function from an operator to the earlier result that can stand in for it, or None. Passes that insert
+something (collectives, fused operators) work on the same graph and belong here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Applies `PASSES` to every operator, in order, and drops what nobody reads any more."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        for find in PASSES:
+            other = find(node)
+            if other is not None:
+                node.replace_all_uses_with(other)
+                graph.erase_node(node)
+                break
+
+
+def _alias(node: fx.Node) -> fx.Node | None:
+    """Detaching matters to autograd, which is done by now."""
+    return _source(node) if node.target in (aten.detach.default, aten.alias.default) else None
+
+
+def _same_view(node: fx.Node) -> fx.Node | None:
+    """A view in the shape the array already has."""
+    if node.target not in (aten.view.default, aten._unsafe_view.default, aten.expand.default):
+        return None
+    source = _source(node)
+    same = source is not None and _layout(source) == _layout(node)
+    return source if same else None
+
+
+def _transposed_back(node: fx.Node) -> fx.Node | None:
+    """The transpose of a transpose."""
+    inner = _source(node) if node.target is aten.t.default else None
+    return _source(inner) if inner is not None and inner.target is aten.t.default else None
+
+
+PASSES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (_alias, _same_view, _transposed_back)
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) else None
+
+
+def _layout(node: fx.Node) -> tuple[object, ...]:
+    array = node.meta["val"]
+    return tuple(array.shape), array.stride(), array.dtype

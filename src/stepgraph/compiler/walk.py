@@ -1,0 +1,269 @@
+"""One iteration in plain PyTorch: forward through the nodes, the reverse walk, the update. This is the reference.
+
+The reverse walk is ours, the local derivative is autograd's: each node runs on detached sources, and going backwards
+autograd differentiates that one node. A node's source gradient is therefore its own contribution.
+
+In mixed precision layers compute in the step's compute type; parameters, statistics, losses and what a caller sees
+keep their declared type. Casts lie inside the differentiated node, so that gradients come back in the type of what
+they belong to. In float16 the walk back starts from a scaled loss, and an update is skipped where a gradient is not
+finite.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import traceback
+
+from stepgraph.compiler import kernels
+from stepgraph.compiler.step import (
+    NUMBERS,
+    SCALE,
+    STREAM,
+    Key,
+    Step,
+    gradient,
+    layer_tensors,
+    source_gradient,
+    state,
+    user_gradient,
+    value,
+)
+from stepgraph.errors import ExecutionError, StepgraphError
+from stepgraph.graph import Node
+from stepgraph.layer import Scope
+from stepgraph.optimizers import global_norm
+from stepgraph.tensor import Tensor
+
+Arrays = dict[Key, torch.Tensor]
+
+FORWARD, GRADIENT, UPDATE = "forward", "gradient", "update"
+SMALL = 1 << 16  # elements below which a parameter waits to be updated with others
+GROWTH_INTERVAL = 2000  # finite steps after which the loss scale is doubled
+
+
+def run(step: Step, arrays: Arrays) -> Arrays:
+    """The whole iteration on arrays. Everything found comes back; parameters and statistics change in place."""
+    walk = _Walk(step, arrays)
+    for index, node in enumerate(step.nodes):
+        walk.forward(index, node)
+    if walk.drew:
+        with _tagged("random stream", FORWARD):
+            arrays[STREAM][1].add_(1)
+    if step.differentiates:
+        walk.seed()
+        for index in reversed(range(len(step.nodes))):
+            walk.backward(index, step.nodes[index])
+        walk.finish()
+    return walk.found
+
+
+@dataclass
+class _Visit:
+    """What the reverse walk needs of one node's forward: leaves by which it is differentiated, and its results."""
+
+    sources: tuple[torch.Tensor, ...]
+    parameters: dict[Tensor, torch.Tensor]
+    results: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class _Walk:
+    """The state of one run: values made so far, gradients still open, and what a caller may ask for."""
+
+    step: Step
+    arrays: Arrays
+    found: Arrays = field(default_factory=dict)
+    values: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    visits: list[_Visit] = field(default_factory=list)
+    open: dict[Tensor, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    waiting: list[Tensor] = field(default_factory=list)
+    drew: bool = False
+
+    # Forward
+
+    def forward(self, index: int, node: Node) -> None:
+        step = self.step
+        sources = tuple(self._leaf(t, t in step.active and t not in node.labels) for t in node.arguments)
+        by_parameter = set(step.differentiated(node)) if step.training else set()
+        own = {t: self._leaf(t, t in by_parameter and t not in step.stopped) for t in layer_tensors(node)}
+        with self._tag(node, FORWARD):
+            computed = self._compute_type(node)
+            statistics = set(node.layer.statistics.values())
+            cast = {t: array if t in statistics else _as(array, computed) for t, array in own.items()}
+            scope = Scope(cast, step.training, self.arrays[STREAM], salt=index, batch=step.batch)
+            results = _called(node, [_as(source, computed) for source in sources], scope)
+            results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
+            self.drew |= scope.drew
+            for statistic, new in scope.updates.items():
+                self._value(statistic).copy_(new.reshape(statistic.shape))
+            for tensor, array in zip(node.results, results, strict=True):
+                self.values[tensor] = array.detach()
+                self.found[value(tensor)] = _declared(self.values[tensor], tensor)
+        self.visits.append(_Visit(sources, {t: own[t] for t in own if own[t].requires_grad}, results))
+
+    def _value(self, tensor: Tensor) -> torch.Tensor:
+        return self.values[tensor] if tensor in self.values else self.arrays[value(tensor)]
+
+    def _leaf(self, tensor: Tensor, differentiable: bool) -> torch.Tensor:
+        leaf = self._value(tensor).detach()
+        return leaf.requires_grad_() if differentiable and self.step.differentiates else leaf
+
+    def _compute_type(self, node: Node) -> torch.dtype | None:
+        if self.step.compute_type is None:
+            return None
+        return torch.float32 if node.is_loss or node.layer.full_precision else self.step.compute_type
+
+    # Gradient
+
+    def seed(self) -> None:
+        """Starts the walk back: one for each loss value, and what comes from outside."""
+        for node in self.step.losses:
+            with self._tag(node, GRADIENT):
+                self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
+        for tensor in self.step.seeded:
+            with _tagged("user gradient", GRADIENT):
+                given = self._scaled(self.arrays[user_gradient(tensor)])
+                self.open[tensor].append(given.to(self._value(tensor).dtype))
+
+    def backward(self, index: int, node: Node) -> None:
+        visit = self.visits[index]
+        self.visits[index] = _Visit((), {}, ())  # the layer's own graph is not needed again
+        with self._tag(node, GRADIENT):
+            cotangents = {i: self._total(t) for i, t in enumerate(node.results) if t in self.open}
+            reached = [i for i in cotangents if visit.results[i].requires_grad]
+            if reached:
+                self._differentiate(node, visit, reached, cotangents)
+        for tensor in self._complete(index, node):
+            self._total_parameter(tensor)
+
+    def _differentiate(
+        self, node: Node, visit: _Visit, reached: list[int], cotangents: dict[int, torch.Tensor]
+    ) -> None:
+        sources = {i: leaf for i, leaf in enumerate(visit.sources) if leaf.requires_grad}
+        leaves = [*sources.values(), *visit.parameters.values()]
+        derivatives = torch.autograd.grad(
+            [visit.results[i] for i in reached], leaves, [cotangents[i] for i in reached], allow_unused=True
+        )
+        for i, derivative in zip(sources, derivatives, strict=False):
+            if derivative is not None:
+                tensor = node.arguments[i]
+                self.found[source_gradient(node, i)] = self._unscaled(_declared(derivative, tensor))
+                self.open[tensor].append(derivative)
+        for tensor, derivative in zip(visit.parameters, derivatives[len(sources) :], strict=True):
+            if derivative is not None:
+                self.open[tensor].append(derivative)
+
+    def _total(self, tensor: Tensor) -> torch.Tensor:
+        """The sum of all contributions, as the walk goes on with it; callers see it unscaled, in its declared type."""
+        total, *others = self.open[tensor]
+        for further in others:
+            total = total + further
+        self.found[gradient(tensor)] = self._unscaled(_declared(total, tensor))
+        return total
+
+    def _complete(self, index: int, node: Node) -> list[Tensor]:
+        """Trainable tensors whose last contribution came from this node."""
+        first_use, trainable = self.step.first_use, self.step.trainable_set
+        touched = dict.fromkeys((*node.sources, *layer_tensors(node)))
+        return [t for t in touched if t in trainable and t in self.open and first_use[t] == index]
+
+    def _scaled(self, array: torch.Tensor) -> torch.Tensor:
+        return array * self.arrays[SCALE][0] if self.step.scales_loss else array
+
+    def _unscaled(self, array: torch.Tensor) -> torch.Tensor:
+        return array / self.arrays[SCALE][0] if self.step.scales_loss else array
+
+    # Update
+
+    def _total_parameter(self, tensor: Tensor) -> None:
+        with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
+            self._total(tensor)
+        if self.step.optimizer is None:
+            return
+        # A large gradient is used up at once and freed; small ones are cheaper to update together, at the end.
+        if self.step.updates_last or tensor.descriptor.element_count < SMALL:
+            self.waiting.append(tensor)
+        else:
+            self._update([tensor])
+
+    def finish(self) -> None:
+        """Closes gradients of inputs, and updates what has waited for others."""
+        for tensor in (*self.step.feeds, *self.step.held):
+            if tensor in self.open and gradient(tensor) not in self.found:
+                self._total(tensor)
+        optimizer = self.step.optimizer
+        if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
+            return
+        with _tagged("optimizer", UPDATE):
+            gradients = [self.found[gradient(t)] for t in self.waiting]
+            finite = torch.stack([g.isfinite().all() for g in gradients]).all() if self.step.scales_loss else None
+            norm = global_norm(gradients, self._numbers()) if optimizer.needs_global_norm else None
+        self._update(self.waiting, norm, finite)
+        with _tagged("optimizer", UPDATE):
+            steps = self.arrays[NUMBERS][optimizer.live.index("time_step")]
+            steps.add_(1 if finite is None else finite)
+            if finite is not None:
+                _adapt(self.arrays[SCALE], finite)
+
+    def _update(
+        self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, finite: torch.Tensor | None = None
+    ) -> None:
+        optimizer = self.step.optimizer
+        if optimizer is None or not tensors:
+            return
+        name = self.step.names.get(tensors[0], tensors[0].label) if len(tensors) == 1 else "optimizer"
+        parameters = [self.arrays[value(t)] for t in tensors]
+        gradients = [self.found[gradient(t)] for t in tensors]
+        states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
+        with _tagged(name, UPDATE), torch.no_grad():
+            kernels.update(optimizer, parameters, gradients, states, self.arrays[NUMBERS], norm=norm, finite=finite)
+
+    def _numbers(self) -> SimpleNamespace:
+        assert self.step.optimizer is not None
+        return kernels.named(self.step.optimizer, self.arrays[NUMBERS])
+
+    def _tag(self, node: Node, phase: str) -> Any:
+        return _tagged(self.step.names.get(node.layer, node.layer.label), phase)
+
+
+def _adapt(scale: torch.Tensor, finite: torch.Tensor) -> None:
+    """Halves the loss scale after a step that was skipped, doubles it after many that were not."""
+    current, good = scale.unbind()
+    grown = good + 1 >= GROWTH_INTERVAL
+    scale.copy_(
+        torch.stack(
+            [
+                torch.where(finite, torch.where(grown, current * 2, current), current / 2),
+                torch.where(finite & ~grown, good + 1, torch.zeros_like(good)),
+            ]
+        )
+    )
+
+
+def _as(array: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return array.to(dtype) if dtype is not None and array.is_floating_point() else array
+
+
+def _declared(array: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    return array.to(tensor.data_type.torch) if array.is_floating_point() else array
+
+
+def _called(node: Node, sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
+    try:
+        results = node.layer.forward(*sources, scope=scope)
+    except StepgraphError:
+        raise
+    except Exception as error:  # whatever a layer's torch code raises, the user must see which layer it was
+        shapes = ", ".join(str(list(source.shape)) for source in sources)
+        raise ExecutionError(node.where, f"its forward failed: {error}", sources=shapes) from error
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _tagged(layer: str, phase: str) -> Any:
+    return traceback.annotate({"layer": layer, "phase": phase})

@@ -1,0 +1,198 @@
+"""The same training on a CUDA device: numbers of the CPU, replayed graphs, live scalars, nothing lost between calls."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+
+pytestmark = pytest.mark.gpu
+BATCH = 16
+
+
+class Digits:
+    """A small convolutional network with dropout and batch normalization, always from the same numbers."""
+
+    def __init__(self, device: sg.Device, rate: float = 0.3) -> None:
+        sg.set_seed(11)
+        self.x, self.y = sg.Tensor.image(8, 8, 1, BATCH), sg.Tensor((BATCH,), "int64")
+        self.layers = [sg.ConvolutionLayer.create(1, 8, 3, biases=False), sg.BatchNormalizationLayer.create(8)]
+        self.layers += [sg.FullyConnectedLayer.create(128, 32), sg.FullyConnectedLayer.create(32, 10)]
+        graph = self.graph = sg.Graph()
+        hidden = graph.node(self.layers[1], graph.node(self.layers[0], self.x))
+        hidden = graph.node(sg.PoolingLayer.max(2), graph.node(sg.ActivationLayer.relu(), hidden))
+        hidden = graph.node(sg.DropoutLayer(rate), graph.reshape((BATCH, -1), hidden))
+        hidden = graph.node(sg.ActivationLayer.relu(), graph.node(self.layers[2], hidden))
+        self.logits = graph.node(self.layers[3], hidden)
+        self.optimizer = sg.AdamOptimizer(learning_rate=1e-2)
+        self.training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), self.optimizer)
+        self.training.add_inputs({"x": self.x}, {"y": self.y})
+        self.training.compile(device)
+        self.device = device
+
+    def parameters(self) -> list[np.ndarray]:
+        self.training.synchronize_updates()
+        return [tensor.data.copy() for layer in self.layers for tensor in layer.parameters.values()]
+
+    def phases(self, x: np.ndarray, y: np.ndarray) -> float:
+        self.training.bind_and_write_data({"x": x, "y": y}, {"x": self.x, "y": self.y}, self.device)
+        loss = self.training.execute_forward().loss
+        self.training.execute_gradient()
+        self.training.execute_optimizer_update()
+        return loss
+
+
+def batches(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(2)
+    images = generator.standard_normal((count, BATCH, 1, 8, 8)).astype(np.float32)
+    return list(zip(images, generator.integers(0, 10, (count, BATCH)), strict=True))
+
+
+def gpu() -> sg.Device:
+    device = sg.Device.gpu()
+    assert device is not None
+    return device
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_twenty_steps_equal_the_cpu() -> None:
+    on_gpu, on_cpu = Digits(gpu()), Digits(sg.Device.cpu())
+    for x, y in batches(20):
+        one, other = (net.training.execute({"x": x}, {"y": y}).loss for net in (on_gpu, on_cpu))
+        assert one == pytest.approx(other, rel=2e-3)  # dropout masks agree exactly; sums are ordered differently
+    for one, other in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-3)
+
+
+def test_phases_equal_the_whole_step() -> None:
+    whole, parts = Digits(gpu()), Digits(gpu())
+    for x, y in batches(8):
+        assert whole.training.execute({"x": x}, {"y": y}).loss == pytest.approx(parts.phases(x, y), rel=1e-5)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_replay_sees_a_new_learning_rate() -> None:
+    net, data = Digits(gpu()), batches(6)
+    for x, y in data[:4]:
+        net.training.execute({"x": x}, {"y": y})
+    before = net.parameters()
+    net.optimizer.learning_rate = 0.0
+    compiled = list(net.training.executables)
+    net.training.execute({"x": data[4][0]}, {"y": data[4][1]})
+    for one, other in zip(before, net.parameters(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert net.training.executables == compiled
+    assert net.optimizer.time_step == 6
+
+
+def test_replay_draws_a_new_mask_each_step() -> None:
+    net = Digits(gpu(), rate=0.5)
+    (x, y), *_ = batches(1)
+    net.optimizer.learning_rate = 0.0
+    losses = {net.training.execute({"x": x}, {"y": y}).loss for _ in range(6)}
+    assert len(losses) == 6
+
+
+def test_losses_stay_what_they_were_after_later_steps() -> None:
+    net = Digits(gpu())
+    executions = [net.training.execute({"x": x}, {"y": y}) for x, y in batches(6)]
+    late = [execution.loss for execution in executions]
+    again = Digits(gpu())
+    early = [again.training.execute({"x": x}, {"y": y}).loss for x, y in batches(6)]
+    assert late == pytest.approx(early, rel=1e-4)
+
+
+def test_short_batch_and_back() -> None:
+    on_gpu, on_cpu = Digits(gpu(), rate=0.0), Digits(sg.Device.cpu(), rate=0.0)
+    for index, (x, y) in enumerate(batches(9)):
+        rows = 5 if index % 3 == 2 else BATCH
+        one, other = (
+            net.training.execute({"x": x[:rows]}, {"y": y[:rows]}, batch_size=rows).loss for net in (on_gpu, on_cpu)
+        )
+        assert one == pytest.approx(other, rel=2e-3)
+
+
+def test_accumulated_gradients_are_the_sum() -> None:
+    net = Digits(gpu(), rate=0.0)
+    layer, data = net.layers[3], batches(4)
+
+    def gradient(x: np.ndarray, y: np.ndarray, options: sg.ExecutionOptions) -> np.ndarray:
+        net.training.bind_and_write_data({"x": x, "y": y}, {"x": net.x, "y": net.y}, net.device)
+        net.training.execute_forward()
+        net.training.execute_gradient(options=options)
+        return net.training.gradient_data(layer.weights, layer).copy()
+
+    total = sum(gradient(x, y, sg.ExecutionOptions.NONE) for x, y in data)
+    gradient(*data[0], sg.ExecutionOptions.NONE)
+    for x, y in data[1:]:
+        accumulated = gradient(x, y, sg.ExecutionOptions.ACCUMULATE_GRADIENTS)
+    np.testing.assert_allclose(accumulated, total, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_sees_the_trained_parameters() -> None:
+    net = Digits(gpu(), rate=0.0)
+    inference = sg.InferenceGraph([net.graph])
+    inference.add_inputs({"x": net.x})
+    inference.compile(net.device)
+    (x, y), *_ = batches(1)
+    before = inference.execute({"x": x}).result.numpy()
+    for _ in range(4):
+        net.training.execute({"x": x}, {"y": y})
+    after = inference.execute({"x": x}).result.numpy()
+    evaluated = net.training.execute({"x": x}, {"y": y}, options=sg.ExecutionOptions.FORWARD_FOR_INFERENCE)
+    assert np.abs(after - before).max() > 1e-3
+    np.testing.assert_allclose(net.logits.numpy(), after, rtol=1e-4, atol=1e-5)
+    assert evaluated.loss > 0
+
+
+def test_host_memory_changes_only_when_synchronized() -> None:
+    net = Digits(gpu())
+    weights = net.layers[3].weights
+    before = weights.data.copy()
+    for x, y in batches(3):
+        net.training.execute({"x": x}, {"y": y}, options=sg.ExecutionOptions.SYNCHRONOUS)
+    np.testing.assert_array_equal(weights.data, before)
+    net.training.synchronize_updates()
+    assert np.abs(weights.data - before).max() > 1e-3
+
+
+def test_completion_is_called_once_after_the_work() -> None:
+    net, called, results = Digits(gpu()), threading.Event(), []
+
+    def completion(result: sg.Tensor, error: Exception | None, seconds: float) -> None:
+        results.append((result, error, seconds))
+        called.set()
+
+    (x, y), *_ = batches(1)
+    execution = net.training.execute({"x": x}, {"y": y}, options=sg.ExecutionOptions.PROFILING, completion=completion)
+    assert called.wait(30)
+    assert len(results) == 1 and results[0][1] is None and results[0][2] > 0
+    assert execution.wait().done and execution.time > 0
+
+
+def test_memory_is_flat_over_steps() -> None:
+    net, data = Digits(gpu()), batches(4)
+    for x, y in data:
+        net.training.execute({"x": x}, {"y": y})
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        for x, y in data:
+            net.training.execute({"x": x}, {"y": y})
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 64 * 1024
+
+
+def test_per_layer_profile_has_all_phases() -> None:
+    net = Digits(gpu())
+    (x, y), *_ = batches(1)
+    execution = net.training.execute({"x": x}, {"y": y}, options=sg.ExecutionOptions.PER_LAYER_PROFILING)
+    assert {phase for _, phase, _, _ in execution.profile.rows} == {"forward", "gradient", "update"}

@@ -1,0 +1,115 @@
+"""Memory is known before the first step, and what is known is true."""
+
+import gc
+import resource
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import stepgraph as sg
+# from examples.digits_cnn import build_network
+
+
+def small_network(batch: int = 32) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tensor]:
+    sg.set_seed(1)
+    x, y = sg.Tensor((batch, 64)), sg.Tensor((batch,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.FullyConnectedLayer.create(64, 128), x))
+    graph.node(sg.FullyConnectedLayer.create(128, 10), graph.node(sg.DropoutLayer(0.2), hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-3))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    return training, x, y
+
+
+def measured_peak(run: object) -> int:
+    """The most bytes that were allocated at once while `run` ran, beyond what was there before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            run()
+    live = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def test_the_plan_of_the_demo_network_is_within_15_percent_of_the_measured_peak() -> None:
+    network = build_network(batch_size=64)
+    training = network.training
+    planned = training.memory_plan.intermediates
+    generator = np.random.default_rng(0)
+    images = generator.standard_normal(network.images.shape).astype(np.float32)
+    data = {"image": images}, {"label": generator.integers(0, 10, network.labels.shape)}
+    assert planned > 0 and training.device_memory_size >= planned  # known before the first step
+    training.execute(*data)
+    measured = measured_peak(lambda: training.execute(*data))
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_a_thousand_steps_leave_memory_flat() -> None:
+    training, _, _ = small_network()
+    generator = np.random.default_rng(0)
+    images = generator.standard_normal((32, 64)).astype(np.float32)
+    labels = generator.integers(0, 10, 32)
+    for _ in range(100):
+        training.execute({"x": images}, {"y": labels})
+    gc.collect()
+    objects, resident = len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(1000):
+        training.execute({"x": images}, {"y": labels})
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 100
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    assert grown < 4096  # KiB on Linux; a leak of one gradient a step would be forty times as much
+
+
+def test_accumulating_a_hundred_gradients_leaves_memory_flat() -> None:
+    training, x, y = small_network()
+    generator = np.random.default_rng(0)
+    data = {"x": generator.standard_normal((32, 64)).astype(np.float32), "y": generator.integers(0, 10, 32)}
+    training.bind_and_write_data(data, {"x": x, "y": y}, sg.Device.cpu())
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            training.execute_forward()
+            training.execute_gradient(options=sg.ExecutionOptions.ACCUMULATE_GRADIENTS)
+
+    passes(3)
+    once = measured_peak(lambda: passes(1))
+    assert measured_peak(lambda: passes(100)) < 2 * once
+
+
+def test_the_plan_counts_parameters_state_and_statistics() -> None:
+    plan = small_network()[0].memory_plan
+    parameters = 4 * (64 * 128 + 128 + 128 * 10 + 10)
+    assert plan.parameters == parameters
+    assert plan.optimizer_state == 2 * parameters
+    assert plan.statistics == 0
+    assert plan.total == plan.parameters + plan.optimizer_state + plan.intermediates
+    layers = {layer for layer, _, _ in plan.timeline}
+    assert {"FullyConnected1", "FullyConnected2", "Dropout", "Loss"} <= layers
+    assert max(size for _, _, size in plan.timeline) == plan.intermediates
+
+
+def test_a_larger_batch_needs_more_memory() -> None:
+    assert small_network(64)[0].device_memory_size > small_network(32)[0].device_memory_size
+
+
+def test_unread_results_are_freed_and_say_so() -> None:
+    training, _, _ = small_network()
+    hidden = training.nodes[0].results[0]
+    zeros = np.zeros((32, 64), np.float32)
+    training.execute({"x": zeros}, {"y": np.zeros(32, np.int64)})
+    assert hidden.data is None
+    with pytest.raises(sg.StateError, match="add_outputs"):
+        hidden.numpy()
+    training.add_outputs({"hidden": hidden})
+    training.execute({"x": zeros}, {"y": np.zeros(32, np.int64)})
+    assert hidden.numpy().shape == (32, 128)
+    assert torch.equal(hidden.torch(), torch.from_numpy(hidden.data))

@@ -1,0 +1,119 @@
+"""Mixed precision: layers compute in half the bits, everything a user holds stays float32."""
+
+import numpy as np
+import pytest
+
+import stepgraph as sg
+
+BATCH = 32
+GENERATOR = np.random.default_rng(4)
+IMAGES = GENERATOR.standard_normal((BATCH, 1, 8, 8)).astype(np.float32)
+CLASSES = GENERATOR.integers(0, 5, BATCH)
+
+
+class Network:
+    def __init__(self, compute_type: str | None, options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE):
+        sg.set_seed(3)
+        self.x, self.y = sg.Tensor.image(8, 8, 1, BATCH), sg.Tensor((BATCH,), "int64")
+        self.convolution = sg.ConvolutionLayer.create(1, 8, 3)
+        self.normalization = sg.BatchNormalizationLayer.create(8)
+        self.head = sg.FullyConnectedLayer.create(512, 5)
+        graph = sg.Graph()
+        hidden = graph.node(self.normalization, graph.node(self.convolution, self.x))
+        hidden = graph.reshape((BATCH, -1), graph.node(sg.ActivationLayer.relu(), hidden))
+        self.logits = graph.node(self.head, hidden)
+        self.optimizer = sg.SGDOptimizer(learning_rate=0.05)
+        self.training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), self.optimizer)
+        self.training.add_inputs({"x": self.x}, {"y": self.y})
+        self.training.compile(sg.Device.cpu(), options, compute_type=compute_type)
+
+    def step(self) -> float:
+        return self.training.execute({"x": IMAGES}, {"y": CLASSES}).loss
+
+    def phases(self) -> float:
+        self.training.bind_and_write_data({"x": IMAGES, "y": CLASSES}, {"x": self.x, "y": self.y}, sg.Device.cpu())
+        loss = self.training.execute_forward().loss
+        self.training.execute_gradient()
+        self.training.execute_optimizer_update()
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_training_follows_float32(kind: str) -> None:
+    mixed, full = Network(kind), Network(None)
+    pairs = [(mixed.step(), full.step()) for _ in range(15)]
+    assert pairs[0][0] != pairs[0][1]  # it did compute with fewer bits
+    for ours, theirs in pairs:
+        assert ours == pytest.approx(theirs, rel=0.03)
+    assert pairs[-1][0] < 0.5 * pairs[0][0]
+    assert mixed.head.weights.numpy().dtype == np.float32
+    assert mixed.logits.numpy().dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_whole_step_equals_phases_bitwise(kind: str) -> None:
+    whole, parts = Network(kind), Network(kind)
+    for _ in range(5):
+        assert whole.step() == parts.phases()
+        assert whole.head.weights.numpy().tobytes() == parts.head.weights.numpy().tobytes()
+
+
+def test_gradients_are_float32_and_unscaled() -> None:
+    half, full = Network("float16"), Network(None)
+    half.phases(), full.phases()
+    ours, theirs = (net.training.gradient_data(net.head.weights, net.head) for net in (half, full))
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max())
+    (source,) = half.training.source_gradient_tensors(half.head)
+    (reference,) = full.training.source_gradient_tensors(full.head)
+    np.testing.assert_allclose(source.numpy(), reference.numpy(), atol=0.02 * np.abs(reference.numpy()).max())
+
+
+def test_activations_take_half_the_memory() -> None:
+    assert Network("bfloat16").training.memory_plan.activations < 0.75 * Network(None).training.memory_plan.activations
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
+    net = Network("float16")
+    before = net.head.weights.numpy().copy()
+    net.training.loss_scale = 2.0**40
+    net.step()
+    np.testing.assert_array_equal(net.head.weights.numpy(), before)
+    assert net.training.loss_scale == 2.0**39
+    assert net.training.optimizer.time_step == 1
+    for _ in range(30):
+        net.step()
+    assert np.abs(net.head.weights.numpy() - before).max() > 1e-3
+    assert net.training.optimizer.time_step > 1
+    assert np.isfinite(net.step())
+
+
+def test_loss_scale_is_for_float16_alone() -> None:
+    net = Network("bfloat16")
+    assert net.training.loss_scale is None
+    with pytest.raises(sg.StateError, match="float16"):
+        net.training.loss_scale = 8.0
+    with pytest.raises(sg.ArgumentError, match="positive"):
+        Network("float16").training.loss_scale = -1.0
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_other_compute_types_are_refused(kind: str) -> None:
+    with pytest.raises(sg.ArgumentError, match=kind):
+        Network(kind)
+
+
+def test_inference_computes_in_the_same_type() -> None:
+    x = sg.Tensor((4, 16))
+    graph = sg.Graph()
+    sg.set_seed(1)
+    graph.node(sg.FullyConnectedLayer.create(16, 8), x)
+    data = GENERATOR.standard_normal((4, 16)).astype(np.float32)
+    results = []
+    for kind in (None, "bfloat16"):
+        inference = sg.InferenceGraph([graph])
+        inference.add_inputs({"x": x})
+        inference.compile(sg.Device.cpu(), compute_type=kind)
+        results.append(inference.execute({"x": data}).result.numpy().copy())
+    assert results[1].dtype == np.float32 and not np.array_equal(*results)
+    np.testing.assert_allclose(results[1], results[0], rtol=0.05, atol=0.05)
