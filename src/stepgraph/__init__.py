@@ -30,6 +30,7 @@ from stepgraph.layers.activation import (
     ActivationType as ActivationType,
 )
 from stepgraph.layers.arithmetic import ArithmeticLayer as ArithmeticLayer, ArithmeticOperation as ArithmeticOperation
+from stepgraph.layers.comparison import ComparisonLayer as ComparisonLayer, ComparisonOperation as ComparisonOperation
 from stepgraph.layers.convolution import (
     ConvolutionDescriptor as ConvolutionDescriptor,
     ConvolutionLayer as ConvolutionLayer,
@@ -44,18 +45,28 @@ from stepgraph.layers.indexing import (
 from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
 from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType
 from stepgraph.layers.normalization import BatchNormalizationLayer as BatchNormalizationLayer
+from stepgraph.layers.padding import PaddingLayer as PaddingLayer, PaddingType as PaddingType
 from stepgraph.layers.pooling import (
     PoolingDescriptor as PoolingDescriptor,
     PoolingLayer as PoolingLayer,
     PoolingType as PoolingType,
 )
+from stepgraph.layers.products import (
+    GramMatrixLayer as GramMatrixLayer,
+    MatMulDescriptor as MatMulDescriptor,
+    MatMulLayer as MatMulLayer,
+)
+from stepgraph.layers.reduction import ReductionLayer as ReductionLayer
 from stepgraph.layers.shape import (
     ConcatenationLayer as ConcatenationLayer,
     ReshapeLayer as ReshapeLayer,
+    SliceLayer as SliceLayer,
     SplitLayer as SplitLayer,
     TransposeLayer as TransposeLayer,
 )
 from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
+from stepgraph.layers.upsample import SampleMode as SampleMode, UpsampleLayer as UpsampleLayer
+from stepgraph.layers.yolo import YOLOLossDescriptor as YOLOLossDescriptor, YOLOLossLayer as YOLOLossLayer
 from stepgraph.optimizers import (
     AdamOptimizer as AdamOptimizer,
     AdamWOptimizer as AdamWOptimizer,

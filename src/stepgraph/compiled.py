@@ -25,7 +25,7 @@ from stepgraph.errors import (
 )
 from stepgraph.graph import Graph, Node
 from stepgraph.runtime.executable import Executable
-from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.profile import profile
 from stepgraph.tensor import Tensor
@@ -232,17 +232,18 @@ class CompiledGraph(Graph):
     ) -> Execution:
         """Runs an executable and lets `keep` store what it found; the handle tells the rest."""
         device = self._require_compiled("execute")
-        execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
-        try:
-            if ExecutionOptions.PER_LAYER_PROFILING in options:
-                found, execution.profile = profile(executable.part, arrays, device.torch)
-            else:
-                found = executable(arrays)
-            execution.finish(*keep(found))
-        except ExecutionError as error:
-            execution.fail(error)
-            if completion is None:
-                raise
+        with turn(device):
+            execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
+            try:
+                if ExecutionOptions.PER_LAYER_PROFILING in options:
+                    found, execution.profile = profile(executable.part, arrays, device.torch)
+                else:
+                    found = executable(arrays)
+                execution.finish(*keep(found))
+            except ExecutionError as error:
+                execution.fail(error)
+                if completion is None:
+                    raise
         if ExecutionOptions.SYNCHRONOUS in options and execution.error is None:
             execution.wait()
         execution.announce(completion)

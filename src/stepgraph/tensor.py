@@ -20,6 +20,7 @@ from stepgraph import buffers
 from stepgraph.buffers import TensorData
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, ShapeError, StateError
+from stepgraph.quantization import dequantize, quantize
 from stepgraph.random import initialize
 from stepgraph.types import DataType, RandomInitializerType
 
@@ -272,6 +273,18 @@ class Tensor:
         views = [TensorData(buffers.read(one, self.shape, self.data_type, self.where)) for one in data]
         self.optimizer_data = views
         self.optimizer_device_data = list(device_data or (TensorOptimizerDeviceData() for _ in views))
+
+    def quantized(
+        self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
+    ) -> Tensor:
+        """`round(scale * x + bias)` in int8, uint8 or int32, saturating; with `axis`, one pair for each slice."""
+        return quantize(self, data_type, scale=scale, bias=bias, axis=axis)
+
+    def dequantized(
+        self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
+    ) -> Tensor:
+        """`(y - bias) / scale` in float32: the way back from `quantized`."""
+        return dequantize(self, data_type, scale=scale, bias=bias, axis=axis)
 
     def copy(self) -> Tensor:
         """A new tensor with its own id and label over the same data."""

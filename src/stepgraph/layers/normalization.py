@@ -1,4 +1,4 @@
-"""Normalization: `y = γ (x - mean) / sqrt(variance + ε) + β`; layers differ in the axes of mean and variance."""
+"""Normalization channel by channel: `y = γ (x - mean) / sqrt(variance + ε) + β`, over the batch or over each image."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class BatchNormalizationLayer(Layer):
     gamma_parameter = ParameterOf("gamma")
 
     def __post_init__(self) -> None:
-        _check_settings(self, self.variance_epsilon, self.momentum)
+        require_epsilon(self, self.variance_epsilon)
+        _require_momentum(self, self.momentum)
         tensors = {"mean": self.mean, "variance": self.variance, "beta": self.beta, "gamma": self.gamma}
-        _check_counts(self, self.feature_channel_count, tensors)
+        require_channel_counts(self, self.feature_channel_count, tensors)
 
     @classmethod
     def create(
@@ -64,14 +65,7 @@ class BatchNormalizationLayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """The source must have its channels on axis 1."""
         super().check(*sources)
-        source, channels = sources[0], self.feature_channel_count
-        if source.dimension_count < 2 or source.shape[1] != channels:
-            raise ShapeError(
-                self.where,
-                f"the layer normalizes {channels} channels, the source {list(source.shape)} has other extents",
-                source=source,
-                fix=f"give a source [batch, {channels}, ...]",
-            )
+        require_channels(self, self.feature_channel_count, sources[0])
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """Normalizes with the batch's statistics in training, with the running ones otherwise."""
@@ -81,9 +75,7 @@ class BatchNormalizationLayer(Layer):
             mean, variance = scope.array(self.mean, channels), scope.array(self.variance, channels)
             return F.batch_norm(x, mean, variance, gamma, beta, training=False, eps=epsilon)
         y, mean, variance = batch_normalize(x, gamma, beta, epsilon=epsilon)
-        for tensor, batch in ((self.mean, mean), (self.variance, variance)):
-            running = scope.array(tensor)
-            scope.update(tensor, torch.lerp(batch.to(running.dtype).view_as(running), running, self.momentum))
+        _track(scope, self.momentum, {self.mean: mean, self.variance: variance})
         return y
 
 
@@ -95,17 +87,138 @@ def batch_normalize(
     The operator gives `1 / sqrt(variance + ε)`, from which the variance is taken back instead of being computed again.
     """
     y, mean, inverse_deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, epsilon)
-    return y, mean.detach(), (inverse_deviation.detach().pow(-2) - epsilon).clamp_min(0)
+    return y, mean.detach(), _variance(inverse_deviation, epsilon)
 
 
-def _check_settings(layer: Layer, epsilon: float, momentum: float) -> None:
+class InstanceNormalizationLayer(Layer):
+    """`y = γ (x - mean) / sqrt(variance + ε) + β`, with the statistics of each channel of each image.
+
+    With `mean` and `variance`, training hands back
+
+        running = momentum * running + (1 - momentum) * average over the batch
+
+    of the instances' means and (biased) variances, and inference normalizes with them. Without, training and inference
+    both use the statistics of the instance. Without `gamma` it is 1, without `beta` 0.
+
+    Shapes: `[batch, channels, pixels...] → ` the same, rank 3 to 5. `mean`, `variance`, `beta` and `gamma` hold
+    `channels` numbers each, in any shape (`[channels]`, Apple's `[1, channels, 1, 1]`).
+
+    Unlike `torch.nn.InstanceNorm2d` the momentum is the share that is kept, and the running variance is the biased one.
+
+    Example:
+        >>> layer = InstanceNormalizationLayer.create(16)
+        >>> sorted(layer.parameters), sorted(layer.statistics)
+        (['beta', 'gamma'], [])
+    """
+
+    feature_channel_count: int
+    mean: Tensor | None = statistic(default=None)
+    variance: Tensor | None = statistic(default=None)
+    beta: Tensor | None = None
+    gamma: Tensor | None = None
+    variance_epsilon: float = 1e-5
+    momentum: float = 0.99
+
+    default_label = "InstanceNorm"
+    beta_parameter = ParameterOf("beta")
+    gamma_parameter = ParameterOf("gamma")
+
+    def __post_init__(self) -> None:
+        require_epsilon(self, self.variance_epsilon)
+        _require_momentum(self, self.momentum)
+        tensors = {"mean": self.mean, "variance": self.variance, "beta": self.beta, "gamma": self.gamma}
+        require_channel_counts(self, self.feature_channel_count, tensors)
+        if (self.mean is None) != (self.variance is None):
+            given, missing = ("variance", "mean") if self.mean is None else ("mean", "variance")
+            raise ArgumentError(self.where, f"{given} was given without {missing}", fix="give both, or neither")
+
+    @classmethod
+    def create(
+        cls,
+        feature_channel_count: int,
+        *,
+        tracks_running_statistics: bool = False,
+        variance_epsilon: float = 1e-5,
+        momentum: float = 0.99,
+        label: str = "",
+    ) -> InstanceNormalizationLayer:
+        """A layer that starts with beta 0 and gamma 1 and, if it tracks statistics, mean 0 and variance 1."""
+        mean, variance, beta, gamma = (Tensor((feature_channel_count,), fill=value) for value in (0.0, 1.0, 0.0, 1.0))
+        settings = beta, gamma, variance_epsilon, momentum
+        if not tracks_running_statistics:
+            return cls(feature_channel_count, None, None, *settings, label=label)
+        return cls(feature_channel_count, mean, variance, *settings, label=label)
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """The source must have its channels on axis 1, and pixels behind them."""
+        super().check(*sources)
+        require_channels(self, self.feature_channel_count, sources[0], least=3)
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """Normalizes with each instance's statistics, or in inference with the running ones where there are any."""
+        channels, epsilon = self.feature_channel_count, self.variance_epsilon
+        gamma, beta = (None if t is None else scope.array(t, channels) for t in (self.gamma, self.beta))
+        if self.mean is None or self.variance is None:
+            return instance_normalize(x, gamma, beta, epsilon=epsilon)[0]
+        if not scope.training:
+            mean, variance = scope.array(self.mean, channels), scope.array(self.variance, channels)
+            return F.batch_norm(x, mean, variance, gamma, beta, training=False, eps=epsilon)
+        y, mean, variance = instance_normalize(x, gamma, beta, epsilon=epsilon)
+        _track(scope, self.momentum, {self.mean: mean.mean(0), self.variance: variance.mean(0)})
+        return y
+
+
+def instance_normalize(
+    x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, *, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`γ (x - mean) / sqrt(variance + ε) + β`, mean and biased variance `[batch, channels]` over all further axes.
+
+    It is group normalization with one channel a group: one pass, where PyTorch's own function repeats γ and β.
+    """
+    rows, channels = x.shape[:2]
+    sizes = rows, channels, x[0, 0].numel(), channels
+    gamma = gamma_beside(beta, gamma)
+    y, mean, inverse_deviation = torch.native_group_norm(x.contiguous(), gamma, beta, *sizes, epsilon)
+    return y, mean.detach(), _variance(inverse_deviation, epsilon)
+
+
+def gamma_beside(beta: torch.Tensor | None, gamma: torch.Tensor | None) -> torch.Tensor | None:
+    """γ, or ones where there is only β: PyTorch's gradient of group normalization fails on β alone."""
+    return torch.ones_like(beta) if gamma is None and beta is not None else gamma
+
+
+def _variance(inverse_deviation: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return (inverse_deviation.detach().pow(-2) - epsilon).clamp_min(0)
+
+
+def _track(scope: Scope, momentum: float, found: dict[Tensor, torch.Tensor]) -> None:
+    """Hands back `momentum * running + (1 - momentum) * found` for each statistic."""
+    for tensor, value in found.items():
+        running = scope.array(tensor)
+        scope.update(tensor, torch.lerp(value.to(running.dtype).view_as(running), running, momentum))
+
+
+def require_epsilon(layer: Layer, epsilon: float) -> None:
+    """Refuses an ε that could let a division by zero through."""
     if not 0 < epsilon < float("inf"):
         raise ArgumentError(layer.where, f"variance_epsilon is {epsilon}", fix="give a number > 0, for example 1e-5")
-    if not 0 <= momentum <= 1:
-        raise ArgumentError(layer.where, f"momentum is {momentum}, not between 0 and 1", fix="give for example 0.99")
 
 
-def _check_counts(layer: Layer, channels: int, tensors: dict[str, Tensor | None]) -> None:
+def require_channels(layer: Layer, channels: int, source: TensorDescriptor, least: int = 2) -> None:
+    """Refuses a source without `channels` on axis 1, or with fewer than `least` axes."""
+    if source.dimension_count < least or source.shape[1] != channels:
+        raise ShapeError(
+            layer.where,
+            f"the layer normalizes {channels} channels, the source {list(source.shape)} has other extents",
+            source=source,
+            fix=f"give a source [batch, {channels}, {'...' if least == 2 else 'pixels...'}]",
+        )
+
+
+def require_channel_counts(layer: Layer, channels: int, tensors: dict[str, Tensor | None]) -> None:
+    """Refuses a count of channels that is none, and tensors that do not hold one number for each."""
+    if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
+        raise ArgumentError(layer.where, f"feature_channel_count is {channels!r}", fix="give a whole number ≥ 1")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.descriptor.element_count != channels:
             raise ShapeError(
@@ -114,3 +227,8 @@ def _check_counts(layer: Layer, channels: int, tensors: dict[str, Tensor | None]
                 fix=f"give {name} of shape [{channels}] or [1, {channels}, 1, 1]",
                 **{name: tensor.descriptor},
             )
+
+
+def _require_momentum(layer: Layer, momentum: float) -> None:
+    if not 0 <= momentum <= 1:
+        raise ArgumentError(layer.where, f"momentum is {momentum}, not between 0 and 1", fix="give for example 0.99")

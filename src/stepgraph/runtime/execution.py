@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,6 +22,14 @@ from stepgraph.runtime.profile import Profile
 from stepgraph.tensor import Tensor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
+
+
+_turns: dict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+
+
+def turn(device: Device) -> threading.RLock:
+    """A device runs one call at a time, also when several threads make them."""
+    return _turns[device.torch]
 
 
 class Execution:

@@ -1,0 +1,134 @@
+"""Real numbers as small whole numbers and back, with one scale or one along each index of an axis.
+
+    y = round(scale * x + bias), held between the least and the greatest number of the type
+    x = (y - bias) / scale
+
+The scale multiplies when quantizing, as in ML Compute's own backend; PyTorch divides by its scale. `bias` is the number
+that stands for zero. Halves go to the even neighbor. Everything is found in float64, so ties are ties.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError
+from stepgraph.types import DataType
+
+if TYPE_CHECKING:
+    from stepgraph.tensor import Tensor
+
+    Numbers: TypeAlias = float | Tensor | np.ndarray | torch.Tensor | Sequence[float]
+
+QUANTIZED = (DataType.INT8, DataType.UINT8, DataType.INT32)
+
+
+def quantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> Tensor:
+    """A new tensor with `round(scale * x + bias)`; what does not fit the type becomes its nearest number.
+
+    Args:
+        tensor: float32, with data; infinities become the ends of the type, NaN is refused.
+        data_type: int8, uint8 or int32.
+        scale: a finite number that is not 0; with `axis` also one for each index along it.
+        bias: the number that stands for zero; with `axis` also one for each index along it.
+        axis: the dimension along which scales and biases differ; None for one pair for all.
+
+    Example:
+        >>> from stepgraph.tensor import Tensor
+        >>> x = Tensor((4,), data=np.array([1, 2, 3, 4], np.float32))
+        >>> quantize(x, DataType.INT32, scale=[1, 10, 100, 1000], bias=0, axis=0).data
+        array([   1,   20,  300, 4000], dtype=int32)
+    """
+    target = _type(tensor.where, data_type, QUANTIZED, "quantized to")
+    _type(tensor.where, tensor.data_type, (DataType.FLOAT32,), "quantized from")
+    factor, zero = _along(tensor, "scale", scale, axis), _along(tensor, "bias", bias, axis)
+    x = tensor.torch().detach().cpu().double()
+    if x.isnan().any():
+        raise DataError(
+            tensor.where, f"{int(x.isnan().sum())} elements are NaN", fix="put numbers in their place first"
+        )
+    limits = torch.iinfo(target.torch)
+    y = (factor * x + zero).round_().clamp_(limits.min, limits.max)
+    return _new(tensor, target, y)
+
+
+def dequantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> Tensor:
+    """A new tensor with `(y - bias) / scale`, for the scale and bias that `quantize` was given.
+
+    Args:
+        tensor: int8, uint8 or int32, with data.
+        data_type: float32.
+        scale: a finite number that is not 0; with `axis` also one for each index along it.
+        bias: the number that stands for zero; with `axis` also one for each index along it.
+        axis: the dimension along which scales and biases differ; None for one pair for all.
+
+    Example:
+        >>> from stepgraph.tensor import Tensor
+        >>> y = Tensor((3,), "uint8", data=np.array([118, 128, 148], np.uint8))
+        >>> dequantize(y, DataType.FLOAT32, scale=20.0, bias=128).data
+        array([-0.5,  0. ,  1. ], dtype=float32)
+    """
+    target = _type(tensor.where, data_type, (DataType.FLOAT32,), "dequantized to")
+    _type(tensor.where, tensor.data_type, QUANTIZED, "dequantized from")
+    factor, zero = _along(tensor, "scale", scale, axis), _along(tensor, "bias", bias, axis)
+    y = tensor.torch().detach().cpu().double()
+    return _new(tensor, target, (y - zero) / factor)
+
+
+def _new(tensor: Tensor, data_type: DataType, values: torch.Tensor) -> Tensor:
+    descriptor = dataclasses.replace(tensor.descriptor, data_type=data_type)
+    return type(tensor)(descriptor, data=values.to(data_type.torch))
+
+
+def _type(where: str, given: Any, allowed: Sequence[DataType], verb: str) -> DataType:
+    kind = DataType.of(given)
+    if kind not in allowed:
+        names = ", ".join(one.debug_description for one in allowed)
+        raise DataTypeError(where, f"nothing is {verb} {kind.debug_description}", fix=f"use {names}")
+    return kind
+
+
+def _along(tensor: Tensor, name: str, given: Numbers, axis: int | None) -> torch.Tensor:
+    """The scale or bias as float64, shaped so that it broadcasts along `axis`."""
+    values = _numbers(tensor.where, name, given)
+    if not values.isfinite().all() or (name == "scale" and (values == 0).any()):
+        wanted = "finite, and not 0" if name == "scale" else "finite"
+        raise ArgumentError(tensor.where, f"the {name} is {values.tolist()}", fix=f"give numbers that are {wanted}")
+    shape, rank = tensor.shape, len(tensor.shape)
+    if axis is None:
+        if values.numel() != 1:
+            raise ShapeError(
+                tensor.where, f"the {name} has {values.numel()} numbers for a tensor {list(shape)}", fix="give axis="
+            )
+        return values.reshape(())
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+        raise ArgumentError(
+            tensor.where, f"the axis is {axis!r}, the shape is {list(shape)}", fix=f"use 0 to {rank - 1}"
+        )
+    if values.ndim == 0:
+        return values
+    if max(values.shape) != values.numel() or values.numel() != shape[axis]:
+        raise ShapeError(
+            tensor.where,
+            f"the {name} has shape {list(values.shape)}, axis {axis} of the tensor has {shape[axis]} indices",
+            tensor=tensor.descriptor,
+            fix=f"give {shape[axis]} numbers, or one number for all",
+        )
+    return values.reshape([shape[axis] if i == axis % rank else 1 for i in range(rank)])
+
+
+def _numbers(where: str, name: str, given: Any) -> torch.Tensor:
+    array = given.torch() if hasattr(given, "torch") else given  # of a Tensor
+    if isinstance(array, torch.Tensor) and array.dtype != torch.bool and not array.is_complex():
+        return array.detach().cpu().double()
+    try:
+        values = np.asarray(array)
+    except (TypeError, ValueError, RuntimeError):
+        values = np.empty(0)
+    if values.dtype.kind not in "iuf" or not values.size:
+        raise DataTypeError(where, f"the {name} is {given!r}", fix="give a number, numbers or a Tensor of numbers")
+    return torch.from_numpy(values.astype(np.float64))
