@@ -90,16 +90,20 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
     return _fit(array, shape, data_type, where)
 
 
-def write(array: torch.Tensor, destination: Any, where: str) -> None:
+def write(array: torch.Tensor, target: Any, where: str) -> None:
     """Copies `array` into the caller's memory."""
+    destination(target, array.shape, DataType.of(array.dtype), where).copy_(array)
+
+
+def destination(destination: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
+    """The caller's memory as an array to write to."""
     if isinstance(destination, bytes | str | list | tuple | int | float):
         raise DataError(where, f"{type(destination).__name__} cannot be written to", fix="give an ndarray or bytearray")
     if isinstance(destination, np.ndarray) and not destination.flags.writeable:
         raise DataError(where, "the array given for the output is read-only", fix="give a writable array")
     if isinstance(destination, bytearray | memoryview):
         destination = TensorData(np.frombuffer(destination, np.uint8))
-    target = read(destination, array.shape, DataType.of(array.dtype), where)
-    target.copy_(array)
+    return read(destination, shape, data_type, where)
 
 
 def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:

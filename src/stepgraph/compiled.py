@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 
 from stepgraph import buffers, draw
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, layer_tensors, value
 from stepgraph.device import Device
 from stepgraph.errors import (
@@ -60,6 +61,7 @@ class CompiledGraph(Graph):
         self._held: tuple[Tensor, ...] = ()
         self._executables: dict[tuple[str, int], Executable] = {}
         self._written: Found = {}
+        self._bound: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
 
@@ -210,10 +212,25 @@ class CompiledGraph(Graph):
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
-            written = {key.owner: array for key, array in self._written.items()}
+            # What was bound since the last call was written later.
+            written = {k.owner: a for k, a in self._written.items() if self._bound[k.owner] is _current(k.owner)}
             return self._feeds.arrays(written, batch, self._require_compiled("execute"))
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
+        self._bound = {tensor: _current(tensor) for tensor in self._feeds.tensors}
         return self._written
+
+    def _batch_size(self, given: int | None) -> int:
+        """The batch size of a call, refused where it is another than declared and the result has other rows."""
+        batch, declared = self._feeds.batch_size(given), self._feeds.batch
+        ends = [node.sources[0] for node in self._compiled if node.is_loss] or self._compiled[-1].results
+        rows = {tensor.shape[0] for tensor in ends}
+        if batch != declared and not rows & {declared, 1}:
+            raise ArgumentError(
+                "execute",
+                f"batch_size is {batch}, but the first input has {declared} rows and the result {rows.pop()}",
+                fix="declare an input first whose first extent is the batch, or pass batch_size=None",
+            )
+        return batch
 
     def _arrays(self) -> Found:
         """Arrays that stay between calls. Fetched anew, since a parameter may have been bound to other memory."""
@@ -288,8 +305,13 @@ class CompiledGraph(Graph):
     def _is_gradient(self, tensor: Tensor) -> bool:
         return False
 
-    def _check_destinations(self, outputs_data: Data | None) -> None:
-        for name in outputs_data or {}:
+    def _key(self, tensor: Tensor) -> Key:
+        """The array behind an output."""
+        return value(tensor)
+
+    def _check_destinations(self, outputs_data: Data | None, part: Part) -> None:
+        """Refuses, before anything runs, memory for outputs that are not declared, not computed or do not fit."""
+        for name, destination in (outputs_data or {}).items():
             if name not in self._outputs:
                 known = ", ".join(f"'{one}'" for one in self._outputs) or "none"
                 raise UnknownNameError(
@@ -298,12 +320,15 @@ class CompiledGraph(Graph):
                     known=known,
                     fix="declare it with add_outputs",
                 )
+            tensor, like = self._outputs[name], part.results.get(self._key(self._outputs[name]))
+            where = f"Tensor '{tensor.label}' (output '{name}')"
+            if like is None:
+                raise DataError(where, "this pass does not compute it")
+            buffers.destination(destination, like.shape, DataType.of(like.dtype), where)
 
     def _write_outputs(self, outputs_data: Data | None, found: Mapping[Tensor, torch.Tensor]) -> None:
         for name, destination in (outputs_data or {}).items():
             tensor = self._outputs[name]
-            if tensor not in found:
-                raise DataError(f"Tensor '{tensor.label}' (output '{name}')", "this pass does not compute it")
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
 
 
@@ -317,6 +342,10 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
             "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
         )
     return kind.torch
+
+
+def _current(tensor: Tensor) -> torch.Tensor | None:
+    return tensor.torch() if tensor.has_data else None
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -86,18 +86,20 @@ class InferenceGraph(CompiledGraph):
             completion: called once with (result tensor, error, seconds).
         """
         self._require_compiled("execute")
-        self._check_destinations(outputs_data)
-        batch = self._feeds.batch_size(batch_size)
+        batch = self._batch_size(batch_size)
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
         arrays = self._arrays() | self._fed(given, batch, options)
+
+        executable = self._executable(batch)
+        self._check_destinations(outputs_data, executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
             self._hold(results)
             self._write_outputs(outputs_data, results)
-            return self._answer(found)
+            return self._compiled[-1].results[0], self._answer(found)[1]
 
-        return self._launch(self._executable(batch), arrays, options, completion, keep)
+        return self._launch(executable, arrays, options, completion, keep)
 
     def _prepare(self, *arguments: Any, **settings: Any) -> None:
         super()._prepare(*arguments, **settings)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph import draw
+from stepgraph import buffers, draw
 from stepgraph.compiled import CompiledGraph, Found, logger, mixed, results_of
 from stepgraph.compiler import memory, phases
-from stepgraph.compiler.step import Key, Step, gradient, source_gradient, user_gradient, value
+from stepgraph.compiler.step import STREAM, Key, Step, gradient, source_gradient, user_gradient, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD
 from stepgraph.device import Device
@@ -128,7 +128,9 @@ class TrainingGraph(CompiledGraph):
         with self._all_or_nothing():
             self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
             if self.device is not None:
-                self.compile(self.device, self._options, compute_type=self._compute_type)
+                constants = {str(t.tensor_id): t for t in self._constants if t not in self._parameters}
+                data = {name: self._constants[t].cpu() for name, t in constants.items()}
+                self.compile(self.device, self._options, constants, data, compute_type=self._compute_type)
 
     def compile(
         self,
@@ -193,7 +195,11 @@ class TrainingGraph(CompiledGraph):
             with self._all_or_nothing():
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:
+                    saved, batch, found = self._saved, self._forward_batch, self._gradients.found
                     self._again(f"{tensor.label} takes a gradient from outside")
+                    self._gradients.found = found
+                    if batch is not None:
+                        self._repeat_forward(saved, batch)
         return self._user_gradients[tensor]
 
     # Executing
@@ -221,19 +227,21 @@ class TrainingGraph(CompiledGraph):
             completion: called once with (loss or last result, error, seconds).
         """
         self._ready("execute")
-        self._check_destinations(outputs_data)
-        batch = self._feeds.batch_size(batch_size)
+        batch = self._batch_size(batch_size)
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
         arrays = self._arrays() | self._fed(given, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        learning = not evaluating and self._has_seed()
+        learning = not evaluating and self._has_seed(batch)
         executable = self._executable("inference" if evaluating else "step" if learning else "forward only", batch)
+
+        self._check_destinations(outputs_data, executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
             self._hold(results)
-            self._forget_passes()
-            self._gradients.show(found)
+            if not evaluating:  # an evaluation leaves the passes before it alone
+                self._forget_passes()
+                self._gradients.show(found)
             if learning:
                 self._training_state.updated()
             self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
@@ -251,10 +259,11 @@ class TrainingGraph(CompiledGraph):
     ) -> Execution:
         """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
         self._ready("execute_forward")
-        self._check_destinations(outputs_data)
-        batch = self._feeds.batch_size(batch_size)
+        batch = self._batch_size(batch_size)
         feeds = self._fed({}, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
+        executable = self._executable("inference" if evaluating else "forward", batch)
+        self._check_destinations(outputs_data, executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
@@ -264,7 +273,6 @@ class TrainingGraph(CompiledGraph):
             self._write_outputs(outputs_data, results)
             return self._answer(found)
 
-        executable = self._executable("inference" if evaluating else "forward", batch)
         return self._launch(executable, self._arrays() | feeds, options, completion, keep)
 
     def execute_gradient(
@@ -281,8 +289,9 @@ class TrainingGraph(CompiledGraph):
         used yet.
         """
         self._ready("execute_gradient")
-        self._check_destinations(outputs_data)
         batch = self._check_forward(batch_size)
+        executable = self._executable("gradient", batch)
+        self._check_destinations(outputs_data, executable.part)
         adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
         kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
 
@@ -292,7 +301,7 @@ class TrainingGraph(CompiledGraph):
             return None, None
 
         arrays = self._arrays() | self._saved | self._seeds(batch)
-        return self._launch(self._executable("gradient", batch), arrays, options, completion, keep)
+        return self._launch(executable, arrays, options, completion, keep)
 
     def execute_optimizer_update(
         self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
@@ -524,9 +533,21 @@ class TrainingGraph(CompiledGraph):
     def _is_gradient(self, tensor: Tensor) -> bool:
         return tensor in self._gradients.handles.values()
 
-    def _has_seed(self) -> bool:
-        """Whether a whole step has something to walk back from: a loss, or a gradient that was written."""
-        return any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values())
+    def _key(self, tensor: Tensor) -> Key:
+        return next((key for key, handle in self._gradients.handles.items() if handle is tensor), value(tensor))
+
+    def _has_seed(self, batch: int) -> bool:
+        """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
+        if any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values()):
+            return True
+        program = self._program(batch)
+        return any(self._starts_at(tensor, program) for tensor in program.step.seeded)
+
+    def _starts_at(self, tensor: Tensor, program: Program) -> bool:
+        """Whether `tensor` is what a graph without a loss is differentiated by: one number that nobody else reads."""
+        read = any(tensor in graph._feeds.tensors for graph in self._linked if graph is not self)
+        alone = not program.step.losses and tensor in self._compiled[-1].results and tensor not in self._user_gradients
+        return alone and not read and program.outputs[value(tensor)].meta["val"].numel() == 1
 
     def _seeds(self, batch: int) -> Found:
         """Gradients from outside: written by the user or handed over by linked graphs, else zeros; one for a scalar."""
@@ -534,15 +555,24 @@ class TrainingGraph(CompiledGraph):
         found = {}
         for tensor in program.step.seeded:
             handed = [g._gradients.found[gradient(tensor)] for g in others if gradient(tensor) in g._gradients.found]
+            like = program.outputs[value(tensor)].meta["val"]
             written = self._user_gradients.get(tensor)
             if written is not None and written.has_data:
-                handed.append(written.torch())
-            like = program.outputs[value(tensor)].meta["val"]
+                handed.append(buffers.read(written.torch(), like.shape, tensor.data_type, written.where))
             if not handed:
-                fill = float(like.numel() == 1)
+                fill = float(self._starts_at(tensor, program))
                 handed = [torch.full(like.shape, fill, dtype=like.dtype, device=self._training_state.device.torch)]
             found[user_gradient(tensor)] = handed[0] if len(handed) == 1 else torch.stack(handed).sum(0)
         return found
+
+    def _repeat_forward(self, saved: Found, batch: int) -> None:
+        """The last forward pass once more, for a new program: same data, same random numbers, statistics untouched."""
+        feeds = {value(t): saved[value(t)] for t in self._feeds.tensors}
+        arrays = self._arrays() | feeds
+        executable = self._executable("forward", batch)
+        moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
+        moving[STREAM][1] -= 1
+        self._saved, self._forward_batch = feeds | executable(arrays | moving), batch
 
     def _check_forward(self, batch_size: int | None) -> int:
         if self._forward_batch is None:

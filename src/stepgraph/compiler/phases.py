@@ -26,6 +26,12 @@ class Part:
         """The operators, in order."""
         return [node for node in self.module.graph.nodes if node.op not in ("placeholder", "output")]
 
+    @property
+    def results(self) -> dict[Key, torch.Tensor]:
+        """What it gives, as arrays without memory."""
+        (returned,) = next(node for node in self.module.graph.nodes if node.op == "output").args
+        return {key: node.meta["val"] for key, node in zip(self.outputs, returned, strict=True)}
+
 
 @dataclass(frozen=True, eq=False)
 class Phases:

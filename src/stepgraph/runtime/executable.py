@@ -37,7 +37,7 @@ class Executable:
         given = [arrays[key] for key in self._inputs]
         try:
             found = self.run(given) if self._capture is None else self._capture.run(given)
-        except RuntimeError as error:
+        except Exception as error:  # IndexError too: an index or a class number that is out of range
             raise ExecutionError("execute", f"the device failed: {error}") from error
         return dict(zip(self.part.outputs, found, strict=True))
 

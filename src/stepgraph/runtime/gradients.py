@@ -15,6 +15,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self.found: dict[Key, torch.Tensor] = {}
+        self.shown: dict[Key, torch.Tensor] = {}
         self.handles: dict[Key, Tensor] = {}
         self.used = False
 
@@ -22,7 +23,7 @@ class Gradients:
         """The tensor through which a gradient is read; the same one each time."""
         if key not in self.handles:
             self.handles[key] = Tensor(like.descriptor, label=f"gradient of {like.label}")
-            self.handles[key].hold(self.found.get(key), "no gradient pass has computed it")
+            self.handles[key].hold(self.shown.get(key), "no gradient pass has computed it")
         return self.handles[key]
 
     def replace(self, found: Mapping[Key, torch.Tensor]) -> None:
@@ -32,12 +33,14 @@ class Gradients:
 
     def show(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Makes gradients readable, and those that were not found unreadable."""
+        self.shown = {key: array for key, array in found.items() if key.kind != "value"}
         for key, handle in self.handles.items():
             handle.hold(found.get(key), "the last pass did not compute it")
 
     def forget(self) -> None:
         """Drops everything but the tensors to read through."""
         self.found, self.used = {}, False
+        self.show({})
 
     def by_handle(self, found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
         """What was found, by the tensor it is read through."""

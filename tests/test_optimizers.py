@@ -1,0 +1,307 @@
+"""Optimizers against NumPy in float64, against PyTorch, and the fused kernels against the plain rule."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.compiler.kernels.update import reference, update
+from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule
+
+RULES: dict[str, Callable[[sg.OptimizerDescriptor], sg.Optimizer]] = {
+    "sgd": sg.SGDOptimizer,
+    "sgd momentum": lambda d: sg.SGDOptimizer(d, momentum_scale=0.8),
+    "sgd nesterov": lambda d: sg.SGDOptimizer(d, momentum_scale=0.8, uses_nesterov_momentum=True),
+    "adam": sg.AdamOptimizer,
+    "adam amsgrad": lambda d: sg.AdamOptimizer(d, beta2=0.8, uses_ams_grad=True),
+    "adam later": lambda d: sg.AdamOptimizer(d, beta1=0.7, beta2=0.95, epsilon=1e-3, time_step=7),
+    "adamw": sg.AdamWOptimizer,
+    "adamw amsgrad": lambda d: sg.AdamWOptimizer(d, beta2=0.8, uses_ams_grad=True),
+    "rmsprop": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1),
+    "rmsprop momentum": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, momentum_scale=0.6),
+    "rmsprop centered": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, is_centered=True),
+    "rmsprop both": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, is_centered=True, momentum_scale=0.6),
+}
+PREPARATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "by value": {"gradient_clip_max": 0.05, "gradient_clip_min": -0.02},
+    "by norm": {"gradient_clipping_type": NORM, "maximum_clipping_norm": 0.1},
+    "by global norm": {"gradient_clipping_type": GLOBAL, "maximum_clipping_norm": 0.3},
+    "by custom norm": {"gradient_clipping_type": GLOBAL, "maximum_clipping_norm": 0.3, "custom_global_norm": 0.9},
+    "custom norm below": {"gradient_clipping_type": GLOBAL, "maximum_clipping_norm": 0.3, "custom_global_norm": 0.2},
+    "rescale": {"gradient_rescale": 0.25},
+    "L1": {"regularization_type": L1, "regularization_scale": 0.01},
+    "L2": {"regularization_type": L2, "regularization_scale": 0.1},
+    "all": {
+        "gradient_clip_max": 0.05,
+        "gradient_clip_min": -0.02,
+        "gradient_rescale": 3.0,
+        "regularization_type": L2,
+        "regularization_scale": 0.1,
+    },
+}
+FEW = ("L1", "all")  # what the rules beside SGD and Adam are tried with
+CASES = [
+    (rule, preparation)
+    for rule in RULES
+    for preparation in (PREPARATIONS if rule in list(RULES)[:5] else FEW)
+    if preparation != "custom norm below" or rule == "sgd"
+]
+
+
+def descriptor(name: str, rate: float = 0.05) -> sg.OptimizerDescriptor:
+    return sg.OptimizerDescriptor(
+        rate, applies_gradient_clipping="clip" in str(PREPARATIONS[name]), **PREPARATIONS[name]
+    )
+
+
+def assert_same(found: tuple[list, list], expected: tuple[list, list], relative: float = 1e-5) -> None:
+    np.testing.assert_allclose(found[0], expected[0], rtol=relative)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=relative, atol=relative / 10)
+
+
+@pytest.mark.parametrize(("rule", "preparation"), CASES)
+def test_thirty_steps_follow_the_formulas_in_float64(rule: str, preparation: str) -> None:
+    net, optimizer = Net(), RULES[rule](descriptor(preparation))
+    assert_same(net.stepgraph(optimizer), net.numpy(Rule(rule, RULES[rule](descriptor(preparation)))))
+
+
+@pytest.mark.parametrize("preparation", PREPARATIONS)
+def test_every_preparation_changes_what_is_learned(preparation: str) -> None:
+    net = Net()
+    curve = net.numpy(Rule("sgd", sg.SGDOptimizer(descriptor(preparation))))[0]
+    plain = net.numpy(Rule("sgd", sg.SGDOptimizer(descriptor("plain"))))[0]
+    assert np.allclose(curve, plain, rtol=1e-3) == (preparation in ("plain", "custom norm below"))
+
+
+@pytest.mark.parametrize("preparation", PREPARATIONS)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if "rmsprop " not in rule]
+)  # those have no kernel of their own
+def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> None:
+    optimizer, generator = RULES[rule](descriptor(preparation)), torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    parameters = [draw(33, 7), draw(5)]
+    gradients = [draw(7, 33).T, draw(5)]  # the first with strides unlike its parameter's
+    states = [[draw(33, 7).square() + 1, draw(5).square() + 1] for _ in range(STATE[rule])]
+    numbers = torch.tensor(list(optimizer.numbers().values()), dtype=torch.float64)
+    norm = torch.tensor(optimizer.custom_global_norm or 2.0) if optimizer.needs_global_norm else None
+    for finite in (None, torch.tensor(True), torch.tensor(False)):
+        found, expected = (copy.deepcopy((parameters, states)) for _ in range(2))
+        update(optimizer, found[0], gradients, found[1], numbers, norm=norm, finite=finite)
+        reference(optimizer, expected[0], gradients, expected[1], numbers, norm=norm, finite=finite)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+        stands_still = finite is not None and not finite
+        assert all(torch.equal(a, b) == stands_still for a, b in zip(found[0], parameters, strict=True))
+
+
+PEERS: dict[str, tuple[Callable[[], sg.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
+    "SGD": (lambda: sg.SGDOptimizer(0.1), lambda w: torch.optim.SGD(w, 0.1)),
+    "momentum": (
+        lambda: sg.SGDOptimizer(0.1, momentum_scale=0.9),
+        lambda w: torch.optim.SGD(w, 0.1, momentum=0.9),
+    ),
+    "Nesterov": (
+        lambda: sg.SGDOptimizer(0.1, momentum_scale=0.9, uses_nesterov_momentum=True),
+        lambda w: torch.optim.SGD(w, 0.1, momentum=0.9, nesterov=True),
+    ),
+    "weight decay": (
+        lambda: sg.SGDOptimizer(sg.OptimizerDescriptor(0.1, regularization_type=L2, regularization_scale=0.2)),
+        lambda w: torch.optim.SGD(w, 0.1, weight_decay=0.2),
+    ),
+    "Adam": (lambda: sg.AdamOptimizer(0.01, epsilon=1e-14), lambda w: torch.optim.Adam(w, 0.01, eps=1e-14)),
+    "AdamW": (
+        lambda: sg.AdamWOptimizer(sg.OptimizerDescriptor(0.01, regularization_scale=0.2), epsilon=1e-14),
+        lambda w: torch.optim.AdamW(w, 0.01, eps=1e-14, weight_decay=0.2),
+    ),
+    "RMSProp": (
+        lambda: sg.RMSPropOptimizer(0.01, momentum_scale=0.9, is_centered=True),
+        lambda w: torch.optim.RMSprop(w, 0.01, momentum=0.9, centered=True),
+    ),
+    "AMSGrad": (
+        lambda: sg.AdamOptimizer(0.01, beta2=0.8, epsilon=1e-14, uses_ams_grad=True),
+        lambda w: torch.optim.Adam(w, 0.01, betas=(0.9, 0.8), eps=1e-14, amsgrad=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_equal_to_pytorch_where_the_formulas_agree(peer: str) -> None:
+    ours, theirs = PEERS[peer]
+    net = Net()
+    assert_same(net.stepgraph(ours()), net.torch(theirs))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_has_the_order_and_count_of_the_specification(rule: str) -> None:
+    net = Net()
+    optimizer = RULES[rule](descriptor("plain"))
+    plain, expected = Rule(rule, RULES[rule](descriptor("plain"))), Net()
+    net.stepgraph(optimizer)
+    expected.numpy(plain)
+    assert len(optimizer.slots) == STATE[rule]
+    for i, tensor in enumerate(net.tensors):
+        tensor.synchronize_optimizer_data()
+        buffers = [np.frombuffer(data.bytes, np.float32).reshape(tensor.shape) for data in tensor.optimizer_data]
+        assert len(buffers) == len(tensor.optimizer_device_data) == STATE[rule]
+        for buffer, wanted in zip(buffers, plain.state[i], strict=True):
+            np.testing.assert_allclose(buffer, wanted, rtol=2e-5, atol=1e-7)
+
+
+LIVE: dict[str, tuple[str, str, dict[str, Any]]] = {  # rule, preparation, what is assigned before step 10
+    "learning rate": ("sgd momentum", "plain", {"learning_rate": 0.01}),
+    "learning rate of Adam": ("adam", "plain", {"learning_rate": 0.3}),
+    "momentum": ("sgd nesterov", "plain", {"momentum_scale": 0.3}),
+    "betas": ("adam amsgrad", "plain", {"beta1": 0.5, "beta2": 0.99, "epsilon": 0.1}),
+    "decay and alpha": ("rmsprop both", "plain", {"alpha": 0.5, "momentum_scale": 0.1, "epsilon": 0.1}),
+    "decay of AdamW": ("adamw", "L1", {"regularization_scale": 0.5}),
+    "time step": ("adam", "plain", {"time_step": 1}),
+    "clipping off": ("sgd", "by global norm", {"applies_gradient_clipping": False}),
+    "clip bounds": ("sgd", "by value", {"gradient_clip_max": 0.3, "gradient_clip_min": -0.3}),
+    "norms": ("sgd", "by global norm", {"maximum_clipping_norm": 0.01, "custom_global_norm": 5.0}),
+    "regularization": ("sgd", "L2", {"regularization_scale": 1.0, "gradient_rescale": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_assigned_numbers_count_from_the_next_update_on(name: str) -> None:
+    rule, preparation, assigned = LIVE[name]
+    net, ours = Net(), RULES[rule](descriptor(preparation))
+    plain = Rule(rule, RULES[rule](descriptor(preparation)))
+
+    def assign(optimizer: Any, step: int) -> None:
+        for field, value in assigned.items() if step == 10 else ():
+            setattr(optimizer, field, value)
+            if optimizer is plain.o and field == "time_step":
+                plain.time = value
+
+    assert_same(
+        net.stepgraph(ours, lambda step: assign(ours, step)), net.numpy(plain, lambda step: assign(plain.o, step))
+    )
+    unchanged = net.numpy(Rule(rule, RULES[rule](descriptor(preparation))))
+    assert not np.allclose(net.tensors[0].numpy(), unchanged[1][0], rtol=1e-4)
+
+
+def test_assigning_compiles_nothing_and_clipping_can_be_switched_on() -> None:
+    net = Net()
+    optimizer = sg.SGDOptimizer(sg.OptimizerDescriptor(0.1, gradient_clip_max=0.0, gradient_clip_min=0.0))
+    training = net.graph(optimizer)
+    before = training.executables
+    training.execute({"x": net.x[0]}, {"y": net.y[0]})
+    moved = [tensor.numpy().copy() for tensor in net.tensors]
+    optimizer.applies_gradient_clipping = True  # bounds of 0, taken literally, stop everything
+    training.execute({"x": net.x[1]}, {"y": net.y[1]})
+    assert training.executables == before
+    assert all((tensor.numpy() == old).all() for tensor, old in zip(net.tensors, moved, strict=True))
+    assert any((old != start).any() for old, start in zip(moved, net.start, strict=True))
+
+
+def test_time_step_advances_with_each_update_and_with_nothing_else() -> None:
+    net, optimizer = Net(), sg.AdamOptimizer(0.1, time_step=4)
+    training, data = net.graph(optimizer), ({"x": net.x[0]}, {"y": net.y[0]})
+    training.execute(*data)
+    assert optimizer.time_step == 5
+    training.execute(*data, options=sg.ExecutionOptions.FORWARD_FOR_INFERENCE)
+    names = {"x": net.inputs, "y": net.labels}
+    training.bind_and_write_data({"x": net.x[0], "y": net.y[0]}, names, sg.Device.cpu())
+    training.execute_forward()
+    training.execute_gradient()
+    assert optimizer.time_step == 5
+    training.execute_optimizer_update()
+    training.execute_optimizer_update()  # the same gradients, applied once more
+    assert optimizer.time_step == 7
+
+
+@pytest.mark.parametrize("rule", ["sgd momentum", "sgd nesterov", "adamw amsgrad", "rmsprop both"])
+def test_bound_state_and_time_step_resume_bit_for_bit(rule: str) -> None:
+    whole, first, second = Net(), Net(), Net()
+    whole.stepgraph(RULES[rule](descriptor("plain")))
+    optimizer = RULES[rule](descriptor("plain"))
+    training = first.graph(optimizer)
+    for step in range(STEPS // 2):
+        training.execute({"x": first.x[step]}, {"y": first.y[step]})
+    resumed = RULES[rule](descriptor("plain"))
+    resumed.time_step = optimizer.time_step
+    second.start = [tensor.numpy().copy() for tensor in first.tensors]
+    training = second.graph(resumed)
+    for old, new in zip(first.tensors, second.tensors, strict=True):
+        training.bind_optimizer_data([bytearray(data.bytes) for data in old.optimizer_data], new)
+    for step in range(STEPS // 2, STEPS):
+        training.execute({"x": second.x[step]}, {"y": second.y[step]})
+    for one, other in zip(second.tensors, whole.tensors, strict=True):
+        assert one.numpy().tobytes() == other.numpy().tobytes()
+
+
+def test_what_is_frozen_neither_moves_nor_counts_for_the_global_norm() -> None:
+    net = Net()
+    settings = sg.OptimizerDescriptor(
+        1.0, applies_gradient_clipping=True, gradient_clipping_type=GLOBAL, maximum_clipping_norm=0.5
+    )
+    training = net.graph(sg.SGDOptimizer(settings), disable_update=True)
+    net.layers[1].biases_parameter.is_updatable = False
+    training.execute({"x": net.x[0]}, {"y": net.y[0]})
+    moved = [tensor.numpy() - start for tensor, start in zip(net.tensors, net.start, strict=True)]
+    assert [bool(change.any()) for change in moved] == [False, False, True, False]
+    assert np.sqrt((moved[2] ** 2).sum()) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_trained_inputs_are_updated_like_parameters() -> None:
+    x, y = sg.Tensor((1, 2), data=np.array([[1, 2]], np.float32)), sg.Tensor((1, 2))
+    graph = sg.Graph()
+    graph.node(sg.ActivationLayer.linear(3.0, 0.0), x)
+    loss = sg.LossLayer.mean_squared_error(sg.ReductionType.SUM)
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(0.1, momentum_scale=0.5))
+    training.add_inputs({}, {"y": y})
+    training.set_training_tensor_parameters([sg.TensorParameter(x)])
+    training.compile(sg.Device.cpu())
+    expected, momentum = np.array([[1.0, 2.0]]), 0.0
+    for _ in range(3):
+        training.execute({}, {"y": [[4, 4]]})
+        momentum = 0.5 * momentum + 0.1 * 2 * (3 * expected - 4) * 3
+        expected = expected - momentum
+    np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5)
+
+
+def test_without_an_optimizer_gradients_are_computed_and_nothing_moves() -> None:
+    net = Net()
+    training = net.graph(None)
+    assert training.optimizer is None
+    training.execute({"x": net.x[0]}, {"y": net.y[0]})
+    assert all((tensor.numpy() == start).all() for tensor, start in zip(net.tensors, net.start, strict=True))
+    late = sg.SGDOptimizer(0.1)
+    training.compile_optimizer(late)
+    assert training.optimizer is late
+    training.execute({"x": net.x[0]}, {"y": net.y[0]})
+    assert all((tensor.numpy() != start).any() for tensor, start in zip(net.tensors, net.start, strict=True))
+
+
+def test_defaults_and_copies_of_the_descriptor() -> None:
+    settings = sg.OptimizerDescriptor(0.5, gradient_rescale=2.0, maximum_clipping_norm=7.0)
+    for make in (sg.SGDOptimizer, sg.AdamOptimizer, sg.AdamWOptimizer, sg.RMSPropOptimizer):
+        optimizer = make(settings)
+        assert (optimizer.learning_rate, optimizer.gradient_rescale, optimizer.maximum_clipping_norm) == (0.5, 2.0, 7.0)
+        assert (optimizer.applies_gradient_clipping, optimizer.gradient_clipping_type) == (False, VALUE)
+        assert (optimizer.gradient_clip_max, optimizer.gradient_clip_min, optimizer.custom_global_norm) == (1, -1, 0)
+        assert (optimizer.regularization_type, optimizer.regularization_scale) == (sg.RegularizationType.NONE, 0)
+        optimizer.learning_rate = 0.1
+        assert settings.learning_rate == 0.5
+    for adam in (sg.AdamOptimizer(learning_rate=1), sg.AdamWOptimizer(1)):
+        assert (adam.beta1, adam.beta2, adam.epsilon, adam.uses_ams_grad, adam.time_step) == (
+            0.9,
+            0.999,
+            1e-8,
+            False,
+            1,
+        )
+    sgd, prop = sg.SGDOptimizer(1), sg.RMSPropOptimizer(1)
+    assert (prop.momentum_scale, prop.alpha, prop.epsilon, prop.is_centered) == (0, 0.99, 1e-8, False)
+    assert (sgd.momentum_scale, sgd.uses_nesterov_momentum) == (0, False)
+    assert [int(one) for one in (*sg.GradientClippingType, *sg.RegularizationType)] == [0, 1, 2, 0, 1, 2]
