@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from stepgraph import buffers, draw
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Key, layer_tensors, value
+from stepgraph.compiler.step import Key, Step, layer_tensors, value
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -29,6 +29,7 @@ from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.profile import profile
+from stepgraph.runtime.programs import Programs
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -59,7 +60,7 @@ class CompiledGraph(Graph):
         self._options = GraphCompilationOptions.NONE
         self._compiled: tuple[Node, ...] = ()
         self._held: tuple[Tensor, ...] = ()
-        self._executables: dict[tuple[str, int], Executable] = {}
+        self._programs = Programs(self._step, self._kept_keys)
         self._written: Found = {}
         self._bound: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
@@ -83,7 +84,7 @@ class CompiledGraph(Graph):
     @property
     def executables(self) -> list[tuple[str, int]]:
         """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
-        return list(self._executables)
+        return list(self._programs.executables)
 
     def add_inputs(
         self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
@@ -96,7 +97,7 @@ class CompiledGraph(Graph):
         declared = merged("output", self._outputs, outputs)
         self._check_outputs(declared)
         if self.device is not None and any(tensor not in self._kept() for tensor in outputs.values()):
-            self._executables = {}  # they were compiled to drop it
+            self._programs = self._programs.keeping_anew()  # executables were made to drop it
         self._outputs = declared
 
     def __rich__(self) -> RenderableType:
@@ -137,7 +138,7 @@ class CompiledGraph(Graph):
         self._feeds = self._feeds.find(self._compiled, {*self._constants, *parameters})
         self._check_outputs(self._outputs)
         self._held = self._find_held()
-        self._executables = {}
+        self._programs = Programs(self._step, self._kept_keys)
         for tensor in self._held:
             tensor.place(self.device)
         for node in self._compiled:
@@ -267,6 +268,13 @@ class CompiledGraph(Graph):
         return execution
 
     # Keeping results
+
+    def _step(self, batch: int, training: bool) -> Step:
+        """What to compute for a batch size."""
+        raise NotImplementedError
+
+    def _kept_keys(self) -> list[Key]:
+        return [value(tensor) for tensor in self._kept()]
 
     def _kept(self) -> list[Tensor]:
         """Results that stay readable after one whole call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -26,6 +26,13 @@ def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:
         taken[layer.label] = taken.get(layer.label, 0) + 1
         names[layer] = layer.label if labels.count(layer.label) == 1 else f"{layer.label}{taken[layer.label]}"
     return names
+
+
+def parameter_names(nodes: Sequence[Node]) -> dict[Any, str]:
+    """Names of layers, and of their parameters as `layer.field`."""
+    layers = unique_names(node.layer for node in nodes)
+    tensors = {t: f"{name}.{field}" for layer, name in layers.items() for field, t in layer.parameters.items()}
+    return {**layers, **tensors}
 
 
 def table(nodes: Sequence[Node], title: str) -> Table:

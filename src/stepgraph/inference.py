@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph, Found, logger, mixed, results_of
-from stepgraph.compiler import memory, phases
-from stepgraph.compiler.step import STREAM, Step, value
-from stepgraph.compiler.trace import trace
+from stepgraph.compiled import CompiledGraph, Found, mixed, results_of
+from stepgraph.compiler import memory
+from stepgraph.compiler.step import STREAM, Step
 from stepgraph.device import Device
-from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.tensor import Tensor
@@ -53,7 +51,7 @@ class InferenceGraph(CompiledGraph):
         with self._all_or_nothing():
             self._compute_type = mixed(compute_type)
             self._prepare(device, options, input_tensors, input_tensors_data)
-            executable = self._executable(self._feeds.batch)
+            executable = self._programs.executable("inference", self._feeds.batch)
             self._plan = memory.plan(executable.step, executable.part)
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
@@ -90,7 +88,7 @@ class InferenceGraph(CompiledGraph):
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
         arrays = self._arrays() | self._fed(given, batch, options)
 
-        executable = self._executable(batch)
+        executable = self._programs.executable("inference", batch)
         self._check_destinations(outputs_data, executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
@@ -109,19 +107,7 @@ class InferenceGraph(CompiledGraph):
     def _arrays(self) -> Found:
         return {**super()._arrays(), **self._stream}
 
-    def _executable(self, batch: int) -> Executable:
-        key = ("inference", batch)
-        if key not in self._executables:
-            if self._executables:
-                logger.info("compiling the inference for batch size %d", batch)
-            step = Step(
-                self._compiled,
-                self._feeds.tensors,
-                self._require_compiled("execute").torch,
-                batch=(self._feeds.batch, batch),
-                compute_type=self._compute_type,
-                names=draw.unique_names(node.layer for node in self._compiled),
-            )
-            part = phases.whole(trace(step), [value(tensor) for tensor in self._kept()])
-            self._executables[key] = Executable(part, step)
-        return self._executables[key]
+    def _step(self, batch: int, training: bool) -> Step:
+        device = self._require_compiled("compile").torch
+        common = (self._compiled, self._feeds.tensors, device, (self._feeds.batch, batch))
+        return Step(*common, names=draw.parameter_names(self._compiled), compute_type=self._compute_type)

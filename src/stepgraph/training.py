@@ -8,21 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph import buffers, draw
-from stepgraph.compiled import CompiledGraph, Found, logger, mixed, results_of
-from stepgraph.compiler import memory, phases
-from stepgraph.compiler.step import STREAM, Key, Step, gradient, source_gradient, user_gradient, value
-from stepgraph.compiler.trace import Program, trace
-from stepgraph.compiler.walk import FORWARD
+from stepgraph.compiled import Found, logger, mixed, results_of
+from stepgraph.compiler import memory
+from stepgraph.compiler.step import STREAM, Key, gradient, source_gradient, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
-from stepgraph.graph import Graph, Node, make_node
+from stepgraph.graph import Graph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer, number
-from stepgraph.runtime.executable import Executable
+from stepgraph.recipe import TrainingRecipe, checked
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.runtime.gradients import Gradients, added
+from stepgraph.runtime.gradients import Gradients, added, seeds, starts_at, summed
+from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import TrainingState
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
@@ -30,7 +28,7 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 _NONE = ExecutionOptions.NONE
 
 
-class TrainingGraph(CompiledGraph):
+class TrainingGraph(TrainingRecipe):
     """A graph that learns: forward, gradient and update, in one call or three.
 
     Args:
@@ -55,19 +53,7 @@ class TrainingGraph(CompiledGraph):
     def __init__(
         self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
     ) -> None:
-        super().__init__(graphs)
-        if loss_layer is not None and not isinstance(loss_layer, Layer):
-            raise DataTypeError(
-                "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
-            )
-        self._loss_layer = loss_layer
-        self._loss_node: Node | None = None
-        self._optimizer = None if optimizer is None else _checked(optimizer)
-        self._stop: frozenset[Tensor] = frozenset()
-        self._parameters: tuple[Tensor, ...] = ()
-        self._compute_type: torch.dtype | None = None
-        self._user_gradients: dict[Tensor, Tensor] = {}
-        self._programs: dict[int, Program] = {}
+        super().__init__(graphs, loss_layer, optimizer)
         self._updatable: tuple[bool, ...] = ()
         self._state: TrainingState | None = None
         self._gradients = Gradients()
@@ -97,10 +83,6 @@ class TrainingGraph(CompiledGraph):
         if not number("loss_scale", "loss_scale", scale) > 0:
             raise ArgumentError("loss_scale", f"the scale is {scale}", fix="give a positive number")
         self._state.loss_scale = scale
-
-    @property
-    def _stopped(self) -> frozenset[Tensor]:
-        return self._stop
 
     def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
         """Lets no gradient flow back through these tensors."""
@@ -164,7 +146,7 @@ class TrainingGraph(CompiledGraph):
         """Gives a compiled graph an optimizer, or another one."""
         self._require_compiled("compile_optimizer")
         with self._all_or_nothing():
-            self._optimizer = _checked(optimizer)
+            self._optimizer = checked(optimizer)
             self._restart()
 
     def link(self, graphs: Sequence[TrainingGraph]) -> None:
@@ -232,7 +214,15 @@ class TrainingGraph(CompiledGraph):
         arrays = self._arrays() | self._fed(given, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
         learning = not evaluating and self._has_seed(batch)
-        executable = self._executable("inference" if evaluating else "step" if learning else "forward only", batch)
+        if learning and self._exchanges():
+            raise StateError(
+                "TrainingGraph.execute",
+                "a linked graph would miss the gradients of this one",
+                fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
+            )
+        executable = self._programs.executable(
+            "evaluation" if evaluating else "step" if learning else "forward only", batch
+        )
 
         self._check_destinations(outputs_data, executable.part)
 
@@ -262,7 +252,7 @@ class TrainingGraph(CompiledGraph):
         batch = self._batch_size(batch_size)
         feeds = self._fed({}, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        executable = self._executable("inference" if evaluating else "forward", batch)
+        executable = self._programs.executable("evaluation" if evaluating else "forward", batch)
         self._check_destinations(outputs_data, executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
@@ -290,7 +280,7 @@ class TrainingGraph(CompiledGraph):
         """
         self._ready("execute_gradient")
         batch = self._check_forward(batch_size)
-        executable = self._executable("gradient", batch)
+        executable = self._programs.executable("gradient", batch)
         self._check_destinations(outputs_data, executable.part)
         adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
         kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
@@ -325,8 +315,8 @@ class TrainingGraph(CompiledGraph):
             self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
             return None, None
 
-        arrays = self._arrays() | self._summed_gradients()
-        return self._launch(self._executable("update", self._feeds.batch), arrays, options, completion, keep)
+        arrays = self._arrays() | summed(self._gradients, self._others(), self._trainable())
+        return self._launch(self._programs.executable("update", self._feeds.batch), arrays, options, completion, keep)
 
     def synchronize_updates(self) -> None:
         """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
@@ -357,7 +347,7 @@ class TrainingGraph(CompiledGraph):
         """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
         if self.device is None or input not in {*self._feeds.tensors, *self._constants, *self._parameters}:
             return None
-        known = self._program(self._feeds.batch).outputs
+        known = self._programs.program(self._feeds.batch).outputs
         return self._gradients.handle(gradient(input), input) if gradient(input) in known else None
 
     def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
@@ -370,13 +360,13 @@ class TrainingGraph(CompiledGraph):
     def result_gradient_tensors(self, layer: Layer) -> list[Tensor]:
         """The gradients of the layer's results, summed over what reads them; empty where nothing does."""
         results = [t for node in self._compiled if node.layer is layer for t in node.results]
-        known = self._program(self._feeds.batch).outputs if results else {}
+        known = self._programs.program(self._feeds.batch).outputs if results else {}
         return [self._gradients.handle(gradient(t), t) for t in results if gradient(t) in known]
 
     def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
         """The gradient of a layer's parameter, before clipping, rescaling and regularization.
 
-        None where the layer is not trainable, or where the step was not run as separate forward and gradient passes.
+        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is not trainable, or where the step was not run as separate forward and gradient passes.
         """
         nodes = [node for node in self._compiled if node.layer is layer]
         if (
@@ -389,103 +379,10 @@ class TrainingGraph(CompiledGraph):
         found = self._gradients.found.get(gradient(parameter))
         return None if found is None else found.cpu().numpy()
 
-    # What is computed
+    # Compiling again, and between the calls
 
-    def _all_nodes(self) -> tuple[Node, ...]:
-        if self._loss_layer is None or not self.nodes:
-            return self.nodes
-        prediction = self.nodes[-1].results[0]
-        used = {t for node in self.nodes for t in node.labels}
-        labels = [t for t in (*self._feeds.labels.values(), *self._feeds.weights.values()) if t not in used]
-        current = self._loss_node
-        if current is None or current.sources != (prediction,) or current.labels[: len(labels)] != tuple(labels):
-            if self._loss_layer.is_loss and not any(t not in used for t in self._feeds.labels.values()):
-                raise StateError(
-                    self._loss_layer.where,
-                    "the loss has no labels to compare with",
-                    fix="add_inputs(..., loss_labels={...})",
-                )
-            node = make_node(self._loss_layer, [prediction], labels, False, self._loss_layer.line)
-            self._loss_node = Node(node.layer, node.sources, node.results, node.labels, False, node.line, is_loss=True)
-        assert self._loss_node is not None
-        return (*self.nodes, self._loss_node)
-
-    def _trainable(self) -> tuple[Tensor, ...]:
-        """Tensors this graph updates."""
-        candidates = [t for node in self._compiled if not node.disable_update for t in node.layer.parameters.values()]
-        elsewhere = self._owned_elsewhere()
-        updated = dict.fromkeys((*candidates, *self._parameters))
-        return tuple(t for t in updated if t.is_updatable and t.data_type.is_floating and t not in elsewhere)
-
-    def _owned_elsewhere(self) -> set[Tensor]:
-        """Parameters that an earlier graph of a linked group updates."""
-        earlier = self._linked[: self._linked.index(self)]
-        return {t for graph in earlier for node in graph._compiled for t in node.layer.parameters.values()}
-
-    def _seeded(self) -> tuple[Tensor, ...]:
-        """Results that take a gradient from outside: asked for, read by a linked graph, or last without a loss."""
-        results = [t for node in self._compiled for t in node.results if t.data_type.is_floating]
-        read = {t for graph in self._linked if graph is not self for t in graph._feeds.tensors}
-        has_loss = any(node.is_loss for node in self._compiled)
-        terminal = () if has_loss or not self._compiled else self._compiled[-1].results
-        return tuple(t for t in results if t in self._user_gradients or t in read or t in terminal)
-
-    def _wanted(self) -> frozenset[Tensor]:
-        """Inputs that are results of linked graphs, and parameters that those update."""
-        made = {t for graph in self._linked if graph is not self for node in graph._compiled for t in node.results}
-        return frozenset(t for t in self._feeds.tensors if t in made) | frozenset(self._owned_elsewhere())
-
-    def _step(self, batch: int, training: bool) -> Step:
-        names: dict[Any, str] = dict(draw.unique_names(node.layer for node in self._compiled))
-        for node in self._compiled:
-            names |= {t: f"{names[node.layer]}.{name}" for name, t in node.layer.parameters.items()}
-        common = (
-            self._compiled,
-            self._feeds.tensors,
-            self._require_compiled("compile").torch,
-            (self._feeds.batch, batch),
-        )
-        if not training:
-            return Step(*common, names=names, compute_type=self._compute_type)
-        return Step(
-            *common,
-            training=True,
-            trainable=self._trainable(),
-            wanted=self._wanted(),
-            optimizer=self._optimizer,
-            seeded=self._seeded(),
-            stopped=self._stop,
-            all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
-            compute_type=self._compute_type,
-            names=names,
-        )
-
-    def _program(self, batch: int) -> Program:
-        if batch not in self._programs:
-            self._programs[batch] = trace(self._step(batch, training=True))
-        return self._programs[batch]
-
-    def _executable(self, part: str, batch: int) -> Executable:
-        if (part, batch) not in self._executables:
-            if self._executables:
-                logger.info("compiling %s for batch size %d", part, batch)
-            self._executables |= {(name, batch): one for name, one in self._built(part, batch).items()}
-        return self._executables[part, batch]
-
-    def _built(self, part: str, batch: int) -> dict[str, Executable]:
-        if part == "inference":
-            step = self._step(batch, training=False)
-            results = [value(t) for node in self._compiled for t in node.results]
-            return {part: Executable(phases.whole(trace(step), results), step)}
-        program = self._program(batch)
-        kept = [value(t) for t in self._kept()]
-        if part == "step":
-            return {part: Executable(phases.whole(program, kept + self._watched_gradients()), program.step)}
-        if part == "forward only":
-            return {part: Executable(phases.extract(program, {FORWARD}, kept), program.step)}
-        three = phases.split(program)
-        parts = {"forward": three.forward, "gradient": three.gradient, "update": three.update}
-        return {name: Executable(one, program.step) for name, one in parts.items()}
+    def _kept_keys(self) -> list[Key]:
+        return super()._kept_keys() + self._watched_gradients()
 
     def _watched_gradients(self) -> list[Key]:
         """Gradients that stay readable after a whole step: declared as outputs, or of layers under debugging."""
@@ -496,12 +393,12 @@ class TrainingGraph(CompiledGraph):
 
     def _restart(self) -> None:
         """Traces anew with what is compiled, declared and linked now."""
-        self._programs, self._executables = {}, {}
+        self._programs = Programs(self._step, self._kept_keys)
         if self._optimizer is not None:
             self._training_state.attach(self._optimizer, self._trainable())
         self._training_state.scale_loss(self._compute_type is torch.float16)
         self._updatable = tuple(t.is_updatable for t in self._held)
-        executable = self._executable("step", self._feeds.batch)
+        executable = self._programs.executable("step", self._feeds.batch)
         self._plan = memory.plan(executable.step, executable.part)
         self._forget_passes()
 
@@ -509,8 +406,6 @@ class TrainingGraph(CompiledGraph):
         if self.device is not None:
             logger.info("compiling again: %s", reason)
             self._restart()
-
-    # Between the calls
 
     @property
     def _training_state(self) -> TrainingState:
@@ -536,40 +431,24 @@ class TrainingGraph(CompiledGraph):
     def _key(self, tensor: Tensor) -> Key:
         return next((key for key, handle in self._gradients.handles.items() if handle is tensor), value(tensor))
 
+    def _others(self) -> list[Gradients]:
+        return [graph._gradients for graph in self._linked if graph is not self]
+
+    def _seeds(self, batch: int) -> Found:
+        return seeds(self._programs.program(batch), self._user_gradients, self._others())
+
     def _has_seed(self, batch: int) -> bool:
         """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
         if any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values()):
             return True
-        program = self._program(batch)
-        return any(self._starts_at(tensor, program) for tensor in program.step.seeded)
-
-    def _starts_at(self, tensor: Tensor, program: Program) -> bool:
-        """Whether `tensor` is what a graph without a loss is differentiated by: one number that nobody else reads."""
-        read = any(tensor in graph._feeds.tensors for graph in self._linked if graph is not self)
-        alone = not program.step.losses and tensor in self._compiled[-1].results and tensor not in self._user_gradients
-        return alone and not read and program.outputs[value(tensor)].meta["val"].numel() == 1
-
-    def _seeds(self, batch: int) -> Found:
-        """Gradients from outside: written by the user or handed over by linked graphs, else zeros; one for a scalar."""
-        program, others = self._program(batch), [graph for graph in self._linked if graph is not self]
-        found = {}
-        for tensor in program.step.seeded:
-            handed = [g._gradients.found[gradient(tensor)] for g in others if gradient(tensor) in g._gradients.found]
-            like = program.outputs[value(tensor)].meta["val"]
-            written = self._user_gradients.get(tensor)
-            if written is not None and written.has_data:
-                handed.append(buffers.read(written.torch(), like.shape, tensor.data_type, written.where))
-            if not handed:
-                fill = float(self._starts_at(tensor, program))
-                handed = [torch.full(like.shape, fill, dtype=like.dtype, device=self._training_state.device.torch)]
-            found[user_gradient(tensor)] = handed[0] if len(handed) == 1 else torch.stack(handed).sum(0)
-        return found
+        program = self._programs.program(batch)
+        return any(starts_at(tensor, program) for tensor in program.step.seeded)
 
     def _repeat_forward(self, saved: Found, batch: int) -> None:
         """The last forward pass once more, for a new program: same data, same random numbers, statistics untouched."""
         feeds = {value(t): saved[value(t)] for t in self._feeds.tensors}
         arrays = self._arrays() | feeds
-        executable = self._executable("forward", batch)
+        executable = self._programs.executable("forward", batch)
         moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
         moving[STREAM][1] -= 1
         self._saved, self._forward_batch = feeds | executable(arrays | moving), batch
@@ -586,20 +465,3 @@ class TrainingGraph(CompiledGraph):
                 "execute_gradient", f"batch_size is {batch_size}, the forward pass ran with {self._forward_batch}"
             )
         return self._forward_batch
-
-    def _summed_gradients(self) -> Found:
-        """Gradients of this graph, with those that linked graphs computed for the same parameters."""
-        found = dict(self._gradients.found)
-        for key in (gradient(t) for t in self._trainable()):
-            shared = [g._gradients.found[key] for g in self._linked if g is not self and key in g._gradients.found]
-            if shared:
-                found[key] = torch.stack([*([found[key]] if key in found else []), *shared]).sum(0)
-        return found
-
-
-def _checked(optimizer: Optimizer) -> Optimizer:
-    if not isinstance(optimizer, Optimizer):
-        raise DataTypeError(
-            "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
-        )
-    return optimizer

@@ -66,6 +66,7 @@ class Step:
         wanted: further tensors to differentiate by.
         optimizer: how trainable tensors are updated; None leaves them alone.
         seeded: results that receive a gradient from outside the graph.
+        starts: those of them that stand for the loss where they are one number and nothing was written.
         stopped: tensors that pass no gradient back.
         all_gradients: differentiate by everything, inputs and frozen parameters included.
         compute_type: what layers compute in, where it is not what tensors declare.
@@ -81,6 +82,7 @@ class Step:
     wanted: frozenset[Tensor] = frozenset()
     optimizer: Optimizer | None = None
     seeded: tuple[Tensor, ...] = ()
+    starts: frozenset[Tensor] = frozenset()
     stopped: frozenset[Tensor] = frozenset()
     all_gradients: bool = False
     compute_type: torch.dtype | None = None

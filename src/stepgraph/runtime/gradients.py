@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stepgraph.compiler.step import Key
+from stepgraph import buffers
+from stepgraph.compiler.step import Key, gradient, user_gradient, value
+from stepgraph.compiler.trace import Program
 from stepgraph.tensor import Tensor
 
 
@@ -52,9 +54,44 @@ class Gradients:
         return {key: array if array.is_cpu else array.clone() for key, array in found.items()}
 
 
+def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[Gradients]) -> dict[Key, torch.Tensor]:
+    """Gradients from outside: written by the user or handed over by linked graphs, else zero, or one to start from."""
+    found = {}
+    for tensor in program.step.seeded:
+        like = program.outputs[value(tensor)].meta["val"]
+        handed = [other.found[gradient(tensor)] for other in others if gradient(tensor) in other.found]
+        if tensor in written and written[tensor].has_data:
+            mine = written[tensor]
+            handed.append(buffers.read(mine.torch(), like.shape, mine.data_type, mine.where))
+        if not handed:
+            fill = float(starts_at(tensor, program))
+            handed = [torch.full(like.shape, fill, dtype=tensor.data_type.torch, device=program.step.device)]
+        found[user_gradient(tensor)] = _sum(handed)
+    return found
+
+
+def starts_at(tensor: Tensor, program: Program) -> bool:
+    """Whether the walk back starts at `tensor` by itself: one number that stands for the loss."""
+    return tensor in program.step.starts and program.outputs[value(tensor)].meta["val"].numel() == 1
+
+
+def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tensor]) -> dict[Key, torch.Tensor]:
+    """Gradients of one graph, with those that linked graphs computed for the same parameters."""
+    found = dict(mine.found)
+    for key in map(gradient, trained):
+        shared = [other.found[key] for other in others if key in other.found]
+        if shared:
+            found[key] = _sum([*([found[key]] if key in found else []), *shared])
+    return found
+
+
 @torch.inference_mode()
 def added(kept: dict[Key, torch.Tensor], new: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """`new`, with its gradients added in place to the kept ones."""
     if kept:
         torch._foreach_add_(list(kept.values()), [new[key] for key in kept])
     return {**new, **kept}
+
+
+def _sum(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    return arrays[0] if len(arrays) == 1 else torch.stack(list(arrays)).sum(0)

@@ -1,0 +1,63 @@
+"""The traced programs and executables of one compilation, by batch size; each is made when it is first asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from stepgraph.compiler import phases
+from stepgraph.compiler.phases import Part
+from stepgraph.compiler.step import Key, Step, value
+from stepgraph.compiler.trace import Program, trace
+from stepgraph.compiler.walk import FORWARD
+from stepgraph.runtime.executable import Executable
+
+logger = logging.getLogger("stepgraph")
+
+
+class Programs:
+    """What a compiled graph can run.
+
+    Args:
+        step: what to compute for a batch size, in training or inference mode.
+        kept: what stays readable after one whole call.
+    """
+
+    def __init__(self, step: Callable[[int, bool], Step], kept: Callable[[], Sequence[Key]]) -> None:
+        self._step, self._kept = step, kept
+        self._traced: dict[tuple[int, bool], Program] = {}
+        self.executables: dict[tuple[str, int], Executable] = {}
+
+    def program(self, batch: int, training: bool = True) -> Program:
+        """The traced step for a batch size."""
+        if (batch, training) not in self._traced:
+            self._traced[batch, training] = trace(self._step(batch, training))
+        return self._traced[batch, training]
+
+    def executable(self, part: str, batch: int) -> Executable:
+        """A part of the step: `step`, `forward`, `gradient`, `update`, `forward only`, `inference` or `evaluation`."""
+        if (part, batch) not in self.executables:
+            if self.executables:
+                logger.info("compiling %s for batch size %d", part, batch)
+            program = self.program(batch, training=part not in ("inference", "evaluation"))
+            for name, one in self._parts(part, program).items():
+                self.executables[name, batch] = Executable(one, program.step)
+        return self.executables[part, batch]
+
+    def keeping_anew(self) -> Programs:
+        """The same programs, with executables that keep what is to be kept now."""
+        other = Programs(self._step, self._kept)
+        other._traced = self._traced
+        return other
+
+    def _parts(self, part: str, program: Program) -> dict[str, Part]:
+        match part:
+            case "step" | "inference":
+                return {part: phases.whole(program, self._kept())}
+            case "evaluation":
+                return {part: phases.whole(program, [value(t) for node in program.step.nodes for t in node.results])}
+            case "forward only":
+                return {part: phases.extract(program, {FORWARD}, [k for k in self._kept() if k.kind == "value"])}
+            case _:
+                three = phases.split(program)
+                return {"forward": three.forward, "gradient": three.gradient, "update": three.update}
