@@ -11,7 +11,25 @@ import pytest
 import torch
 
 import stepgraph as sg
-from tests.misuses import CPU, EITHER, HERE, LAYERS, OPTIMIZERS, STEP, TENSORS, Kit, R, Row, T, X, Y, read_only
+from tests.misuses import (
+    CPU,
+    EITHER,
+    HERE,
+    LAYERS,
+    MAKING,
+    MSE,
+    NODES,
+    OPTIMIZERS,
+    STEP,
+    TENSORS,
+    Kit,
+    R,
+    Row,
+    T,
+    X,
+    Y,
+    read_only,
+)
 
 CLASSES = {
     sg.ArgumentError: ValueError,
@@ -23,7 +41,6 @@ CLASSES = {
     sg.DeviceError: RuntimeError,
     sg.ExecutionError: RuntimeError,
 }
-RELU, MSE = sg.ActivationLayer.relu, sg.LossLayer.mean_squared_error
 INFERENCE = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
 LINK = sg.GraphCompilationOptions.LINK_GRAPHS
 
@@ -48,46 +65,6 @@ def compiling(labels: Any = None, inputs: Any = None) -> Callable[[Kit], object]
 
     return misuse
 
-
-NODES = [
-    R("node: torch module", lambda k: k.graph.node(torch.nn.Linear(3, 2), k.x), sg.DataTypeError, "node.*Linear"),
-    R("node: class", lambda k: k.graph.node(sg.DropoutLayer, k.x), sg.DataTypeError, "node.*not a layer"),
-    R("node: array", lambda k: k.graph.node(RELU(), X), sg.DataTypeError, f"Activation.*{HERE}.*ndarray"),
-    R("node: no source", lambda k: k.graph.node(RELU()), sg.ShapeError, f"Activation.*{HERE}.*0.*1"),
-    R("node: two sources", lambda k: k.graph.node(RELU(), k.x, k.x), sg.ShapeError, f"Activation.*{HERE}.*2.*1"),
-    R("node: label array", lambda k: k.graph.node(MSE(), k.out, loss_labels=Y), sg.DataTypeError, "LossLayer.*ndarray"),
-    R("node: label number", lambda k: k.graph.node(MSE(), k.out, loss_labels=3), sg.DataTypeError, "LossLayer.*int"),
-    R(
-        "node: other graph",
-        lambda k: sg.Graph().node(k.dense, T(4, 3)),
-        sg.StateError,
-        f"'dense' {HERE}.*another graph",
-    ),
-    R(
-        "node: half frozen",
-        lambda k: k.graph.node(k.dense, k.x, disable_update=True),
-        sg.StateError,
-        "'dense'.*True.*False",
-    ),
-]
-
-MAKING = [
-    R("graphs: a graph", lambda k: sg.TrainingGraph(k.graph), sg.DataTypeError, "TrainingGraph.*Graph"),
-    R(
-        "graphs: layers",
-        lambda k: sg.InferenceGraph([k.dense]),
-        sg.DataTypeError,
-        "InferenceGraph.*FullyConnectedLayer",
-    ),
-    R(
-        "loss: function",
-        lambda k: sg.TrainingGraph([k.graph], torch.nn.functional.mse_loss),
-        sg.DataTypeError,
-        "function",
-    ),
-    R("optimizer: class", lambda k: sg.TrainingGraph([], None, sg.SGDOptimizer), sg.DataTypeError, "optimizer.*type"),
-    R("optimizer: base", lambda k: sg.TrainingGraph([], None, sg.Optimizer(0.1)), sg.DataTypeError, "Optimizer"),
-]
 
 DECLARING = [
     R("inputs: list", lambda k: k.t.add_inputs([k.x]), sg.DataTypeError, "input.*list.*dict"),
@@ -274,12 +251,12 @@ def outcome(row: Row) -> tuple[Exception | None, Kit]:
 
 
 @cache
-def twin(before: Callable[[Kit], object] | None, phases: bool) -> list[Any]:
+def twin(before: Callable[[Kit], object] | None, **how: bool) -> list[Any]:
     """The numbers of a kit that nobody misused."""
     kit = Kit()
     if before is not None:
         before(kit)
-    return kit.numbers(phases=phases)
+    return kit.numbers(**how)
 
 
 def test_the_table_is_long_and_its_names_are_unique() -> None:
@@ -313,8 +290,22 @@ def test_a_misused_graph_trains_as_if_nothing_had_happened(row: Row) -> None:
     error, kit = outcome(row)
     if error is None:
         pytest.skip("it was accepted, which another test tells")
-    phases = row in PHASES or row.name.startswith("bind")
-    assert kit.numbers(phases=phases) == twin(row.before, phases)
+    how = {"again": row in (*DECLARING, *COMPILING), "phases": row in PHASES or row.name.startswith("bind")}
+    assert kit.numbers(**how) == twin(row.before, **how)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["first", "again"])
+def test_a_compilation_that_fails_late_leaves_the_graph_as_it_was(compiled: bool) -> None:
+    kit = Kit()
+    graph = kit.t if compiled else kit.training
+    kit.dense.weights.bind_optimizer_data([bytearray(24)])  # Adam needs two
+    before = [graph.device, graph.executables, graph.memory_plan]
+    with pytest.raises(sg.DataError, match=r"1 optimizer buffers were bound.*2 \(momentum, velocity\)"):
+        graph.compile(CPU, sg.GraphCompilationOptions.COMPUTE_ALL_GRADIENTS)
+    assert [graph.device, graph.executables, graph.memory_plan] == before
+    assert ("not compiled" in str(graph)) != compiled
+    kit.dense.weights.bind_optimizer_data([bytearray(24), bytearray(24)])
+    assert kit.numbers() == twin(None)
 
 
 @pytest.mark.parametrize("error", CLASSES)
@@ -390,7 +381,7 @@ def test_outputs_arrive_or_are_refused_but_never_get_lost(memory: Any) -> None:
     try:
         kit.t.execute(*STEP, outputs_data={"out": memory})
     except sg.DataError:
-        assert kit.numbers() == twin(None, False)
+        assert kit.numbers() == twin(None)
         return
     found = np.frombuffer(memory, np.float32).reshape(4, 2) if isinstance(memory, memoryview) else np.asarray(memory)
     assert found[:4].tolist() == kit.out.numpy().tolist()

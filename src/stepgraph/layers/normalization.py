@@ -86,6 +86,7 @@ def batch_normalize(
 
     The operator gives `1 / sqrt(variance + ε)`, from which the variance is taken back instead of being computed again.
     """
+    gamma = gamma_beside(beta, gamma)
     y, mean, inverse_deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, epsilon)
     return y, mean.detach(), _variance(inverse_deviation, epsilon)
 
@@ -183,7 +184,7 @@ def instance_normalize(
 
 
 def gamma_beside(beta: torch.Tensor | None, gamma: torch.Tensor | None) -> torch.Tensor | None:
-    """γ, or ones where there is only β: PyTorch's gradient of group normalization fails on β alone."""
+    """γ, or ones where there is only β: PyTorch's gradients (groups; on CUDA the batch, too) fail on β alone."""
     return torch.ones_like(beta) if gamma is None and beta is not None else gamma
 
 
