@@ -30,6 +30,10 @@ from stepgraph.layers.activation import (
     ActivationType as ActivationType,
 )
 from stepgraph.layers.arithmetic import ArithmeticLayer as ArithmeticLayer, ArithmeticOperation as ArithmeticOperation
+from stepgraph.layers.attention import (
+    MultiheadAttentionDescriptor as MultiheadAttentionDescriptor,
+    MultiheadAttentionLayer as MultiheadAttentionLayer,
+)
 from stepgraph.layers.comparison import ComparisonLayer as ComparisonLayer, ComparisonOperation as ComparisonOperation
 from stepgraph.layers.convolution import (
     ConvolutionDescriptor as ConvolutionDescriptor,
@@ -37,14 +41,22 @@ from stepgraph.layers.convolution import (
     ConvolutionType as ConvolutionType,
 )
 from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
+from stepgraph.layers.embedding import EmbeddingDescriptor as EmbeddingDescriptor, EmbeddingLayer as EmbeddingLayer
 from stepgraph.layers.indexing import (
     GatherLayer as GatherLayer,
     ScatterLayer as ScatterLayer,
     SelectionLayer as SelectionLayer,
 )
+from stepgraph.layers.layer_normalization import (
+    GroupNormalizationLayer as GroupNormalizationLayer,
+    LayerNormalizationLayer as LayerNormalizationLayer,
+)
 from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
 from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType
-from stepgraph.layers.normalization import BatchNormalizationLayer as BatchNormalizationLayer
+from stepgraph.layers.normalization import (
+    BatchNormalizationLayer as BatchNormalizationLayer,
+    InstanceNormalizationLayer as InstanceNormalizationLayer,
+)
 from stepgraph.layers.padding import PaddingLayer as PaddingLayer, PaddingType as PaddingType
 from stepgraph.layers.pooling import (
     PoolingDescriptor as PoolingDescriptor,

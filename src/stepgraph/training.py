@@ -366,8 +366,8 @@ class TrainingGraph(TrainingRecipe):
     def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
         """The gradient of a layer's parameter, before clipping, rescaling and regularization.
 
-        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is not
-        trainable, or where the step was not run as separate forward and gradient passes.
+        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is
+        not trainable, or where the step was not run as separate forward and gradient passes.
         """
         nodes = [node for node in self._compiled if node.layer is layer]
         if (

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Applies `PASSES` to every operator, in order, and drops what nobody reads any more."""
+    """Applies `PASSES` to every operator, in order."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -26,6 +26,16 @@ def simplify(module: fx.GraphModule) -> None:
                 node.replace_all_uses_with(other)
                 graph.erase_node(node)
                 break
+    for node in graph.nodes:
+        # Who reads an array after it was changed in place reads the array, in whichever phase that happens.
+        if node.users and mutates(node):
+            node.replace_all_uses_with(node.args[0])
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an operator changes one of its arguments in place."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _alias(node: fx.Node) -> fx.Node | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.compiler.passes import mutates
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
@@ -79,12 +80,6 @@ def extract(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([_owned(graph, copies[end]) for end in ends])
     return Part(fx.GraphModule(program.module, graph), tuple(inputs), tuple(wanted))
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether an operator changes one of its arguments in place."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def storage(node: fx.Node) -> int | None:

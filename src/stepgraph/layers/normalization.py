@@ -39,6 +39,7 @@ class BatchNormalizationLayer(Layer):
     momentum: float = 0.99
 
     default_label = "BatchNorm"
+    full_precision = True
     beta_parameter = ParameterOf("beta")
     gamma_parameter = ParameterOf("gamma")
 
@@ -121,6 +122,7 @@ class InstanceNormalizationLayer(Layer):
     momentum: float = 0.99
 
     default_label = "InstanceNorm"
+    full_precision = True
     beta_parameter = ParameterOf("beta")
     gamma_parameter = ParameterOf("gamma")
 

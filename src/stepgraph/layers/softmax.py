@@ -34,6 +34,7 @@ class SoftmaxLayer(Layer):
     dimension: int = 1
 
     default_label = "Softmax"
+    full_precision = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.operation, SoftmaxOperation):

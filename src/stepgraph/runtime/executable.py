@@ -13,6 +13,7 @@ import torch
 
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step
+from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError
 
 logger = logging.getLogger("stepgraph")
@@ -37,9 +38,19 @@ class Executable:
         given = [arrays[key] for key in self._inputs]
         try:
             found = self.run(given) if self._capture is None else self._capture.run(given)
-        except Exception as error:  # IndexError too: an index or a class number that is out of range
-            raise ExecutionError("execute", f"the device failed: {error}") from error
+        except Exception as error:  # whatever a kernel raises, the user must see which layer it was
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ExecutionError(self._failed(error), f"the device could not go on: {reason}") from error
         return dict(zip(self.part.outputs, found, strict=True))
+
+    def _failed(self, error: Exception) -> str:
+        """The layer and phase of the operator that raised, found by its line in the generated function."""
+        lines, trace = self.part.module.code.splitlines(), error.__traceback__
+        while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<eval_with_key>"):
+            trace = trace.tb_next
+        name = lines[trace.tb_lineno - 1].split("=")[0].strip() if trace and trace.tb_lineno <= len(lines) else ""
+        node = next((node for node in self.part.nodes if node.name == name), None)
+        return "execute" if node is None else f"{layer_of(node)} ({phase_of(node)} pass)"
 
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
