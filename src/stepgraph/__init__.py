@@ -68,6 +68,11 @@ from stepgraph.layers.products import (
     MatMulDescriptor as MatMulDescriptor,
     MatMulLayer as MatMulLayer,
 )
+from stepgraph.layers.recurrent import (
+    LSTMDescriptor as LSTMDescriptor,
+    LSTMLayer as LSTMLayer,
+    LSTMResultMode as LSTMResultMode,
+)
 from stepgraph.layers.reduction import ReductionLayer as ReductionLayer
 from stepgraph.layers.shape import (
     ConcatenationLayer as ConcatenationLayer,

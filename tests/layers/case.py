@@ -36,7 +36,7 @@ class Case:
 
     `make` builds a fresh layer; `sources` draw its sources (floating ones as float64, index and mask sources with their
     own type); `reference(*sources, **tensors)` is NumPy float64 written from the specification, not from our code, and
-    gets the layer's tensors by field name; `twin` is the same with torch arrays through PyTorch's own function or module.
+    gets the layer's tensors by field name; `twin` is the same with torch arrays through PyTorch's own function.
     """
 
     name: str

@@ -1,0 +1,347 @@
+"""Recurrent layers: the LSTM, stacked and in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
+from stepgraph.layer import Layer, Scope
+from stepgraph.layers.activation import ActivationDescriptor, ActivationType
+from stepgraph.layers.dropout import drop
+from stepgraph.layers.lstm_kernel import lstm, sequence_lengths
+from stepgraph.layers.lstm_steps import lstm_steps, running
+from stepgraph.random import initialize
+from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
+from stepgraph.types import DataType, RandomInitializerType, RawEnum
+
+Array = torch.Tensor
+SIGMOID, TANH = ActivationDescriptor(ActivationType.SIGMOID), ActivationDescriptor(ActivationType.TANH)
+GATE_ACTIVATIONS = (SIGMOID, SIGMOID, TANH, SIGMOID)
+
+
+class LSTMResultMode(RawEnum):
+    """What an LSTM gives back."""
+
+    OUTPUT = 0, "Output"
+    OUTPUT_AND_STATES = 1, "Output and States"  # output, final h, final c
+
+
+@dataclass(frozen=True)
+class LSTMDescriptor:
+    """Sizes and modes of an LSTM.
+
+    Args:
+        input_size: features of the source.
+        hidden_size: features of one direction's output.
+        layer_count: stacked layers; each takes the outputs of the one below.
+        uses_biases: whether gates have biases.
+        batch_first: sources and outputs are `[batch, steps, features]`, else (ours) `[steps, batch, features]`.
+        is_bidirectional: a second direction goes from the last step to the first; its features follow the forward
+            ones.
+        returns_sequences: the outputs of all steps, else of each direction's last one, with one step.
+        dropout: share of a layer's outputs that is dropped in training before the next layer.
+        result_mode: whether the final states are results as well.
+
+    Example:
+        >>> LSTMDescriptor(64, 256, is_bidirectional=True).direction_count
+        2
+    """
+
+    input_size: int
+    hidden_size: int
+    layer_count: int = 1
+    uses_biases: bool = field(default=True, kw_only=True)
+    batch_first: bool = field(default=True, kw_only=True)
+    is_bidirectional: bool = field(default=False, kw_only=True)
+    returns_sequences: bool = field(default=True, kw_only=True)
+    dropout: float = field(default=0.0, kw_only=True)
+    result_mode: LSTMResultMode = field(default=LSTMResultMode.OUTPUT, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("input_size", "hidden_size", "layer_count"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError("LSTMDescriptor", f"{name} is {value!r}", fix="give a whole number ≥ 1")
+        if not 0 <= self.dropout < 1:
+            raise ArgumentError(
+                "LSTMDescriptor", f"dropout is {self.dropout}, not in [0, 1)", fix="give the share to drop, e.g. 0.5"
+            )
+        if not isinstance(self.result_mode, LSTMResultMode):
+            raise ArgumentError(
+                "LSTMDescriptor", f"the result_mode is {self.result_mode!r}", fix="use a member of LSTMResultMode"
+            )
+
+    @property
+    def direction_count(self) -> int:
+        """1, or 2 if bidirectional."""
+        return 2 if self.is_bidirectional else 1
+
+    def input_sizes(self) -> list[int]:
+        """Features that each layer takes, first to last and direction by direction: the order of the tensors."""
+        return [
+            self.hidden_size * self.direction_count if layer else self.input_size
+            for _ in range(self.direction_count)
+            for layer in range(self.layer_count)
+        ]
+
+
+class ParametersOf:
+    """A read-only attribute that gives the `TensorParameter`s of the tensors in another field, or None without any."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Layer | None, owner: type | None = None) -> Any:
+        tensors = None if layer is None else getattr(layer, self.name)
+        return self if layer is None else None if tensors is None else tuple(TensorParameter(one) for one in tensors)
+
+
+class LSTMLayer(Layer):
+    """Long short-term memory. For each step, in each layer and direction:
+
+        i = σ(Wᵢ x + Uᵢ h + Pᵢ c + bᵢ)
+        f = σ(W_f x + U_f h + P_f c + b_f)
+        g = tanh(W_g x + U_g h + P_g c + b_g)
+        c ← f c + i g
+        o = σ(Wₒ x + Uₒ h + Pₒ c + bₒ)          (with the new c)
+        h ← o tanh(c)
+
+    Shapes: `x` `[batch, steps, inputs]` → `[batch, steps, directions * hidden]`, or `[batch, 1, …]` without
+    `returns_sequences`. Sources are `x`; `x, h0, c0` with first states `[layers, directions, batch, hidden]`, else 0;
+    and either of them followed by `lengths`, int32 or int64 `[batch]`, in any order of lengths. After its end a
+    sequence has output 0 and keeps its states; the backward direction starts at each sequence's own end. Results are
+    the output, and with `OUTPUT_AND_STATES` the final `h` and `c`, shaped like `h0`.
+
+    Tensors come gate by gate (input, forget, candidate, output), layer by layer, all forward layers before all
+    backward ones, in any shape of the right size: `input_weights` `[hidden, inputs]`, `hidden_weights`
+    `[hidden, hidden]`, `biases` `[hidden]`, `peephole_weights` `[hidden, hidden]`, or `[hidden]` for a diagonal (ours).
+
+    Same as `torch.nn.LSTM`, which has two biases per gate and no peepholes, orders layer before direction and takes
+    sequences of several lengths packed.
+
+    Example:
+        >>> layer = LSTMLayer.create(8, 16, returns_sequences=False)
+        >>> layer.infer(TensorDescriptor((32, 100, 8)))[0].shape
+        (32, 1, 16)
+    """
+
+    descriptor: LSTMDescriptor
+    input_weights: Sequence[Tensor]
+    hidden_weights: Sequence[Tensor]
+    peephole_weights: Sequence[Tensor] | None = None
+    biases: Sequence[Tensor] | None = None
+    gate_activations: Sequence[ActivationDescriptor] = GATE_ACTIVATIONS
+    output_result_activation: ActivationDescriptor = TANH
+
+    default_label = "LSTM"
+    source_counts = (1, 4)
+    input_weights_parameters = ParametersOf("input_weights")
+    hidden_weights_parameters = ParametersOf("hidden_weights")
+    peephole_weights_parameters = ParametersOf("peephole_weights")
+    biases_parameters = ParametersOf("biases")
+
+    def __post_init__(self) -> None:
+        hidden, sizes = self.descriptor.hidden_size, self.descriptor.input_sizes()
+        square = hidden * hidden
+        self._normalize("input_weights", [{hidden * inputs} for inputs in sizes])
+        self._normalize("hidden_weights", [{square} for _ in sizes])
+        self._normalize("peephole_weights", [{square, hidden} for _ in sizes])
+        self._normalize("biases", [{hidden} for _ in sizes])
+        if self.biases is not None and not self.descriptor.uses_biases:
+            raise ArgumentError(
+                self.where, f"{len(self.biases)} biases were given, uses_biases is False", fix="leave one of them out"
+            )
+        activations = tuple(self.gate_activations)
+        if len(activations) != 4 or not all(isinstance(one, ActivationDescriptor) for one in activations):
+            raise ArgumentError(
+                self.where,
+                f"gate_activations are {self.gate_activations!r}",
+                fix="give four ActivationDescriptors: input, forget, candidate, output",
+            )
+        object.__setattr__(self, "gate_activations", activations)
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether there are no peepholes and no other activations than the usual ones: the fast case."""
+        usual = (GATE_ACTIVATIONS, TANH)
+        return self.peephole_weights is None and (self.gate_activations, self.output_result_activation) == usual
+
+    def _normalize(self, name: str, counts: list[set[int]]) -> None:
+        """Makes a tuple of the tensors in a field, after checking how many there are and what they hold."""
+        if getattr(self, name) is None:
+            return
+        tensors, needed = tuple(getattr(self, name)), [count for count in counts for _ in range(4)]
+        if len(tensors) != len(needed):
+            raise ShapeError(
+                self.where,
+                f"there are {len(tensors)} {name}, {self.descriptor.layer_count} layers in"
+                f" {self.descriptor.direction_count} directions need {len(needed)}",
+                fix="give four for each layer (input, forget, candidate, output), all forward layers first",
+            )
+        for index, (tensor, allowed) in enumerate(zip(tensors, needed, strict=True)):
+            if tensor.descriptor.element_count not in allowed:
+                wanted = " or ".join(str(count) for count in sorted(allowed))
+                raise ShapeError(
+                    self.where,
+                    f"{name}[{index}] holds {tensor.descriptor.element_count} numbers, {wanted} are needed",
+                    tensor=tensor.descriptor,
+                    fix="make it fit the descriptor, or use LSTMLayer.create",
+                )
+        object.__setattr__(self, name, tensors)
+
+    @classmethod
+    def create(
+        cls,
+        input_size: int,
+        hidden_size: int,
+        layer_count: int = 1,
+        *,
+        peepholes: bool = False,
+        gate_activations: Sequence[ActivationDescriptor] = GATE_ACTIVATIONS,
+        output_result_activation: ActivationDescriptor = TANH,
+        initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
+        label: str = "",
+        **settings: Any,
+    ) -> LSTMLayer:
+        """A layer with new weights in their natural shapes and, unless `uses_biases=False`, zero biases.
+
+        Further settings are those of `LSTMDescriptor`.
+        """
+        descriptor = LSTMDescriptor(input_size, hidden_size, layer_count, **settings)
+        sizes = [size for size in descriptor.input_sizes() for _ in range(4)]
+
+        def weights(inputs: int) -> Tensor:
+            shape = hidden_size, inputs
+            return Tensor(shape, data=initialize(initializer, shape, inputs, hidden_size))
+
+        return cls(
+            descriptor,
+            [weights(size) for size in sizes],
+            [weights(hidden_size) for _ in sizes],
+            [weights(hidden_size) for _ in sizes] if peepholes else None,
+            [Tensor((hidden_size,), fill=0.0) for _ in sizes] if descriptor.uses_biases else None,
+            gate_activations,
+            output_result_activation,
+            label=label,
+        )
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """`x`, or `x, h0, c0`, and at the end perhaps `lengths`."""
+        x, (states, lengths) = sources[0], _separate(sources[1:])
+        batch = self._check_sequences(x)
+        if lengths is not None:
+            self._check_lengths(lengths, batch)
+        wanted = (self.descriptor.layer_count, self.descriptor.direction_count, batch, self.descriptor.hidden_size)
+        for name, state in zip(("h0", "c0"), states, strict=False):
+            if state.shape != wanted or state.data_type is not x.data_type:
+                needed = TensorDescriptor(wanted, x.data_type)
+                raise ShapeError(
+                    self.where,
+                    f"{name} is {state}, {needed} is needed",
+                    fix="give states [layers, directions, batch, hidden]",
+                )
+
+    def _check_sequences(self, x: TensorDescriptor) -> int:
+        self.require_floating(x)
+        weights = self.input_weights[0].data_type
+        if x.data_type is not weights:
+            raise DataTypeError(
+                self.where,
+                f"the source is {x.data_type.debug_description}, the weights are {weights.debug_description}",
+                fix="give both the same data type",
+            )
+        features, order = self.descriptor.input_size, "batch, steps" if self.descriptor.batch_first else "steps, batch"
+        if x.dimension_count != 3 or x.shape[2] != features:
+            raise ShapeError(
+                self.where,
+                f"the source is {list(x.shape)}, [{order}, {features}] is needed",
+                source=x,
+                fix=f"give {features} features on the last of three axes, or another input_size",
+            )
+        return x.shape[0 if self.descriptor.batch_first else 1]
+
+    def _check_lengths(self, lengths: TensorDescriptor, batch: int) -> None:
+        if lengths.data_type not in (DataType.INT32, DataType.INT64):
+            raise DataTypeError(
+                self.where,
+                f"the last of two or four sources is {lengths}, not the sequence lengths",
+                fix="give int32 or int64 lengths, or both h0 and c0",
+            )
+        if lengths.shape != (batch,):
+            raise ShapeError(
+                self.where,
+                f"the sequence lengths are {list(lengths.shape)}, the batch has {batch} sequences",
+                fix=f"give lengths of shape [{batch}]",
+            )
+
+    def forward(self, x: Array, *others: Array, scope: Scope) -> Array | tuple[Array, ...]:
+        """The output, and the final states if they are wanted."""
+        settings, (states, lengths) = self.descriptor, _separate(others)
+        x = x.transpose(0, 1) if settings.batch_first else x
+        if lengths is not None:
+            lengths = sequence_lengths(lengths, len(x))
+            x = torch.where(running(len(x), lengths)[..., None], x, 0)  # nothing that stands after an end matters
+        firsts = list(zip(*(state.flatten(0, 1).unbind() for state in states), strict=True))
+        finals: list[tuple[Array, Array]] = []
+        for layer in range(settings.layer_count):
+            if layer and settings.dropout and scope.training:
+                x = drop(x, scope.keep_mask(x, settings.dropout, seed=layer), rate=settings.dropout)
+            outputs = []
+            for direction in range(settings.direction_count):
+                h0, c0 = firsts[len(finals)] if firsts else (None, None)
+                output, h, c = self._run(x, h0, c0, lengths, layer, direction, scope)
+                outputs.append(output)
+                finals.append((h, c))
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        if not settings.returns_sequences:
+            x = torch.cat([h for h, _ in finals[-settings.direction_count :]], 1)[None]
+        x = x.transpose(0, 1) if settings.batch_first else x
+        if settings.result_mode is LSTMResultMode.OUTPUT:
+            return x
+        shape = settings.layer_count, settings.direction_count, -1, settings.hidden_size
+        return x, *(torch.stack(state).view(shape) for state in zip(*finals, strict=True))
+
+    def _run(
+        self,
+        x: Array,
+        h0: Array | None,
+        c0: Array | None,
+        lengths: Array | None,
+        layer: int,
+        direction: int,
+        scope: Scope,
+    ) -> tuple[Array, Array, Array]:
+        """One direction of one layer: by the operator, or step by step where the equation is not the usual one."""
+        hidden = self.descriptor.hidden_size
+        start = 4 * (direction * self.descriptor.layer_count + layer)
+        order = (3, 0, 1, 2) if self.is_standard else (0, 1, 2, 3)
+
+        def joined(tensors: Sequence[Tensor], *shape: int) -> Array:
+            return torch.cat([scope.array(tensors[start + gate], *shape) for gate in order])
+
+        input_weights, hidden_weights = joined(self.input_weights, hidden, -1), joined(self.hidden_weights, hidden, -1)
+        biases = None if self.biases is None else joined(self.biases, hidden)
+        arrays = x, input_weights, hidden_weights, biases, h0, c0, lengths
+        if self.is_standard:
+            return lstm(*arrays, direction == 1)[:3]
+        peepholes = None if self.peephole_weights is None else self.peephole_weights[start : start + 4]
+        return lstm_steps(
+            *arrays,
+            None if peepholes is None else [_matrix_or_diagonal(scope.array(one), hidden) for one in peepholes],
+            gate_activations=self.gate_activations,
+            output_activation=self.output_result_activation,
+            reverse=direction == 1,
+        )
+
+
+def _separate(others: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """The states `h0, c0`, if there are any, and the lengths, if there are any: they are last of one or three."""
+    return (others[:-1], others[-1]) if len(others) in (1, 3) else (others, None)
+
+
+def _matrix_or_diagonal(weights: Array, hidden: int) -> Array:
+    return weights.reshape(hidden, hidden) if weights.numel() == hidden * hidden else weights.reshape(hidden)
