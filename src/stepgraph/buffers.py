@@ -33,7 +33,8 @@ class TensorData:
     """
 
     def __init__(self, buffer: Any, *, deallocator: Callable[[], object] | None = None) -> None:
-        self._bytes = _flat_bytes(as_array(buffer, "TensorData"))
+        raw = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else buffer
+        self._bytes = _flat_bytes(as_array(raw, "TensorData"))
         if deallocator is not None:
             weakref.finalize(self, deallocator)
 
@@ -69,18 +70,17 @@ def as_array(data: Any, where: str) -> torch.Tensor:
         writable = values.flags.writeable and values.dtype.isnative and all(step >= 0 for step in values.strides)
         return torch.from_numpy(values if writable else np.array(values, values.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        message = f"{type(data).__name__} cannot be seen as an array ({error})"
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        message = f"{type(data).__name__} cannot be seen as an array ({reason})"
         raise DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes") from None
 
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
-    if isinstance(data, TensorData | bytes | bytearray):
+    if isinstance(data, TensorData | bytes | bytearray) or (isinstance(data, memoryview) and data.format == "B"):
         raw = data if isinstance(data, TensorData) else TensorData(np.frombuffer(data, np.uint8))
         return _take(raw.array(data_type.torch), shape, data_type, where, given=f"{raw.length} bytes")
-    if isinstance(data, list | tuple | int | float):
-        data = np.asarray(data, _numpy_type(data_type))
-    array = as_array(data, where)
+    array = _numbers(data, data_type, where) if isinstance(data, list | tuple | int | float) else as_array(data, where)
     if array.dtype != data_type.torch:
         raise DataTypeError(
             where,
@@ -95,15 +95,35 @@ def write(array: torch.Tensor, target: Any, where: str) -> None:
     destination(target, array.shape, DataType.of(array.dtype), where).copy_(array)
 
 
-def destination(destination: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
-    """The caller's memory as an array to write to."""
-    if isinstance(destination, bytes | str | list | tuple | int | float):
-        raise DataError(where, f"{type(destination).__name__} cannot be written to", fix="give an ndarray or bytearray")
-    if isinstance(destination, np.ndarray) and not destination.flags.writeable:
-        raise DataError(where, "the array given for the output is read-only", fix="give a writable array")
-    if isinstance(destination, bytearray | memoryview):
-        destination = TensorData(np.frombuffer(destination, np.uint8))
-    return read(destination, shape, data_type, where)
+def destination(target: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
+    """The caller's memory as an array to write to; refused where what is written would not arrive."""
+    require_writable(target, where)
+    memory = TensorData(np.frombuffer(target, np.uint8)) if isinstance(target, bytearray | memoryview) else target
+    array = read(memory, shape, data_type, where)
+    if not _shares(array, memory):
+        raise DataError(
+            where,
+            "the memory given for the output has gaps, another byte order or an odd address",
+            fix="give a contiguous array of the machine's own byte order",
+        )
+    return array
+
+
+def bytes_to_write(target: Any, where: str) -> TensorData:
+    """The caller's memory as bytes to write into."""
+    if isinstance(target, TensorData):
+        return target
+    require_writable(target, where)
+    return TensorData(target)
+
+
+def require_writable(target: Any, where: str) -> None:
+    """Refuses what a result cannot be written into."""
+    if isinstance(target, bytes | str | list | tuple | int | float | None):
+        raise DataError(where, f"{type(target).__name__} cannot be written to", fix="give an ndarray or bytearray")
+    is_view = isinstance(target, memoryview)
+    if target.readonly if is_view else isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise DataError(where, "the memory given for the output is read-only", fix="give a writable array")
 
 
 def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
@@ -113,8 +133,9 @@ def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
     if array.ndim <= 1 or _without_ones(given) == _without_ones(wanted):
         return _take(array.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
     if given[1:] == wanted[1:] or _without_ones(given[1:]) == _without_ones(wanted[1:]):
-        rows = array.reshape(given[0], -1)
-        return _take(rows.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
+        if given[0] > wanted[0]:  # the first rows, seen where they lie
+            array = array[: wanted[0]]
+        return _take(array.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
     raise ShapeError(
         where, f"the data has shape {given}, the tensor has shape {wanted}", fix="reshape or flatten the data"
     )
@@ -138,16 +159,40 @@ def _flat_bytes(array: torch.Tensor) -> torch.Tensor:
     if not array.is_cpu or not array.is_contiguous():
         kind = "not contiguous" if array.is_cpu else f"on {array.device}"
         raise DataError("TensorData", f"the memory is {kind}", fix="give contiguous host memory")
-    return array.reshape(-1).view(torch.uint8)
+    return array.reshape(-1).view(torch.uint8) if array.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(extent for extent in shape if extent != 1)
 
 
-def _numpy_type(data_type: DataType) -> Any:
+def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
+    """Nested numbers as an array of their own."""
+    try:
+        values = np.asarray(data)
+        if values.dtype.kind not in "biuf":
+            raise ValueError("it holds something else than numbers")
+        kind = data_type.debug_description
+        wanted = {"bfloat16": "float32", "boolean": "bool"}.get(kind, kind)
+        if np.dtype(wanted).kind in "iu" and values.size and values.dtype.kind in "iu":
+            bounds = np.iinfo(wanted)
+            if values.min() < bounds.min or values.max() > bounds.max:
+                raise ValueError(f"{kind} holds {bounds.min} to {bounds.max}")
+        return torch.from_numpy(values.astype(wanted)).to(data_type.torch)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataTypeError(
+            where,
+            f"{type(data).__name__} cannot be seen as an array of {data_type.debug_description} ({reason})",
+            fix="give numbers, in rows of equal length",
+        ) from None
+
+
+def _shares(array: torch.Tensor, memory: Any) -> bool:
+    """Whether what is written to `array` arrives in the caller's memory."""
+    if isinstance(memory, np.ndarray):
+        return np.shares_memory(array.numpy(), memory)
+    given = memory.array(torch.uint8) if isinstance(memory, TensorData) else memory
     return (
-        np.float32
-        if data_type is DataType.BFLOAT16
-        else ("bool" if data_type is DataType.BOOLEAN else data_type.debug_description)
+        not isinstance(given, torch.Tensor) or array.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
     )

@@ -46,6 +46,10 @@ class CompiledGraph(Graph):
 
     def __init__(self, graphs: Sequence[Graph] = ()) -> None:
         super().__init__()
+        if not isinstance(graphs, Sequence):
+            raise DataTypeError(
+                type(self).__name__, f"graphs is {type(graphs).__name__}, not a list", fix="give a list of Graph"
+            )
         for graph in graphs:
             if not isinstance(graph, Graph):
                 raise DataTypeError(
@@ -130,7 +134,8 @@ class CompiledGraph(Graph):
     ) -> None:
         """Everything about a compilation that is not tracing: device, nodes, constants, feeds, held tensors."""
         self.device = self._chosen(device)
-        self._options = GraphCompilationOptions(options)
+        require_options(options, GraphCompilationOptions)
+        self._options = options
         self._compiled = self._all_nodes()
         if not self._compiled:
             raise StateError(f"{type(self).__name__}.compile", "the graph has no layers", fix="add nodes first")
@@ -163,7 +168,7 @@ class CompiledGraph(Graph):
 
     def _read_constants(self, device: Device, tensors: Names, data: Data) -> dict[Tensor, torch.Tensor]:
         found = {}
-        for name, tensor in tensors.items():
+        for name, tensor in merged("constant input", {}, tensors).items():
             where, values = f"Tensor '{tensor.label}' ('{name}')", data.get(name, tensor.data)
             if values is None:
                 raise DataError(where, "the constant input has no data", fix="pass it in input_tensors_data")
@@ -212,6 +217,7 @@ class CompiledGraph(Graph):
 
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
+        require_options(options, ExecutionOptions)
         if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._bound[k.owner] is _current(k.owner)}
@@ -250,6 +256,10 @@ class CompiledGraph(Graph):
     ) -> Execution:
         """Runs an executable and lets `keep` store what it found; the handle tells the rest."""
         device = self._require_compiled("execute")
+        if completion is not None and not callable(completion):
+            raise DataTypeError(
+                "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
+            )
         with turn(device):
             execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
             try:
@@ -331,7 +341,7 @@ class CompiledGraph(Graph):
             tensor, like = self._outputs[name], part.results.get(self._key(self._outputs[name]))
             where = f"Tensor '{tensor.label}' (output '{name}')"
             if like is None:
-                raise DataError(where, "this pass does not compute it")
+                raise DataError(where, "this pass does not compute it", fix="leave it out")
             buffers.destination(destination, like.shape, DataType.of(like.dtype), where)
 
     def _write_outputs(self, outputs_data: Data | None, found: Mapping[Tensor, torch.Tensor]) -> None:
@@ -354,6 +364,12 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
 
 def _current(tensor: Tensor) -> torch.Tensor | None:
     return tensor.torch() if tensor.has_data else None
+
+
+def require_options(options: Any, kind: type) -> None:
+    """Refuses options of another kind."""
+    if not isinstance(options, kind):
+        raise DataTypeError("options", f"the options are {options!r}", fix=f"use {kind.__name__}")
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.errors import DeviceError
+from stepgraph.errors import DataTypeError, DeviceError
 from stepgraph.types import DeviceType
 
 TorchDevice = torch.device
@@ -52,7 +52,14 @@ class Device:
     ) -> Device | None:
         """A device by its type, or by PyTorch's name for it (`"cuda:1"`); None where this machine has none such."""
         if isinstance(kind, str | TorchDevice):
-            return cls.with_gpus([kind]) if torch.device(kind).type != "cpu" else cls.cpu()
+            named = _named(kind, ())
+            if named.type == "cpu":
+                return cls.cpu()
+            return cls(DeviceType.GPU, (named,)) if named in _accelerators() else None
+        if not isinstance(kind, DeviceType):
+            raise DataTypeError(
+                "Device", f"{kind!r} is no kind of device", fix='use DeviceType, or a name such as "cuda:1"'
+            )
         if kind is DeviceType.CPU:
             return cls.cpu()
         chosen = {DeviceType.GPU: cls.gpu, DeviceType.ANY: cls.any, DeviceType.ANE: cls.ane}[kind]()
@@ -63,6 +70,8 @@ class Device:
     @classmethod
     def with_gpus(cls, gpus: Sequence[str | int | TorchDevice]) -> Device:
         """Exactly these GPUs."""
+        if not isinstance(gpus, Sequence) or isinstance(gpus, str):
+            raise DataTypeError("Device", f"{gpus!r} is no list of GPUs", fix='pass a list, as in [0, 1] or ["cuda:1"]')
         present = _accelerators()
         wanted = tuple(_named(gpu, present) for gpu in gpus)
         if not wanted or any(gpu not in present for gpu in wanted):
@@ -103,5 +112,8 @@ def _accelerators() -> tuple[TorchDevice, ...]:
 
 
 def _named(gpu: str | int | TorchDevice, present: tuple[TorchDevice, ...]) -> TorchDevice:
-    named = torch.device(present[0].type if present else "cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
-    return torch.device(named.type, named.index or 0)
+    try:
+        named = torch.device(present[0].type if present else "cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
+    except (RuntimeError, TypeError):
+        raise DataTypeError("Device", f"{gpu!r} names no device", fix='use a name such as "cpu" or "cuda:1"') from None
+    return named if named.type == "cpu" else torch.device(named.type, named.index or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ from rich.console import RenderableType
 
 from stepgraph import buffers, draw
 from stepgraph.device import Device
-from stepgraph.errors import DataTypeError, StateError, UnknownNameError, user_line
+from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, user_line
 from stepgraph.layer import Layer, join
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensor import Tensor, require_device
 from stepgraph.types import ReductionType
 
 
@@ -117,15 +117,20 @@ class Graph:
 
     def concatenate(self, sources: Sequence[Tensor], dimension: int = 1) -> Tensor:
         """Joins `sources` along `dimension`."""
-        return self.node(ConcatenationLayer(dimension), *sources)
+        layer = ConcatenationLayer(dimension)
+        if not isinstance(sources, list | tuple):
+            raise DataTypeError(
+                layer.where, f"the sources are a {type(sources).__name__}", fix="pass a list of tensors"
+            )
+        return self.node(layer, *sources)
 
     def reshape(self, shape: Sequence[int], source: Tensor) -> Tensor:
         """Gives `source` another shape; one extent may be -1."""
-        return self.node(ReshapeLayer(tuple(shape)), source)
+        return self.node(ReshapeLayer(_sequence("reshape", shape)), source)
 
     def transpose(self, dimensions: Sequence[int], source: Tensor) -> Tensor:
         """Reorders the axes: axis `k` of the result is axis `dimensions[k]` of `source`."""
-        return self.node(TransposeLayer(tuple(dimensions)), source)
+        return self.node(TransposeLayer(_sequence("transpose", dimensions)), source)
 
     def select(self, sources: Sequence[Tensor], condition: Tensor) -> Tensor:
         """`sources[0]` where `condition` holds, else `sources[1]`."""
@@ -168,9 +173,23 @@ class Graph:
         For running phase by phase. `batch_size` rows are taken, by default as many as each tensor declares. The
         caller keeps the memory alive and unchanged until the phase that reads it has run.
         """
+        where = "bind_and_write_data"
+        for given in (data, for_inputs):
+            if not isinstance(given, Mapping):
+                kind = type(given).__name__
+                raise DataTypeError(where, f"{kind} is not a dictionary", fix='pass {"name": array}, {"name": tensor}')
+        require_device(device, where)
+        if batch_size is not None and (
+            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 0
+        ):
+            raise ArgumentError(where, f"batch_size is {batch_size!r}", fix="give a whole number of rows, or None")
         for name in data:
             if name not in for_inputs:
-                raise UnknownNameError("bind_and_write_data", f"'{name}' is not among the inputs {sorted(for_inputs)}")
+                known = sorted(for_inputs)
+                raise UnknownNameError(where, f"'{name}' is not among the inputs {known}", fix="name it in for_inputs")
+            if not isinstance(for_inputs[name], Tensor):
+                kind = type(for_inputs[name]).__name__
+                raise DataTypeError(where, f"'{name}' is {kind}, not a Tensor", fix="pass a Tensor")
         arrays = {}
         for name, values in data.items():
             tensor = for_inputs[name]
@@ -211,9 +230,16 @@ def make_node(
     return Node(layer, tuple(sources), results, compared, disable_update, line, layer.is_loss)
 
 
-def _tensors(layer: Layer, given: Sequence[Any]) -> list[Tensor]:
+def _sequence(where: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, Iterable):
+        raise DataTypeError(where, f"{given!r} is no sequence of numbers", fix="pass a tuple, then the source")
+    return tuple(given)
+
+
+def _tensors(layer: Layer, given: Any) -> list[Tensor]:
     if not isinstance(layer, Layer):
         raise DataTypeError("node", f"{type(layer).__name__} is not a layer", fix="give a Layer, then its sources")
+    given = list(given) if isinstance(given, list | tuple) else [given]
     for one in given:
         if not isinstance(one, Tensor):
             raise DataTypeError(

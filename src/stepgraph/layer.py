@@ -16,9 +16,12 @@ checkpoint keys from the fields. Tensors in fields are parameters unless the fie
 from __future__ import annotations
 
 import dataclasses
+import typing
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
 from typing import Any, ClassVar, dataclass_transform
 
 import torch
@@ -111,6 +114,14 @@ class Layer:
             raise StateError(self.where, f"{name} cannot change after construction", fix="make a new layer")
         if name == "label" and not value:
             value = self.default_label or type(self).__name__
+        kinds = _kinds(type(self)).get(name)  # type: ignore[arg-type]
+        if kinds and not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+            raise DataTypeError(
+                self.where,
+                f"its {name} is {type(value).__name__}, not {wanted}",
+                fix=f"give a {wanted}, or use create(...)",
+            )
         object.__setattr__(self, name, value)
 
     def forward(self, *arrays: Any, **scope: Any) -> Any:
@@ -171,7 +182,19 @@ class Layer:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shapes = ", ".join(str(source) for source in sources)
             reason = str(error).splitlines()[0].rstrip(".")
-            raise ShapeError(self.where, f"cannot take these sources: {reason}", sources=shapes) from error
+            raise ShapeError(
+                self.where,
+                f"cannot take these sources: {reason}",
+                sources=shapes,
+                fix="give sources that its forward takes",
+            ) from error
+        found = _as_tuple(results)
+        if not found or not all(isinstance(array, torch.Tensor) for array in found):
+            raise DataTypeError(
+                self.where,
+                f"its forward gives {results!r}, not arrays",
+                fix="return a torch.Tensor, or a tuple of them",
+            )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in _as_tuple(results))
 
     def require_floating(self, source: TensorDescriptor) -> None:
@@ -181,15 +204,22 @@ class Layer:
                 self.where,
                 f"the source is {source.data_type.debug_description}, a floating type is needed",
                 source=source,
+                fix="declare the source with a floating type",
             )
+
+    def require_type(self, source: TensorDescriptor, tensor: Tensor) -> None:
+        """Refuses a source of another type than a tensor of the layer."""
+        if source.data_type is not tensor.data_type:
+            kinds = f"{source.data_type.debug_description}, its weights are {tensor.data_type.debug_description}"
+            raise DataTypeError(self.where, f"the source is {kinds}", source=source, fix="give both the same type")
 
     def _check_count(self, given: int) -> None:
         fewest, most = self.source_counts
         if given < fewest or (most is not None and given > most):
             wanted = f"{fewest}" if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
-            raise ShapeError(
-                self.where, f"{given} sources were given, {wanted} are needed", fix="check the node's sources"
-            )
+            spoken = "sources and loss labels" if self.is_loss else "sources"
+            fix = "pass loss_labels=" if self.is_loss else "check the node's sources"
+            raise ShapeError(self.where, f"{given} {spoken} were given, {wanted} are needed", fix=fix)
 
     def _tensors(self, role: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -210,6 +240,23 @@ class Layer:
             if one.name not in _LIVE and getattr(self, one.name) is not None
         )
         return f"{type(self).__name__}({', '.join([repr(self.label), *settings])})"
+
+
+@cache
+def _kinds(layer: type[Layer]) -> dict[str, tuple[type, ...]]:
+    """The classes each field may hold, where those are tensors, descriptors or None."""
+    try:
+        hints = typing.get_type_hints(layer)
+    except NameError:  # a user's annotation that only a type checker can resolve
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        plain = tuple(kind for kind in kinds if isinstance(kind, type))
+        named = [kind for kind in plain if kind is Tensor or kind.__name__.endswith("Descriptor")]
+        if named and len(plain) == len(kinds):
+            found[name] = plain
+    return found
 
 
 class ParameterOf:

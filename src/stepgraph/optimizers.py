@@ -64,12 +64,10 @@ class OptimizerDescriptor:
         for one in fields(self):
             if one.type == "float":
                 number("OptimizerDescriptor", one.name, getattr(self, one.name))
-        if self.gradient_clip_min > self.gradient_clip_max:
-            raise ArgumentError(
-                "OptimizerDescriptor",
-                f"gradient_clip_min {self.gradient_clip_min} is above gradient_clip_max {self.gradient_clip_max}",
-                fix="exchange them",
-            )
+        member("OptimizerDescriptor", "gradient_clipping_type", self.gradient_clipping_type, GradientClippingType)
+        member("OptimizerDescriptor", "regularization_type", self.regularization_type, RegularizationType)
+        switch("OptimizerDescriptor", "applies_gradient_clipping", self.applies_gradient_clipping)
+        check_bounds("OptimizerDescriptor", self)
 
 
 class Optimizer:
@@ -111,7 +109,11 @@ class Optimizer:
     ) -> None:
         given = learning_rate if descriptor is None else descriptor
         if given is None or (descriptor is not None and learning_rate is not None):
-            raise ArgumentError(type(self).__name__, "give a descriptor or a learning rate, and one of them only")
+            raise ArgumentError(
+                type(self).__name__,
+                "a descriptor or a learning rate is needed, and one of them only",
+                fix="write learning_rate=0.1",
+            )
         settings = given if isinstance(given, OptimizerDescriptor) else OptimizerDescriptor(given)
         self.time_step = 1
         for one in fields(settings):
@@ -121,8 +123,16 @@ class Optimizer:
         where = type(self).__name__
         if name in self.live:
             value = number(where, name, value)
-        elif name in self.__dict__ and name != "applies_gradient_clipping":
+        elif name == "applies_gradient_clipping":
+            switch(where, name, value)
+        elif name in self.__dict__:
             raise StateError(where, f"{name} cannot change after construction", fix="make a new optimizer")
+        if "maximum_clipping_norm" in self.__dict__:
+            check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
+        if name == "epsilon" and value < 0:
+            raise ArgumentError(where, f"epsilon is {value}", fix="give a number ≥ 0, such as 1e-8")
+        if name == "time_step" and int(value) != value:
+            raise ArgumentError(where, f"time_step is {value}, not a whole number", fix="count updates from 1")
         self.__dict__[name] = value
         # Graphs compare these counts to learn that something was assigned. Each graph counts its own time steps.
         self.__dict__["version"] = self.__dict__.get("version", 0) + 1
@@ -377,6 +387,27 @@ def clipping_factor(norm: torch.Tensor, n: SimpleNamespace) -> torch.Tensor:
     """What a gradient of this norm is multiplied with to stay within the maximum."""
     maximum = n.maximum_clipping_norm.to(norm.dtype)
     return torch.where(norm > maximum, maximum / norm, torch.ones_like(norm))
+
+
+def check_bounds(where: str, settings: Any) -> None:
+    """Refuses clipping bounds that exclude each other."""
+    low, high, most = settings.gradient_clip_min, settings.gradient_clip_max, settings.maximum_clipping_norm
+    if low > high:
+        raise ArgumentError(where, f"gradient_clip_min {low} is above gradient_clip_max {high}", fix="exchange them")
+    if most < 0:
+        raise ArgumentError(where, f"maximum_clipping_norm is {most}", fix="give a number ≥ 0")
+
+
+def member(where: str, name: str, value: Any, kind: type[RawEnum]) -> None:
+    """Refuses what is no member of an enumeration."""
+    if not isinstance(value, kind):
+        raise ArgumentError(where, f"{name} is {value!r}", fix=f"use a member of {kind.__name__}")
+
+
+def switch(where: str, name: str, value: Any) -> None:
+    """Refuses what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise DataTypeError(where, f"{name} is {value!r}", fix="give True or False")
 
 
 def number(where: str, name: str, value: Any) -> Any:

@@ -43,7 +43,11 @@ def initialize(
 ) -> torch.Tensor:
     """New random values: `U[0, 1)`, `U[-a, a]` with `a = sqrt(6 / (in + out))`, or `N(0, 2 / (in + out))`."""
     if not dtype.is_floating_point:
-        raise ArgumentError("initialize", f"{kind} gives real numbers, the tensor holds {dtype}", fix="fill it instead")
+        raise ArgumentError(
+            "initialize",
+            f"{kind} gives real numbers, the tensor holds {str(dtype).removeprefix('torch.')}",
+            fix="fill it instead",
+        )
     values = torch.empty(tuple(shape), dtype=dtype)
     match kind:
         case RandomInitializerType.UNIFORM:

@@ -124,7 +124,7 @@ class TrainingRecipe(CompiledGraph):
 
 def checked(optimizer: Optimizer) -> Optimizer:
     """The optimizer, if it is one."""
-    if not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, Optimizer) or not optimizer.rule:
         raise DataTypeError(
             "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
         )

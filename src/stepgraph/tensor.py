@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import torch
 from stepgraph import buffers
 from stepgraph.buffers import TensorData
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataError, ShapeError, StateError
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
 from stepgraph.quantization import dequantize, quantize
 from stepgraph.random import initialize
 from stepgraph.types import DataType, RandomInitializerType
@@ -64,6 +64,12 @@ class TensorDescriptor:
                 "TensorDescriptor",
                 f"sequences of up to {max(lengths)} steps do not fit the shape {self.shape}",
                 fix="use [batch, steps, features] with as many steps as the longest sequence",
+            )
+        if self.shape[0] not in (1, len(lengths)):
+            raise ShapeError(
+                "TensorDescriptor",
+                f"{len(lengths)} lengths were given for {self.shape[0]} rows",
+                fix="give one length for each row",
             )
         if self.sorted_sequences and list(lengths) != sorted(lengths, reverse=True):
             raise ArgumentError("TensorDescriptor", f"lengths {lengths} are not sorted", fix="give the longest first")
@@ -151,7 +157,7 @@ class Tensor:
         label: str | None = None,
     ) -> None:
         kind = DataType.FLOAT32 if data_type is None else DataType.of(data_type)
-        self.descriptor = shape if isinstance(shape, TensorDescriptor) else TensorDescriptor(tuple(shape), kind)
+        self.descriptor = shape if isinstance(shape, TensorDescriptor) else TensorDescriptor(shape, kind)  # type: ignore[arg-type]
         self.tensor_id = next(Tensor._ids)
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
@@ -248,13 +254,15 @@ class Tensor:
         """
         available = self.torch().contiguous().reshape(-1).view(torch.uint8)
         count = available.numel() if length is None else length
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ArgumentError(self.where, f"length is {count!r}", fix="give a number of bytes ≥ 0, or None for all")
         if count > available.numel():
             raise DataError(
                 self.where,
                 f"{count} bytes were asked for, the tensor has {available.numel()}",
                 fix="ask for fewer bytes",
             )
-        target = destination if isinstance(destination, TensorData) else TensorData(destination)
+        target = buffers.bytes_to_write(destination, self.where)
         if target.length < count:
             raise DataError(self.where, f"{count} bytes do not fit in {target.length}", fix="give a larger buffer")
         target.array(torch.uint8)[:count].copy_(available[:count])
@@ -264,6 +272,7 @@ class Tensor:
 
         On the CPU the caller's memory is the parameter from here on.
         """
+        require_device(device, self.where)
         self.bind(buffers.read(data, self.shape, self.data_type, self.where), device)
 
     def bind_optimizer_data(
@@ -336,11 +345,22 @@ class Tensor:
         if data is not None:
             return buffers.read(data, self.shape, self.data_type, self.where)
         if fill is not None:
-            return torch.full(self.shape, fill, dtype=self.data_type.torch)
+            return self._filled(fill)
         if random is not None:
             fan_out, fan_in = self.shape[-2:] if len(self.shape) > 1 else self.shape * 2
             return initialize(random, self.shape, fan_in, fan_out, self.data_type.torch)
         return None
+
+    def _filled(self, number: Any) -> Array:
+        if not isinstance(number, int | float):
+            raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="give a number")
+        try:
+            return torch.full(self.shape, number, dtype=self.data_type.torch)
+        except (RuntimeError, OverflowError):
+            kind = self.data_type.debug_description
+            raise ArgumentError(
+                self.where, f"fill is {number}, which {kind} cannot hold", fix="use another type"
+            ) from None
 
 
 class TensorOptimizerDeviceData:
@@ -359,6 +379,8 @@ class TensorParameter:
     """
 
     def __init__(self, tensor: Tensor, optimizer_data: Sequence[Any] | None = None) -> None:
+        if not isinstance(tensor, Tensor):
+            raise DataTypeError("TensorParameter", f"{type(tensor).__name__} is not a Tensor", fix="pass a Tensor")
         self.tensor = tensor
         if optimizer_data is not None:
             tensor.bind_optimizer_data(optimizer_data)
@@ -376,10 +398,24 @@ class TensorParameter:
         return f"TensorParameter({self.tensor!r}, is_updatable={self.is_updatable})"
 
 
+def require_device(device: Any, where: str) -> None:
+    """Refuses what is no device."""
+    if not isinstance(device, Device):
+        raise DeviceError(
+            where, f"there is no device to write to, but {device!r}", fix="pass Device.cpu() or Device.any()"
+        )
+
+
 def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_DIMENSIONS) -> tuple[int, ...]:
+    if not isinstance(values, Iterable):
+        raise ShapeError("TensorDescriptor", f"the {name} is {values!r}", fix="give a tuple of extents, as in (2, 3)")
     extents = tuple(values)
     if not extents or (most is not None and len(extents) > most):
-        raise ShapeError("TensorDescriptor", f"the {name} has {len(extents)} extents", fix=f"give 1 to {most}")
+        raise ShapeError(
+            "TensorDescriptor",
+            f"the {name} has {len(extents)} extents",
+            fix=f"give 1 to {most}" if most else "give at least one",
+        )
     for extent in extents:
         if isinstance(extent, bool) or not isinstance(extent, int | np.integer) or extent < 1:
             raise ShapeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,11 @@ class TrainingGraph(TrainingRecipe):
 
     def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
         """Lets no gradient flow back through these tensors."""
+        if not isinstance(tensors, Iterable):
+            kind = type(tensors).__name__
+            raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
         for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                raise DataTypeError(
-                    "stop_gradient", f"{type(tensor).__name__} is not a Tensor", fix="pass a list of tensors"
-                )
+            require_tensor("stop_gradient", tensor)
         with self._all_or_nothing():
             self._stop |= frozenset(tensors)
             self._again("gradients stop at other tensors")
@@ -101,11 +101,15 @@ class TrainingGraph(TrainingRecipe):
         for parameter in parameters:
             if not isinstance(parameter, TensorParameter):
                 raise DataTypeError(
-                    "set_training_tensor_parameters", f"{type(parameter).__name__} is not a TensorParameter"
+                    "set_training_tensor_parameters",
+                    f"{type(parameter).__name__} is not a TensorParameter",
+                    fix="wrap the tensor: TensorParameter(tensor)",
                 )
             if parameter.tensor in own:
                 raise ArgumentError(
-                    "set_training_tensor_parameters", f"{parameter.tensor!r} belongs to a layer and is trained already"
+                    "set_training_tensor_parameters",
+                    f"{parameter.tensor!r} belongs to a layer and is trained already",
+                    fix="leave it out",
                 )
         with self._all_or_nothing():
             self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
@@ -167,6 +171,7 @@ class TrainingGraph(TrainingRecipe):
 
         It is added to the gradients that come from layers. Unwritten, it counts as zero.
         """
+        require_tensor("allocate_user_gradient", tensor)
         if tensor not in {result for node in self.nodes for result in node.results}:
             raise UnknownNameError(
                 "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
@@ -330,6 +335,7 @@ class TrainingGraph(TrainingRecipe):
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
     ) -> None:
         """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
+        require_tensor("bind_optimizer_data", tensor)
         if self.device is not None and tensor not in self._trainable():
             raise UnknownNameError(
                 "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
@@ -337,7 +343,9 @@ class TrainingGraph(TrainingRecipe):
         if self.device is not None and self._optimizer is not None and len(data) != len(self._optimizer.slots):
             slots = ", ".join(self._optimizer.slots) or "none"
             raise ArgumentError(
-                "bind_optimizer_data", f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}"
+                "bind_optimizer_data",
+                f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}",
+                fix="give one buffer for each",
             )
         tensor.bind_optimizer_data(data, device_data)
         if self.device is not None and self._optimizer is not None:
@@ -345,6 +353,7 @@ class TrainingGraph(TrainingRecipe):
 
     def gradient_tensor(self, input: Tensor) -> Tensor | None:
         """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
+        require_tensor("gradient_tensor", input)
         if self.device is None or input not in {*self._feeds.tensors, *self._constants, *self._parameters}:
             return None
         known = self._programs.program(self._feeds.batch).outputs
@@ -463,6 +472,14 @@ class TrainingGraph(TrainingRecipe):
             )
         if batch_size and batch_size != self._forward_batch:
             raise ArgumentError(
-                "execute_gradient", f"batch_size is {batch_size}, the forward pass ran with {self._forward_batch}"
+                "execute_gradient",
+                f"batch_size is {batch_size}, the forward pass ran with {self._forward_batch}",
+                fix="leave it out",
             )
         return self._forward_batch
+
+
+def require_tensor(where: str, given: Any) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(given, Tensor):
+        raise DataTypeError(where, f"{type(given).__name__} is not a Tensor", fix="pass a Tensor of this graph")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from stepgraph.errors import DataTypeError
+from stepgraph.errors import ArgumentError, DataTypeError
 
 
 class RawEnum(IntEnum):
@@ -21,6 +21,14 @@ class RawEnum(IntEnum):
         member._value_ = raw
         member.debug_description = description
         return member
+
+    @classmethod
+    def of_raw(cls, where: str, name: str, value: Any) -> Self:
+        """The member that `value` is or has as its raw value."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise ArgumentError(where, f"{name} is {value!r}", fix=f"use a member of {cls.__name__}") from None
 
     def __str__(self) -> str:
         return self.name
@@ -50,6 +58,8 @@ class DataType(RawEnum):
         if isinstance(value, cls):
             return value
         try:
+            if value is None:
+                raise TypeError("NumPy would read None as float64")
             name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else np.dtype(value).name  # type: ignore[arg-type]
         except TypeError:
             name = repr(value)

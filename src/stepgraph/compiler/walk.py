@@ -52,6 +52,7 @@ def run(step: Step, arrays: Arrays) -> Arrays:
     walk = _Walk(step, arrays)
     for index, node in enumerate(step.nodes):
         walk.forward(index, node)
+    walk.store_updates()
     if walk.drew:
         with _tagged("random stream", FORWARD):
             arrays[STREAM][1].add_(1)
@@ -82,6 +83,7 @@ class _Walk:
     values: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     visits: list[_Visit] = field(default_factory=list)
     open: dict[Tensor, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     waiting: list[Tensor] = field(default_factory=list)
     drew: bool = False
 
@@ -100,12 +102,19 @@ class _Walk:
             results = _called(node, [_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
             self.drew |= scope.drew
-            for statistic, new in scope.updates.items():
-                self._value(statistic).copy_(new.reshape(statistic.shape))
+            for tensor, new in scope.updates.items():
+                self.values[tensor] = self.updates[tensor] = new.reshape(tensor.shape)
             for tensor, array in zip(node.results, results, strict=True):
                 self.values[tensor] = array.detach()
                 self.found[value(tensor)] = _declared(self.values[tensor], tensor)
         self.visits.append(_Visit(sources, {t: own[t] for t in own if own[t].requires_grad}, results))
+
+    def store_updates(self) -> None:
+        """Stores statistics once every layer has run: a forward pass that fails leaves them as they were."""
+        for tensor, new in self.updates.items():
+            with _tagged(self.step.names.get(tensor, "statistics"), FORWARD):
+                self.arrays[value(tensor)].copy_(new)
+            del self.values[tensor]
 
     def _value(self, tensor: Tensor) -> torch.Tensor:
         return self.values[tensor] if tensor in self.values else self.arrays[value(tensor)]

@@ -67,7 +67,9 @@ class WindowDescriptor:
     def _normalize(self) -> None:
         for name, least in (("kernel_sizes", 1), ("strides", 1), ("dilation_rates", 1), ("padding_sizes", 0)):
             object.__setattr__(self, name, window.pair(type(self).__name__, name, getattr(self, name), least))
-        object.__setattr__(self, "padding_policy", PaddingPolicy(self.padding_policy))
+        object.__setattr__(
+            self, "padding_policy", PaddingPolicy.of_raw(self.__class__.__name__, "padding_policy", self.padding_policy)
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class ConvolutionDescriptor(WindowDescriptor):
 
     def __post_init__(self) -> None:
         self._normalize()
-        object.__setattr__(self, "type", ConvolutionType(self.type))
+        object.__setattr__(self, "type", ConvolutionType.of_raw(self.__class__.__name__, "type", self.type))
         inputs, outputs, groups = self.input_feature_channel_count, self.output_feature_channel_count, self.group_count
         where = "ConvolutionDescriptor"
         for name in ("input_feature_channel_count", "output_feature_channel_count", "group_count"):
@@ -259,6 +261,7 @@ class ConvolutionLayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """The source must be a batch of images with `inputs` channels that leaves at least one pixel."""
         super().check(*sources)
+        self.require_type(sources[0], self.weights)
         source, inputs = sources[0], self.descriptor.input_feature_channel_count
         require_images(self, source)
         if source.shape[1] != inputs:

@@ -31,9 +31,9 @@ class DropoutLayer(Layer):
     default_label = "Dropout"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
+        if not isinstance(self.rate, int | float) or not 0 <= self.rate < 1:
             raise ArgumentError(
-                self.where, f"rate is {self.rate}, not in [0, 1)", fix="give the share to drop, e.g. 0.5"
+                self.where, f"rate is {self.rate!r}, not in [0, 1)", fix="give the share to drop, e.g. 0.5"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(self.where, f"seed is {self.seed!r}, not a whole number", fix="give an int")

@@ -57,13 +57,15 @@ class FullyConnectedLayer(Layer):
         label: str = "",
     ) -> FullyConnectedLayer:
         """A layer with new weights `[outputs, inputs]` and, if wanted, zero biases `[outputs]`."""
+        descriptor = ConvolutionDescriptor(1, inputs, outputs)
         values = initialize(initializer, (outputs, inputs), inputs, outputs)
         bias = Tensor((outputs,), fill=0.0) if biases else None
-        return cls(Tensor((outputs, inputs), data=values), bias, ConvolutionDescriptor(1, inputs, outputs), label=label)
+        return cls(Tensor((outputs, inputs), data=values), bias, descriptor, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
         """The source must end in `inputs` numbers, or in `inputs` channels of one pixel."""
         super().check(*sources)
+        self.require_type(sources[0], self.weights)
         inputs, shape = self.descriptor.input_feature_channel_count, sources[0].shape
         if shape[-1] != inputs and not _is_pixel(shape, inputs):
             raise ShapeError(

@@ -53,7 +53,7 @@ class PoolingDescriptor(WindowDescriptor):
     count_includes_padding: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "type", PoolingType(self.type))
+        object.__setattr__(self, "type", PoolingType.of_raw(self.__class__.__name__, "type", self.type))
         if self.strides is None:
             object.__setattr__(self, "strides", self.kernel_sizes)
         self._normalize()

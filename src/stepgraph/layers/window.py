@@ -1,6 +1,6 @@
 """Sliding windows: the geometry that convolution and pooling share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stepgraph.errors import ArgumentError
 from stepgraph.types import PaddingPolicy
@@ -10,7 +10,7 @@ Pair = tuple[int, int]
 
 def pair(where: str, name: str, value: int | Sequence[int], least: int = 1) -> Pair:
     """One number for both, or `(height, width)`: Apple's `[y, x]` order."""
-    numbers = (value, value) if isinstance(value, int) else tuple(value)
+    numbers = tuple(value) if isinstance(value, Iterable) else (value, value)
     numbers = numbers * 2 if len(numbers) == 1 else numbers
     if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in numbers):
         raise ArgumentError(where, f"{name} is {value!r}", fix=f"give one whole number ≥ {least}, or (height, width)")

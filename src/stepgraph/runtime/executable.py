@@ -40,7 +40,9 @@ class Executable:
             found = self.run(given) if self._capture is None else self._capture.run(given)
         except Exception as error:  # whatever a kernel raises, the user must see which layer it was
             reason = str(error).splitlines()[0].rstrip(".")
-            raise ExecutionError(self._failed(error), f"the device could not go on: {reason}") from error
+            raise ExecutionError(
+                self._failed(error), f"the device could not go on: {reason}", fix="check the data of this call"
+            ) from error
         return dict(zip(self.part.outputs, found, strict=True))
 
     def _failed(self, error: Exception) -> str:

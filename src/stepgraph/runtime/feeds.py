@@ -85,7 +85,12 @@ class Feeds:
             for name, values in (data or {}).items():
                 if name not in names:
                     known = ", ".join(f"'{one}'" for one in names) or "none"
-                    raise UnknownNameError("execute", f"'{name}' is not among the {kind} of this graph", known=known)
+                    raise UnknownNameError(
+                        "execute",
+                        f"'{name}' is not among the {kind} of this graph",
+                        known=known,
+                        fix="use a declared name",
+                    )
                 if names[name] not in self.tensors:
                     raise StateError(
                         "execute", f"'{name}' keeps its data in the graph", fix="leave it out of the data of this call"
