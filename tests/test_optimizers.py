@@ -305,3 +305,9 @@ def test_defaults_and_copies_of_the_descriptor() -> None:
     assert (prop.momentum_scale, prop.alpha, prop.epsilon, prop.is_centered) == (0, 0.99, 1e-8, False)
     assert (sgd.momentum_scale, sgd.uses_nesterov_momentum) == (0, False)
     assert [int(one) for one in (*sg.GradientClippingType, *sg.RegularizationType)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_mistyped_number_is_refused() -> None:
+    optimizer = sg.AdamOptimizer(learning_rate=0.1)
+    with pytest.raises(sg.ArgumentError, match="(?s)lr.*learning_rate"):
+        optimizer.lr = 0.2

@@ -55,6 +55,8 @@ class CompiledGraph(Graph):
                 raise DataTypeError(
                     type(self).__name__, f"{type(graph).__name__} is not a graph", fix="give a list of Graph"
                 )
+        if len(set(graphs)) != len(graphs):
+            raise ArgumentError(type(self).__name__, "a graph was given twice", fix="give each graph once")
         self._graphs = tuple(graphs)
         # Replaced as a whole, never changed in place, so that a failed call can put back what was there.
         self._feeds = Feeds()

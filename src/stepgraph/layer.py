@@ -217,9 +217,8 @@ class Layer:
         fewest, most = self.source_counts
         if given < fewest or (most is not None and given > most):
             wanted = f"{fewest}" if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
-            spoken = "sources and loss labels" if self.is_loss else "sources"
-            fix = "pass loss_labels=" if self.is_loss else "check the node's sources"
-            raise ShapeError(self.where, f"{given} {spoken} were given, {wanted} are needed", fix=fix)
+            fix = "give a prediction and its loss_labels" if self.is_loss else "check the node's sources"
+            raise ShapeError(self.where, f"{given} sources were given, {wanted} are needed", fix=fix)
 
     def _tensors(self, role: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

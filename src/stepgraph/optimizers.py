@@ -127,6 +127,9 @@ class Optimizer:
             switch(where, name, value)
         elif name in self.__dict__:
             raise StateError(where, f"{name} cannot change after construction", fix="make a new optimizer")
+        elif not hasattr(type(self), name) and name not in _annotated(type(self)):
+            known = ", ".join(self.live)
+            raise ArgumentError(where, f"there is no number called {name}", fix=f"assign one of {known}")
         if "maximum_clipping_norm" in self.__dict__:
             check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
         if name == "epsilon" and value < 0:
@@ -202,6 +205,7 @@ class SGDOptimizer(Optimizer):
 
     live = (*Optimizer.live, "momentum_scale")
     momentum_scale: float
+    uses_nesterov_momentum: bool
 
     def __init__(
         self,
@@ -254,6 +258,7 @@ class AdamOptimizer(Optimizer):
     beta1: float
     beta2: float
     epsilon: float
+    uses_ams_grad: bool
 
     def __init__(
         self,
@@ -337,6 +342,7 @@ class RMSPropOptimizer(Optimizer):
     momentum_scale: float
     alpha: float
     epsilon: float
+    is_centered: bool
 
     def __init__(
         self,
@@ -370,7 +376,7 @@ class RMSPropOptimizer(Optimizer):
         slots["velocity"] = spread = n.alpha * slots["velocity"] + (1 - n.alpha) * gradient.square()
         if self.is_centered:
             slots["average"] = n.alpha * slots["average"] + (1 - n.alpha) * gradient
-            spread = spread - slots["average"].square()
+            spread = (spread - slots["average"].square()).clamp_min(0)  # rounding must not make it negative
         change = -n.learning_rate * gradient / (spread.sqrt() + n.epsilon)
         if "momentum" in slots:
             slots["momentum"] = change = n.momentum_scale * slots["momentum"] + change
@@ -387,6 +393,11 @@ def clipping_factor(norm: torch.Tensor, n: SimpleNamespace) -> torch.Tensor:
     """What a gradient of this norm is multiplied with to stay within the maximum."""
     maximum = n.maximum_clipping_norm.to(norm.dtype)
     return torch.where(norm > maximum, maximum / norm, torch.ones_like(norm))
+
+
+def _annotated(optimizer: type[Optimizer]) -> frozenset[str]:
+    """Names that an optimizer's classes declare."""
+    return frozenset(name for base in optimizer.__mro__ for name in getattr(base, "__annotations__", {}))
 
 
 def check_bounds(where: str, settings: Any) -> None:

@@ -7,6 +7,7 @@ one would have drawn, every device draws the same, and PyTorch's global generato
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ _seed: int | None = None
 def set_seed(seed: int) -> None:
     """Seeds everything stepgraph draws from here on: initializers, and the dropout of graphs compiled later."""
     global _seed  # noqa: PLW0603  the platform has one seed, as in the original
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ArgumentError("set_seed", f"the seed is {seed!r}, not a whole number", fix="give an int")
-    _seed = seed
-    _generator.manual_seed(seed % 2**63)
+    _seed = int(seed)
+    _generator.manual_seed(_seed % 2**63)
 
 
 def get_seed() -> int | None:
@@ -60,8 +61,7 @@ def initialize(
     raise ArgumentError("initialize", f"{kind!r} is not a random initializer", fix="use RandomInitializerType")
 
 
-@torch.library.custom_op("stepgraph::keep_mask", mutates_args=())
-def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
+def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
     """True with probability `1 - rate`, element by element, from `stream = [seed, step]` and the node's `salt`.
 
     The element's index is scattered by a step-dependent odd factor and offset, then mixed by a 32-bit finalizer of
@@ -78,6 +78,9 @@ def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float
             bits.mul_(multiplier)
     threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
     return (bits >= threshold).view(tuple(shape))
+
+
+keep_mask = torch.library.custom_op("stepgraph::keep_mask", draw_mask, mutates_args=())
 
 
 @keep_mask.register_fake

@@ -202,7 +202,7 @@ class Tensor:
     def data(self) -> np.ndarray | None:
         """Host data, shared and not copied, or None. For a parameter on a GPU: as of the last synchronization."""
         array = self._value if self._host is None else self._host
-        return None if array is None else array.detach().cpu().numpy()
+        return None if array is None else self._as_numpy(array)
 
     @property
     def has_data(self) -> bool:
@@ -223,7 +223,12 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared where it lives there, else copied."""
-        return self.torch().detach().cpu().numpy()
+        return self._as_numpy(self.torch())
+
+    def _as_numpy(self, array: Array) -> np.ndarray:
+        if array.dtype is torch.bfloat16:
+            raise DataTypeError(self.where, "NumPy has no bfloat16", fix="use torch(), or torch().float().numpy()")
+        return array.detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)

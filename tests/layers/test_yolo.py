@@ -131,7 +131,7 @@ class TestLayer:
         assert (layer.label, layer.yolo_loss_descriptor.scale_class_loss) == ("boxes", 1)
 
     def test_takes_no_other_descriptor(self) -> None:
-        with pytest.raises(DataTypeError, match="the descriptor is LossDescriptor"):
+        with pytest.raises(DataTypeError, match="its yolo_loss_descriptor is LossDescriptor, not YOLOLossDescriptor"):
             YOLOLossLayer(LossDescriptor(LossType.HUBER))  # type: ignore[arg-type]
 
     def test_does_not_change(self) -> None:

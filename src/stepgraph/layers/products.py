@@ -60,10 +60,6 @@ class MatMulLayer(Layer):
     default_label = "MatMul"
     source_counts = (2, 2)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.descriptor, MatMulDescriptor):
-            raise ArgumentError(self.where, f"the descriptor is {self.descriptor!r}", fix="give a MatMulDescriptor")
-
     def check(self, *sources: TensorDescriptor) -> None:
         """Matrices whose inner extents agree, under leading dimensions that broadcast."""
         super().check(*sources)

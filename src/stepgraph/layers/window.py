@@ -1,6 +1,7 @@
 """Sliding windows: the geometry that convolution and pooling share."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from stepgraph.errors import ArgumentError
 from stepgraph.types import PaddingPolicy
@@ -12,9 +13,9 @@ def pair(where: str, name: str, value: int | Sequence[int], least: int = 1) -> P
     """One number for both, or `(height, width)`: Apple's `[y, x]` order."""
     numbers = tuple(value) if isinstance(value, Iterable) else (value, value)
     numbers = numbers * 2 if len(numbers) == 1 else numbers
-    if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in numbers):
+    if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, Integral) or n < least for n in numbers):
         raise ArgumentError(where, f"{name} is {value!r}", fix=f"give one whole number ≥ {least}, or (height, width)")
-    return numbers[0], numbers[1]
+    return int(numbers[0]), int(numbers[1])
 
 
 def extent(kernel: int, dilation: int) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.buffers import TensorData
-from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError
+from stepgraph.errors import ArgumentError, DataError, ShapeError
 from stepgraph.layer import Scope, constant
 from stepgraph.layers.labels import label_shape, weight_shape
 from stepgraph.layers.loss import LossDescriptor, LossLayer, LossType
@@ -122,10 +122,6 @@ class YOLOLossLayer(LossLayer):
 
     def __post_init__(self) -> None:
         settings = self.yolo_loss_descriptor
-        if not isinstance(settings, YOLOLossDescriptor):
-            raise DataTypeError(
-                self.where, f"the descriptor is {type(settings).__name__}", fix="give a YOLOLossDescriptor"
-            )
         boxes = np.array(settings.anchor_boxes, np.float32)
         self.anchor_boxes = Tensor(boxes.shape, data=boxes, label="anchor boxes")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stepgraph.compiler import kernels
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step
 from stepgraph.compiler.trace import layer_of, phase_of
@@ -24,6 +25,7 @@ class Executable:
 
     def __init__(self, part: Part, step: Step) -> None:
         self.part, self.step = part, step
+        kernels.call_directly(part.module)
         self._function: Callable[..., Sequence[torch.Tensor]] = part.module.forward
         self._inputs = part.inputs
         self._capture = _Capture(self) if step.device.type == "cuda" else None

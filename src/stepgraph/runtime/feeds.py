@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ class Feeds:
 
     def batch_size(self, given: int | None) -> int:
         """The batch size of a call; None and 0 mean the declared one."""
-        if isinstance(given, bool) or not (given is None or (isinstance(given, int) and given >= 0)):
+        if isinstance(given, bool) or not (given is None or (isinstance(given, Integral) and given >= 0)):
             raise ArgumentError("execute", f"batch_size is {given!r}", fix="give a whole number of rows, or None")
-        return given or self.batch
+        return int(given or self.batch)
 
     def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
         """Data by tensor; refuses names that were not declared."""

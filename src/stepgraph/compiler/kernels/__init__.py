@@ -1,5 +1,27 @@
 """Faster implementations of what a step does, beside the reference; tests compare the two."""
 
-from stepgraph.compiler.kernels.update import named, number_type, update
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["named", "number_type", "update"]
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.update import named, number_type, update, update_on_cpu
+from stepgraph.random import draw_mask
+
+__all__ = ["call_directly", "named", "number_type", "update"]
+
+# Operators of our own that are Python functions: a compiled step calls them without going through PyTorch's dispatcher,
+# which would take longer than most of them.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    torch.ops.stepgraph.update_.default: update_on_cpu,
+    torch.ops.stepgraph.keep_mask.default: draw_mask,
+}
+
+
+def call_directly(module: fx.GraphModule) -> None:
+    """Makes a program call the functions behind our own operators."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = DIRECT.get(node.target, node.target)
+    module.recompile()

@@ -37,6 +37,10 @@ def update(
         flat = [array for slot in states for array in slot]
         settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         names = ",".join(optimizer.live)
+        # The fused kernels walk memory, not extents.
+        gradients = [
+            g if g.stride() == p.stride() else g.contiguous() for p, g in zip(parameters, gradients, strict=True)
+        ]
         torch.ops.stepgraph.update_(
             parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
         )
@@ -141,7 +145,7 @@ _library.define(
 
 
 @torch.library.impl(_library, "update_", "CPU")
-def _update_on_cpu(
+def update_on_cpu(
     parameters: Arrays,
     gradients: Arrays,
     states: Arrays,
@@ -158,9 +162,12 @@ def _update_on_cpu(
     n = SimpleNamespace(**dict(zip(_split(names), numbers.tolist(), strict=True)))
     n.decay = n.regularization_scale if regularization == RegularizationType.L2 else 0.0
     n.decoupled = False
-    prepared = [_prepared(p, g, norm, n, clipping, regularization) for p, g in zip(parameters, gradients, strict=True)]
+    clips = math.isfinite(n.gradient_clip_max if clipping == GradientClippingType.BY_VALUE else n.maximum_clipping_norm)
+    if clips or n.gradient_rescale != 1 or regularization == RegularizationType.L1:
+        pairs = zip(parameters, gradients, strict=True)
+        gradients = [_prepared(p, g, norm, n, clipping, regularization) for p, g in pairs]
     count = len(parameters)
-    FUSED[rule](parameters, prepared, [states[i : i + count] for i in range(0, len(states), count)], n)
+    FUSED[rule](parameters, gradients, [states[i : i + count] for i in range(0, len(states), count)], n)
 
 
 @torch.library.register_fake("stepgraph::update_", lib=_library)
@@ -197,5 +204,4 @@ def _prepared(
         gradient = gradient * n.gradient_rescale
     if regularization == RegularizationType.L1:
         gradient = gradient.add(parameter.sign(), alpha=n.regularization_scale)
-    # The fused kernels walk memory, not extents.
-    return gradient if gradient.stride() == parameter.stride() else gradient.contiguous()
+    return gradient
