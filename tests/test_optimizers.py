@@ -309,5 +309,5 @@ def test_defaults_and_copies_of_the_descriptor() -> None:
 
 def test_a_mistyped_number_is_refused() -> None:
     optimizer = sg.AdamOptimizer(learning_rate=0.1)
-    with pytest.raises(sg.ArgumentError, match="(?s)lr.*learning_rate"):
+    with pytest.raises(sg.ArgumentError, match=r"(?s)lr.*learning_rate"):
         optimizer.lr = 0.2
