@@ -259,14 +259,18 @@ def _kinds(layer: type[Layer]) -> dict[str, tuple[type, ...]]:
 
 
 class ParameterOf:
-    """A read-only attribute that gives the `TensorParameter` of the tensor in another field, or None without one."""
+    """A read-only attribute with the `TensorParameter` of the tensor in another field, or of each of its tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __get__(self, layer: Layer | None, owner: type | None = None) -> Any:
-        tensor = None if layer is None else getattr(layer, self.name)
-        return self if layer is None else None if tensor is None else TensorParameter(tensor)
+        if layer is None:
+            return self
+        held = getattr(layer, self.name)
+        if isinstance(held, tuple):
+            return tuple(TensorParameter(tensor) for tensor in held)
+        return None if held is None else TensorParameter(held)
 
 
 def join(layer: Layer, owner: object, layer_id: int) -> None:

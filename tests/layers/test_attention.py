@@ -169,7 +169,7 @@ def test_create_makes_natural_shapes() -> None:
     assert list(layer.parameters) == [*names, "attention_biases.0", "attention_biases.1"]
     bare = MultiheadAttentionLayer.create(32, 4, has_biases=False)
     assert (bare.label, bare.biases, bare.attention_biases) == ("MultiheadAttention", None, None)
-    assert bare.biases_parameters == []
+    assert bare.biases_parameters is None
 
 
 def test_descriptor_fills_in_the_model_dimension() -> None:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.dropout import drop
 from stepgraph.layers.shape import require_same_type
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
+from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")
@@ -111,6 +111,8 @@ class MultiheadAttentionLayer(Layer):
     attention_biases: Sequence[Tensor] | None = None
 
     default_label = "MultiheadAttention"
+    weights_parameters = ParameterOf("weights")
+    biases_parameters = ParameterOf("biases")
     source_counts = (3, 5)
 
     def __post_init__(self) -> None:
@@ -158,16 +160,6 @@ class MultiheadAttentionLayer(Layer):
         biases = [Tensor((m,), fill=0.0) for m in outputs] if descriptor.has_biases else None
         rows = [Tensor((m,), data=initialize(initializer, (m,), 1, m)) for m in outputs[1:3]]
         return cls(descriptor, weights, biases, rows if descriptor.has_attention_biases else None, label=label)
-
-    @property
-    def weights_parameters(self) -> list[TensorParameter]:
-        """The weights as parameters."""
-        return [TensorParameter(tensor) for tensor in self.weights]
-
-    @property
-    def biases_parameters(self) -> list[TensorParameter]:
-        """The biases as parameters; none without biases."""
-        return [TensorParameter(tensor) for tensor in self.biases or ()]
 
     @classmethod
     def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:

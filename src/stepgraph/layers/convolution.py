@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -12,13 +12,10 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
 from stepgraph.layer import Layer, ParameterOf, Scope
-from stepgraph.layers import window
-from stepgraph.layers.window import Pair
+from stepgraph.layers.window import Pair, Size, WindowDescriptor, require_images, require_room
 from stepgraph.random import initialize
 from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import PaddingPolicy, RandomInitializerType, RawEnum
-
-Size = int | Sequence[int]
 
 
 class ConvolutionType(RawEnum):
@@ -27,49 +24,6 @@ class ConvolutionType(RawEnum):
     STANDARD = 0, "Standard"
     TRANSPOSED = 1, "Transposed"
     DEPTHWISE = 2, "Depthwise"
-
-
-class WindowDescriptor:
-    """The settings of a sliding window, axis by axis; every pair is `(height, width)`, in other words `(y, x)`."""
-
-    kernel_sizes: Size
-    strides: Size | None
-    dilation_rates: Size
-    padding_sizes: Size
-    padding_policy: PaddingPolicy
-
-    kernel_height = property(lambda self: self.kernel_sizes[0], doc="Rows of the kernel.")
-    kernel_width = property(lambda self: self.kernel_sizes[1], doc="Columns of the kernel.")
-    stride_in_y = property(lambda self: self.strides[0], doc="Rows from one window to the next.")
-    stride_in_x = property(lambda self: self.strides[1], doc="Columns from one window to the next.")
-    dilation_rate_in_y = property(lambda self: self.dilation_rates[0], doc="Rows from one tap to the next.")
-    dilation_rate_in_x = property(lambda self: self.dilation_rates[1], doc="Columns from one tap to the next.")
-    padding_size_in_y = property(lambda self: self.padding_sizes[0], doc="Rows added above and below.")
-    padding_size_in_x = property(lambda self: self.padding_sizes[1], doc="Columns added left and right.")
-
-    @property
-    def axes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """Kernel size, stride, dilation rate and padding size, first of y, then of x."""
-        y = (self.kernel_height, self.stride_in_y, self.dilation_rate_in_y, self.padding_size_in_y)
-        return y, (self.kernel_width, self.stride_in_x, self.dilation_rate_in_x, self.padding_size_in_x)
-
-    @property
-    def extents(self) -> Pair:
-        """Rows and columns that a window spans, dilation included."""
-        y = window.extent(self.kernel_height, self.dilation_rate_in_y)
-        return y, window.extent(self.kernel_width, self.dilation_rate_in_x)
-
-    def padding(self, height: int, width: int) -> tuple[Pair, Pair]:
-        """Pixels added (before, after) to each axis of an image of this size."""
-        y, x = self.axes
-        return window.padding(self.padding_policy, height, *y), window.padding(self.padding_policy, width, *x)
-
-    def _normalize(self) -> None:
-        for name, least in (("kernel_sizes", 1), ("strides", 1), ("dilation_rates", 1), ("padding_sizes", 0)):
-            object.__setattr__(self, name, window.pair(type(self).__name__, name, getattr(self, name), least))
-        object.__setattr__(
-            self, "padding_policy", PaddingPolicy.of_raw(self.__class__.__name__, "padding_policy", self.padding_policy)
-        )
 
 
 @dataclass(frozen=True)
@@ -333,21 +287,3 @@ CONVOLUTIONS: dict[ConvolutionType, Callable[..., torch.Tensor]] = {
     ConvolutionType.TRANSPOSED: convolve_transposed,
     ConvolutionType.DEPTHWISE: convolve,
 }
-
-
-def require_images(layer: Layer, source: TensorDescriptor) -> None:
-    """Refuses sources that are not `[batch, channels, height, width]`."""
-    if source.dimension_count != 4:
-        problem = f"the source has {source.dimension_count} extents, [batch, channels, height, width] has 4"
-        raise ShapeError(layer.where, problem, source=source, fix="reshape the source")
-
-
-def require_room(layer: Layer, source: TensorDescriptor, descriptor: WindowDescriptor) -> None:
-    """Refuses images that are smaller, with their padding, than one window."""
-    height, width = (
-        n + sum(added) for n, added in zip(source.shape[2:], descriptor.padding(*source.shape[2:]), strict=True)
-    )
-    tall, wide = descriptor.extents
-    if height < tall or width < wide:
-        problem = f"the window spans {tall} × {wide} pixels, the image with its padding has {height} × {width}"
-        raise ShapeError(layer.where, problem, source=source, fix="use a smaller kernel, more padding or SAME padding")

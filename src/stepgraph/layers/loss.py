@@ -126,7 +126,9 @@ class LossLayer(Layer):
     ) -> LossLayer:
         """`-Σ t log softmax(y)` over the classes of each sample; `y` are logits."""
         kind = LossType.SOFTMAX_CROSS_ENTROPY
-        return cls(LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label)
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label
+        )
 
     @classmethod
     def categorical_cross_entropy(
@@ -141,7 +143,9 @@ class LossLayer(Layer):
     ) -> LossLayer:
         """`-Σ t log y` over the classes of each sample; `y` are probabilities. Smoothing is kept and not used."""
         kind = LossType.CATEGORICAL_CROSS_ENTROPY
-        return cls(LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label)
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label
+        )
 
     @classmethod
     def sigmoid_cross_entropy(
@@ -155,7 +159,7 @@ class LossLayer(Layer):
     ) -> LossLayer:
         """`-t log σ(y) - (1 - t) log(1 - σ(y))`; `y` are logits."""
         kind = LossType.SIGMOID_CROSS_ENTROPY
-        return cls(LossDescriptor(kind, reduction_type, weight, label_smoothing), weights, label=label)
+        return LossLayer(LossDescriptor(kind, reduction_type, weight, label_smoothing), weights, label=label)
 
     @classmethod
     def log(
@@ -168,7 +172,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`-t log(y + epsilon) - (1 - t) log(1 - y + epsilon)`; `y` are probabilities."""
-        return cls(LossDescriptor(LossType.LOG, reduction_type, weight, epsilon=epsilon), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.LOG, reduction_type, weight, epsilon=epsilon), weights, label=label)
 
     @classmethod
     def huber(
@@ -181,7 +185,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`(y - t)² / 2` up to a distance of `delta`, from there on a straight line."""
-        return cls(LossDescriptor(LossType.HUBER, reduction_type, weight, delta=delta), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.HUBER, reduction_type, weight, delta=delta), weights, label=label)
 
     @classmethod
     def mean_absolute_error(
@@ -193,7 +197,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`|y - t|`."""
-        return cls(LossDescriptor(LossType.MEAN_ABSOLUTE_ERROR, reduction_type, weight), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.MEAN_ABSOLUTE_ERROR, reduction_type, weight), weights, label=label)
 
     @classmethod
     def mean_squared_error(
@@ -205,7 +209,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`(y - t)²`."""
-        return cls(LossDescriptor(LossType.MEAN_SQUARED_ERROR, reduction_type, weight), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.MEAN_SQUARED_ERROR, reduction_type, weight), weights, label=label)
 
     @classmethod
     def hinge(
@@ -217,7 +221,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`max(0, 1 - (2 t - 1) y)`; labels are 0 and 1."""
-        return cls(LossDescriptor(LossType.HINGE, reduction_type, weight), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.HINGE, reduction_type, weight), weights, label=label)
 
     @classmethod
     def cosine_distance(
@@ -229,7 +233,7 @@ class LossLayer(Layer):
         label: str = "",
     ) -> LossLayer:
         """`1 - Σ t y` over all elements of a sample; both should have unit length."""
-        return cls(LossDescriptor(LossType.COSINE_DISTANCE, reduction_type, weight), weights, label=label)
+        return LossLayer(LossDescriptor(LossType.COSINE_DISTANCE, reduction_type, weight), weights, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
         """Labels, and weights if there are any, must fit the prediction."""

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
 from stepgraph.layer import Layer, Scope
-from stepgraph.layers.convolution import require_images
 from stepgraph.layers.shape import whole_number
-from stepgraph.layers.window import Pair
+from stepgraph.layers.window import Pair, require_images
 from stepgraph.tensor import TensorDescriptor
 from stepgraph.types import RawEnum
 

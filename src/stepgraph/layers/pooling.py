@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ShapeError
 from stepgraph.layer import Layer, Scope
-from stepgraph.layers.convolution import Size, WindowDescriptor, convolve, require_images, require_room
-from stepgraph.layers.window import Pair, extent
+from stepgraph.layers.convolution import convolve
+from stepgraph.layers.window import Pair, Size, WindowDescriptor, extent, require_images, require_room
 from stepgraph.tensor import TensorDescriptor
 from stepgraph.types import PaddingPolicy, RawEnum
 

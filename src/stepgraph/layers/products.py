@@ -10,8 +10,8 @@ import torch
 
 from stepgraph.errors import ArgumentError, ShapeError
 from stepgraph.layer import Layer, Scope
-from stepgraph.layers.convolution import require_images
 from stepgraph.layers.shape import require_broadcast, require_same_type
+from stepgraph.layers.window import require_images
 from stepgraph.tensor import TensorDescriptor
 
 

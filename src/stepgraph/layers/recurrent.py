@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.dropout import drop
 from stepgraph.layers.lstm_kernel import lstm, sequence_lengths
 from stepgraph.layers.lstm_steps import lstm_steps, running
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
+from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType, RawEnum
 
 Array = torch.Tensor
@@ -89,17 +89,6 @@ class LSTMDescriptor:
         ]
 
 
-class ParametersOf:
-    """A read-only attribute that gives the `TensorParameter`s of the tensors in another field, or None without any."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Layer | None, owner: type | None = None) -> Any:
-        tensors = None if layer is None else getattr(layer, self.name)
-        return self if layer is None else None if tensors is None else tuple(TensorParameter(one) for one in tensors)
-
-
 class LSTMLayer(Layer):
     """Long short-term memory. For each step, in each layer and direction:
 
@@ -139,10 +128,10 @@ class LSTMLayer(Layer):
 
     default_label = "LSTM"
     source_counts = (1, 4)
-    input_weights_parameters = ParametersOf("input_weights")
-    hidden_weights_parameters = ParametersOf("hidden_weights")
-    peephole_weights_parameters = ParametersOf("peephole_weights")
-    biases_parameters = ParametersOf("biases")
+    input_weights_parameters = ParameterOf("input_weights")
+    hidden_weights_parameters = ParameterOf("hidden_weights")
+    peephole_weights_parameters = ParameterOf("peephole_weights")
+    biases_parameters = ParameterOf("biases")
 
     def __post_init__(self) -> None:
         hidden, sizes = self.descriptor.hidden_size, self.descriptor.input_sizes()
