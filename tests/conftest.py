@@ -1,10 +1,12 @@
 """What every test shares: few threads, and no GPU test where there is no GPU."""
 
 import os
+import tempfile
 
 import pytest
 import torch
 
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="stepgraph-tests-")  # kernels chosen here stay here
 torch.set_num_threads(int(os.environ.get("STEPGRAPH_TEST_THREADS", "1")))
 
 

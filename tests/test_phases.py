@@ -100,7 +100,8 @@ def test_traced_step_equals_the_untraced_reference_bitwise() -> None:
 
     network = Network()
     nodes = network.training.nodes
-    step = Step(nodes, (network.x,), torch.device("cpu"), batch=(BATCH, BATCH), training=True, seeded=nodes[-1].results)
+    settings = {"training": True, "seeded": nodes[-1].results, "chooses_kernels": False}
+    step = Step(nodes, (network.x,), torch.device("cpu"), batch=(BATCH, BATCH), **settings)
     generator = torch.Generator().manual_seed(3)
     program = trace(step)
     arrays = {}

@@ -110,4 +110,6 @@ class InferenceGraph(CompiledGraph):
     def _step(self, batch: int, training: bool) -> Step:
         device = self._require_compiled("compile").torch
         common = (self._compiled, self._feeds.tensors, device, (self._feeds.batch, batch))
-        return Step(*common, names=draw.parameter_names(self._compiled), compute_type=self._compute_type)
+        names = draw.parameter_names(self._compiled)
+        chooses = GraphCompilationOptions.DETERMINISTIC not in self._options
+        return Step(*common, names=names, compute_type=self._compute_type, chooses_kernels=chooses)

@@ -65,17 +65,16 @@ def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float
     """True with probability `1 - rate`, element by element, from `stream = [seed, step]` and the node's `salt`.
 
     The element's index is scattered by a step-dependent odd factor and offset, then mixed by a 32-bit finalizer of
-    two multiplications: integer arithmetic only, so that every device gives the same mask.
+    multiplications and shifts: integer arithmetic only, so that every device gives the same mask. The finalizer's last
+    shift would change low bits only, which a comparison hardly sees; it is left out.
     """
     seed, step = stream.tolist() if stream.is_cpu else stream  # elsewhere reading them would wait for the device
     key = _mix(_mix(seed + salt) + step)
     factor, offset = _signed(_mix(key + 1) | 1), _signed(_mix(key + 2))
     bits = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).mul_(factor).add_(offset)
-    for shift, multiplier in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):
-        shifted = bits >> shift
-        bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
-        if multiplier != 1:
-            bits.mul_(multiplier)
+    for shift, multiplier in ((16, 0x7FEB352D), (15, -0x7B935975)):
+        shifted = (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+        bits.bitwise_xor_(shifted).mul_(multiplier)
     threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
     return (bits >= threshold).view(tuple(shape))
 

@@ -105,8 +105,9 @@ class TrainingRecipe(CompiledGraph):
         names = draw.parameter_names(self._compiled)
         device = self._require_compiled("compile").torch
         common = (self._compiled, self._feeds.tensors, device, (self._feeds.batch, batch))
+        chooses = GraphCompilationOptions.DETERMINISTIC not in self._options
         if not training:
-            return Step(*common, names=names, compute_type=self._compute_type)
+            return Step(*common, names=names, compute_type=self._compute_type, chooses_kernels=chooses)
         return Step(
             *common,
             training=True,
@@ -118,6 +119,7 @@ class TrainingRecipe(CompiledGraph):
             stopped=self._stop,
             all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
             compute_type=self._compute_type,
+            chooses_kernels=chooses,
             names=names,
         )
 

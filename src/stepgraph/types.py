@@ -133,6 +133,7 @@ class GraphCompilationOptions(IntFlag):
     DISABLE_LAYER_FUSION = 0x02
     LINK_GRAPHS = 0x04
     COMPUTE_ALL_GRADIENTS = 0x08
+    DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring
 
 
 class ExecutionOptions(IntFlag):

@@ -108,7 +108,8 @@ def _timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
         for kind, size in changes[time].items():
             live[kind] += size
         if node.op == "call_function":
-            found.append((layer_of(node), phase_of(node), dict(live)))
+            inside = {"workspace": live["workspace"] + node.meta.get("workspace", 0)}
+            found.append((layer_of(node), phase_of(node), {**live, **inside}))
     return found
 
 

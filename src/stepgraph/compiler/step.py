@@ -70,6 +70,7 @@ class Step:
         stopped: tensors that pass no gradient back.
         all_gradients: differentiate by everything, inputs and frozen parameters included.
         compute_type: what layers compute in, where it is not what tensors declare.
+        chooses_kernels: whether faster implementations are looked for.
         names: how layers and parameters are called in profiles and plans.
     """
 
@@ -86,6 +87,7 @@ class Step:
     stopped: frozenset[Tensor] = frozenset()
     all_gradients: bool = False
     compute_type: torch.dtype | None = None
+    chooses_kernels: bool = True
     names: Mapping[Any, str] = field(default_factory=dict)
 
     @cached_property

@@ -47,4 +47,4 @@ class DropoutLayer(Layer):
 
 def drop(x: torch.Tensor, mask: torch.Tensor, *, rate: float) -> torch.Tensor:
     """`x * mask / (1 - rate)`: what is kept makes up, on average, for what is dropped."""
-    return x * mask * (1 / (1 - rate))
+    return x * (mask.to(x.dtype) * (1 / (1 - rate)))  # one factor, made once for both passes

@@ -7,7 +7,9 @@ work; the second call is captured as a CUDA graph, and from then on a call is a 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -18,6 +20,7 @@ from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError
 
 logger = logging.getLogger("stepgraph")
+_FILE = "<compiled step>"
 
 
 class Executable:
@@ -26,7 +29,7 @@ class Executable:
     def __init__(self, part: Part, step: Step) -> None:
         self.part, self.step = part, step
         kernels.call_directly(part.module)
-        self._function: Callable[..., Sequence[torch.Tensor]] = part.module.forward
+        self._function, self._lines = _function(part)
         self._inputs = part.inputs
         self._capture = _Capture(self) if step.device.type == "cuda" else None
 
@@ -49,10 +52,10 @@ class Executable:
 
     def _failed(self, error: Exception) -> str:
         """The layer and phase of the operator that raised, found by its line in the generated function."""
-        lines, trace = self.part.module.code.splitlines(), error.__traceback__
-        while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<eval_with_key>"):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
             trace = trace.tb_next
-        name = lines[trace.tb_lineno - 1].split("=")[0].strip() if trace and trace.tb_lineno <= len(lines) else ""
+        name = "" if trace is None else self._lines[trace.tb_lineno - 1].split("=")[0].strip()
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{layer_of(node)} ({phase_of(node)} pass)"
 
@@ -60,6 +63,22 @@ class Executable:
         """Runs operator by operator."""
         with torch.inference_mode():
             return self._function(*given)
+
+
+def _function(part: Part) -> tuple[Callable[..., Sequence[torch.Tensor]], list[str]]:
+    """The part as one Python function, and its lines. Operators are called without their Python wrapper."""
+    code = part.module.graph.python_code("self")
+    names = dict(code.globals)
+
+    def bare(match: re.Match[str]) -> str:
+        space, operator, overload = match.groups()
+        name = f"{space}_{operator}_{overload}"
+        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload)._op
+        return name
+
+    source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src)
+    exec(compile(source, _FILE, "exec"), names)
+    return partial(names["forward"], part.module), source.splitlines()
 
 
 class _Capture:

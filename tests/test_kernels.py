@@ -1,0 +1,128 @@
+"""Chosen kernels: every way gives PyTorch's numbers, the choice is remembered, and it can be turned off."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.compiler.kernels import choose
+from stepgraph.compiler.kernels import convolution as conv
+
+SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
+    (4, 3, 9, 5, 3, 1, 1),
+    (2, 1, 8, 4, 5, 1, 2),
+    (3, 4, 7, 6, 3, 2, 1),
+    (2, 4, 6, 3, 1, 1, 0),
+    (2, 3, 10, 4, 4, 3, 0),
+]
+
+
+def arrays(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
+    n, channels, size, outputs, kernel, stride, padding = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, channels, size, size, generator=generator)
+    w = torch.randn(outputs, channels, kernel, kernel, generator=generator)
+    b = torch.randn(outputs, generator=generator)
+    return x, w, b, [stride] * 2, [padding] * 2
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.shape == wanted.shape and found.is_contiguous()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("way", conv.forward_ways())
+def test_forward_ways_equal_pytorch(way: str, shape: tuple[int, ...]) -> None:
+    x, w, b, stride, padding = arrays(shape)
+    wanted = torch.nn.functional.conv2d(x, w, b, stride, padding)
+    close(conv.FORWARD[way](x, w, b, stride, padding), wanted)
+    close(conv.FORWARD[way](x, w, None, stride, padding), wanted - b[:, None, None])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradient_ways_equal_pytorch(shape: tuple[int, ...]) -> None:
+    x, w, _, stride, padding = arrays(shape)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = torch.nn.functional.conv2d(x, w, None, stride, padding)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    of_x, of_w = torch.autograd.grad(y, (x, w), g)
+    with torch.no_grad():
+        for way in conv.data_ways(w, stride, padding).values():
+            close(way(g, x, w, stride, padding), of_x)
+        for way in conv.WEIGHTS.values():
+            close(way(g, x, w, stride, padding), of_w)
+
+
+def network(options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE) -> sg.TrainingGraph:
+    sg.set_seed(2)
+    x, y = sg.Tensor.image(12, 12, 3, 8), sg.Tensor((8,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.ConvolutionLayer.create(3, 8, 3), x))
+    hidden = graph.node(sg.ConvolutionLayer.create(8, 8, 3, strides=2), hidden)
+    graph.node(sg.FullyConnectedLayer.create(8 * 36, 4), graph.reshape((8, -1), hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(learning_rate=0.05))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), options)
+    return training
+
+
+DATA = (
+    {"x": np.random.default_rng(0).standard_normal((8, 3, 12, 12)).astype(np.float32)},
+    {"y": np.arange(8) % 4},
+)
+
+
+@pytest.mark.parametrize("kernel", ["gemm", "onednn"])
+@pytest.mark.parametrize("data", ["native", "flipped", "onednn"])
+def test_every_choice_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, data: str, kernel: str) -> None:
+    plain = network(sg.GraphCompilationOptions.DETERMINISTIC)
+    wanted = {"forward": "gemm", "data": data, "weights": kernel}
+    monkeypatch.setattr(choose, "_fastest", lambda what, ways, _: wanted[what] if wanted[what] in ways else "onednn")
+    chosen = network()
+    for _ in range(20):
+        assert chosen.execute(*DATA).loss == pytest.approx(plain.execute(*DATA).loss, rel=1e-4)
+
+
+def test_deterministic_keeps_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choose, "_fastest", lambda what, *_: asked.append(what) or "onednn")
+    network(sg.GraphCompilationOptions.DETERMINISTIC)
+    assert not asked
+    network()
+    assert asked
+
+
+def test_a_wrong_way_is_never_chosen() -> None:
+    ways = {"right": lambda x: x + 1, "wrong": torch.zeros_like}
+    assert choose._measure(ways, (torch.empty(2, 3),)) == "right"
+
+
+def test_the_choice_is_remembered_in_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(choose, "_file", lambda: tmp_path / "stepgraph" / "kernels.json")
+    measured = []
+    monkeypatch.setattr(choose, "_measure", lambda ways, _: measured.append(1) or "onednn")
+    for _ in range(2):
+        choose._choices.cache_clear()
+        network()
+    choose._choices.cache_clear()
+    stored = json.loads((tmp_path / "stepgraph" / "kernels.json").read_text())
+    assert len(stored) == len(measured) > 0 and set(stored.values()) == {"onednn"}
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[1, 2]"])
+def test_a_damaged_cache_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory, content: str
+) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text(content)
+    monkeypatch.setattr(choose, "_file", lambda: file)
+    choose._choices.cache_clear()
+    assert np.isfinite(network().execute(*DATA).loss)
+    choose._choices.cache_clear()
+    assert json.loads(file.read_text())
