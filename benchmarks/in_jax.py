@@ -1,0 +1,105 @@
+"""The step in JAX: one jitted function of parameters, statistics and optimizer state, which are donated.
+
+Images are `[batch, height, width, channels]` here, and weights of convolutions `[height, width, inputs, outputs]`: the
+order JAX programs use.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.models import BETAS, EPSILON, LEARNING_RATE, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
+
+
+class Operators:
+    """The operators of `models.py` as pure functions; new statistics are left in `statistics`."""
+
+    def __init__(self, statistics: dict[str, jax.Array], key: jax.Array, dropout: bool) -> None:
+        self.statistics, self.key, self.keeps_all = dict(statistics), key, not dropout
+        self.relu = jax.nn.relu
+
+    def linear(self, x: jax.Array, weights: jax.Array, biases: jax.Array) -> jax.Array:
+        return x @ weights.T + biases
+
+    def convolution(self, x: jax.Array, weights: jax.Array, biases: jax.Array) -> jax.Array:
+        order = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, weights, (1, 1), "SAME", dimension_numbers=order) + biases
+
+    def max_pool(self, x: jax.Array, size: int) -> jax.Array:
+        window = (1, size, size, 1)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+    def batch_norm(self, x: jax.Array, gamma: jax.Array, beta: jax.Array, name: str) -> jax.Array:
+        axes = tuple(range(x.ndim - 1))
+        batch = {f"{name}.mean": x.mean(axes), f"{name}.variance": x.var(axes)}
+        for key, value in batch.items():
+            self.statistics[key] = optax.incremental_update(value, self.statistics[key], 1 - NORMALIZATION_MOMENTUM)
+        mean, variance = batch.values()
+        return gamma * (x - mean) * jax.lax.rsqrt(variance + NORMALIZATION_EPSILON) + beta
+
+    def dropout(self, x: jax.Array, rate: float) -> jax.Array:
+        if self.keeps_all:
+            return x
+        self.key, key = jax.random.split(self.key)
+        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+    def flatten(self, x: jax.Array) -> jax.Array:
+        return x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1)
+
+
+class Jax:
+    """`jax.jit` over the whole step, with `optax.adam`."""
+
+    def __init__(self, model: Model, device: str, dropout: bool) -> None:
+        optimizer = optax.adam(LEARNING_RATE, *BETAS, eps=EPSILON)
+
+        def loss(parameters: Any, statistics: Any, key: Any, inputs: Any, labels: Any) -> Any:
+            on = Operators(statistics, key, dropout)
+            logits = model.network(on, parameters, inputs)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean(), (on.statistics, on.key)
+
+        def step(parameters: Any, statistics: Any, key: Any, state: Any, inputs: Any, labels: Any) -> Any:
+            derivative = jax.value_and_grad(loss, has_aux=True)
+            (value, (statistics, key)), gradients = derivative(parameters, statistics, key, inputs, labels)
+            updates, state = optimizer.update(gradients, state)
+            return value, (optax.apply_updates(parameters, updates), statistics, key, state)
+
+        self.function = jax.jit(step, donate_argnums=(0, 1, 2, 3))
+        place = _placing(device)
+        parameters = {name: place(value, (2, 3, 1, 0)) for name, value in model.parameters().items()}
+        statistics = {name: place(value) for name, value in model.statistics().items()}
+        key = jax.device_put(jax.random.key(0), jax.devices(device)[0])
+        self.carried = (parameters, statistics, key, optimizer.init(parameters))
+        inputs, labels = model.batch()
+        self.batch = place(inputs, (0, 2, 3, 1)), place(labels.astype(np.int32))
+        self.last: jax.Array | None = None
+
+    def step(self) -> None:
+        self.last, self.carried = self.function(*self.carried, *self.batch)
+
+    def wait(self) -> None:
+        jax.block_until_ready((self.last, self.carried))
+
+    @property
+    def loss(self) -> float:
+        assert self.last is not None
+        return float(self.last)
+
+
+def is_on(device: str) -> bool:
+    """Whether this JAX can use the device."""
+    try:
+        return bool(jax.devices(device))
+    except RuntimeError:
+        return False
+
+
+def _placing(device: str) -> Any:
+    def place(value: np.ndarray, order: tuple[int, ...] = ()) -> jax.Array:
+        return jax.device_put(value.transpose(order) if len(order) == value.ndim else value, jax.devices(device)[0])
+
+    return place
