@@ -113,7 +113,8 @@ def workspace(way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequ
     """Bytes a way needs beside its arguments and its result."""
     if way != "gemm":
         return 0
-    n, channels, h, wide = x.shape
-    h, wide = h + 2 * padding[0], wide + 2 * padding[1]
-    rows, columns = (h - w.shape[2]) // stride[0] + 1, (wide - w.shape[3]) // stride[1] + 1
-    return 4 * n * channels * (h * wide + rows * columns * w.shape[2] * w.shape[3])
+    outputs, channels, height, width = w.shape
+    h, wide = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
+    windows = ((h - height) // stride[0] + 1) * ((wide - width) // stride[1] + 1)
+    # Patches live together with the padded image first, then with the reordered result or gradient.
+    return 4 * x.shape[0] * (windows * height * width * channels + max(h * wide * channels, windows * outputs))
