@@ -97,7 +97,10 @@ def test_deterministic_keeps_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_wrong_way_is_never_chosen() -> None:
-    ways = {"right": lambda x: x + 1, "wrong": torch.zeros_like}
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not this shape")
+
+    ways = {"right": lambda x: x + 1, "wrong": torch.zeros_like, "broken": broken}
     assert choose._measure(ways, (torch.empty(2, 3),)) == "right"
 
 

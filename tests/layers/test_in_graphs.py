@@ -1,0 +1,95 @@
+"""Every layer of the table inside a training graph: the whole step and the three phases leave the same bits."""
+
+import zlib
+
+import numpy as np
+import pytest
+
+import stepgraph as sg
+from tests.layers.case import Case
+from tests.layers.test_conformance import CASES, each
+
+
+class OneLayer:
+    """A training graph around one layer; outside gradients stand for what would follow it."""
+
+    def __init__(self, case: Case) -> None:
+        sg.set_seed(11)
+        generator = np.random.default_rng(zlib.crc32(case.name.encode()))
+        self.layer = case.make()
+        arrays = [np.array(draw(generator)) for draw in case.sources]
+        self.data = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
+        self.sources = [sg.Tensor(array.shape, array.dtype, label=f"source {i}") for i, array in enumerate(self.data)]
+        graph = sg.Graph()
+        if self.layer.is_loss:
+            graph.node(self.layer, self.sources[0], loss_labels=self.sources[1:])
+        else:
+            graph.node(self.layer, *self.sources)
+        self.results = graph.result_tensors(self.layer)
+        optimizer = sg.SGDOptimizer(learning_rate=0.1, momentum_scale=0.9)
+        self.training = sg.TrainingGraph([graph], None, optimizer)
+        self.training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.COMPUTE_ALL_GRADIENTS)
+        self.training.add_outputs({f"result {i}": result for i, result in enumerate(self.results)})
+        for result in self.results:
+            if result.data_type.is_floating and not self.layer.is_loss:
+                gradient = generator.standard_normal(result.shape).astype(np.float32)
+                self.training.allocate_user_gradient(result).bind_and_write_data(gradient, sg.Device.cpu())
+
+    def named(self) -> dict[str, np.ndarray]:
+        return {tensor.label: array for tensor, array in zip(self.sources, self.data, strict=True)}
+
+    def whole(self) -> None:
+        self.training.execute(self.named())
+
+    def phases(self) -> None:
+        tensors = {tensor.label: tensor for tensor in self.sources}
+        self.training.bind_and_write_data(self.named(), tensors, sg.Device.cpu())
+        self.training.execute_forward()
+        if any(result.data_type.is_floating for result in self.results):
+            self.training.execute_gradient()
+            if self.layer.parameters:
+                self.training.execute_optimizer_update()
+
+    def state(self) -> dict[str, bytes]:
+        own = {**self.layer.parameters, **self.layer.statistics}
+        named = {**own, **{f"result {i}": result for i, result in enumerate(self.results)}}
+        return {name: tensor.numpy().tobytes() for name, tensor in named.items()}
+
+
+@each([case for case in CASES if case.training])
+def test_whole_step_and_phases_leave_the_same_bits(case: Case) -> None:
+    one, other = OneLayer(case), OneLayer(case)
+    before = {name: t.numpy().tobytes() for name, t in one.layer.parameters.items()}
+    for _ in range(2):
+        one.whole()
+        other.phases()
+        assert one.state() == other.state()
+    if case.differentiable and one.layer.parameters and not _is_still(case):
+        assert any(one.state()[name] != bits for name, bits in before.items())  # something was learned
+
+
+def _is_still(case: Case) -> bool:
+    return "frozen" in case.name
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16"])
+def test_graphs_compute_in_other_floating_types(kind: str) -> None:
+    dtype = np.dtype(kind)
+    generator = np.random.default_rng(0)
+    x, y = sg.Tensor((4, 3), kind), sg.Tensor((4, 2), kind)
+    weights = sg.Tensor((2, 3), kind, data=generator.standard_normal((2, 3)).astype(dtype))
+    biases = sg.Tensor((2,), kind, fill=0.0)
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer(weights, biases, sg.ConvolutionDescriptor(1, 3, 2)), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    inputs, labels = generator.standard_normal((4, 3)).astype(dtype), generator.standard_normal((4, 2)).astype(dtype)
+    w, b = weights.numpy().astype(np.float64), np.zeros(2)
+    for _ in range(3):
+        error = inputs @ w.T + b - labels
+        loss = training.execute({"x": inputs}, {"y": labels}).loss
+        assert loss == pytest.approx(np.mean(error.astype(np.float64) ** 2), rel=1e-12 if kind == "float64" else 1e-2)
+        w, b = w - 0.1 * 2 / 8 * error.T @ inputs, b - 0.1 * 2 / 8 * error.sum(0)
+    np.testing.assert_allclose(weights.numpy(), w, rtol=1e-12 if kind == "float64" else 1e-2, atol=1e-3)
+    assert weights.numpy().dtype == dtype
