@@ -127,3 +127,10 @@ MODELS: dict[str, Model] = {
         | _normalization("norm", 16),
     ),
 }
+
+# Small, with every operator and with shapes of its own: lets libraries load what they load at first use.
+WARM_UP = Model(
+    demo,
+    (2, 1, 8, 8),
+    _layers(conv1=(2, 1, 3, 3), conv2=(3, 2, 3, 3), full1=(4, 3 * 4 * 4), full2=(10, 4)) | _normalization("norm", 2),
+)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step --models mlp,cnn --rounds 20 --json results.json
 
-Before anything is timed, all libraries must give the same losses. See README.md for what the numbers mean.
+All libraries must give the same losses. See README.md for what the numbers mean.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, Model
+from benchmarks.models import MODELS, WARM_UP, Model
 
 OURS = "stepgraph"
 PEERS = {  # name: module and class, what it needs, whether it runs without being asked for
@@ -45,6 +46,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 112)
     makers = {name: _maker(name) for name in options.peers if _usable(name, options, console)}
     report = _surroundings(options, list(makers))
+    check(WARM_UP, makers, options.device)
     for name in options.models:
         report["models"][name] = result = measure(MODELS[name], makers, options.device, options.rounds, options.steps)
         console.print(table(name, MODELS[name], result), "")
@@ -53,8 +55,7 @@ def main() -> None:
 
 
 def measure(model: Model, makers: dict[str, Any], device: str, rounds: int, steps: int | None) -> dict[str, Any]:
-    """Losses compared, then time to the first step, then rounds in which every peer has a turn."""
-    losses = check(model, makers, device)
+    """Time to the first step, then losses compared, then rounds in which every peer has a turn."""
     peers, first = {}, {}
     for name, make in makers.items():
         began = time.perf_counter()
@@ -62,6 +63,7 @@ def measure(model: Model, makers: dict[str, Any], device: str, rounds: int, step
         peers[name].step()
         peers[name].wait()
         first[name] = time.perf_counter() - began
+    losses = check(model, makers, device)  # later, since a library may remember what it learned about these shapes
     for peer in peers.values():  # further first times: CUDA graphs are captured at the second step or later
         turn(peer, 3)
     count = steps or max(3, min(MOST_STEPS, round(TURN_SECONDS / turn(peers[OURS], 3))))
@@ -180,7 +182,9 @@ def _options() -> argparse.Namespace:
 
 def _prepare(options: argparse.Namespace) -> None:
     """The same conditions for everybody; before any library starts its threads."""
-    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # a first step is a first step
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a first step is a first step, for torch.compile
+    options.caches = tempfile.TemporaryDirectory()  # and for stepgraph, which keeps its choice of kernels on disk
+    os.environ["XDG_CACHE_HOME"] = options.caches.name
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves the others their memory
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # full float32 on a GPU, as the others
     for known in ("dynamo_pgo", "TensorFloat32"):  # that there is no cache and no TF32 is what was asked for

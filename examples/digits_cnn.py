@@ -1,6 +1,6 @@
 """Handwritten digits: a convolutional network, trained in a few seconds on a CPU.
 
-    python examples/digits_cnn.py [seed]
+    python examples/digits_cnn.py [seed] [bfloat16 | float16]
 
 A program has four parts: wire the layers into a graph, compile it for training, execute one step after the other, and
 compile the same layers for inference. It ends with an error if it recognizes less than 98% of digits it has not seen.
@@ -22,6 +22,7 @@ BATCH, EPOCHS, LEARNING_RATE, TARGET = 32, 15, 3e-3, 0.98
 console = Console()
 began = time.perf_counter()
 seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+compute_type = sys.argv[2] if len(sys.argv) > 2 else None  # mixed precision, for GPUs
 random = np.random.default_rng(seed)
 sg.set_seed(seed)  # parameters and dropout repeat from run to run
 
@@ -61,7 +62,7 @@ optimizer = sg.AdamOptimizer(learning_rate=LEARNING_RATE)
 training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), optimizer)
 training.add_inputs({"image": image}, loss_labels={"label": label})
 training.add_outputs({"logits": logits})  # readable after each step
-training.compile(sg.Device.any())
+training.compile(sg.Device.any(), compute_type=compute_type)
 console.print(training, "")
 
 # Train. The last batch of an epoch is a short one: batch_size says how many rows it has.
