@@ -87,7 +87,8 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
             f"the data is {str(array.dtype).removeprefix('torch.')}, the tensor is {data_type.debug_description}",
             fix=f"convert it first, for example .astype(np.{data_type.debug_description})",
         )
-    return _fit(array, shape, data_type, where)
+    # A compiled step counts on rows that lie one behind the other; other layouts are copied.
+    return _fit(array, shape, data_type, where).contiguous()
 
 
 def write(array: torch.Tensor, target: Any, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -262,7 +262,7 @@ class CompiledGraph(Graph):
             raise DataTypeError(
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
-        with turn(device):
+        with turn(device), _current_device(device):
             execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
             try:
                 if ExecutionOptions.PER_LAYER_PROFILING in options:
@@ -362,6 +362,11 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
             "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
         )
     return kind.torch
+
+
+def _current_device(device: Device) -> AbstractContextManager[Any]:
+    """Streams and events belong to the device that is current."""
+    return torch.cuda.device(device.torch) if device.torch.type == "cuda" else nullcontext()
 
 
 def _current(tensor: Tensor) -> torch.Tensor | None:

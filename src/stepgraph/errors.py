@@ -70,6 +70,11 @@ class ExecutionError(StepgraphError, RuntimeError):
     """The device failed while running a compiled graph."""
 
 
+def reason(error: BaseException) -> str:
+    """What somebody else's exception says, in one line without a full stop."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
 def user_line() -> str:
     """The line of the user's program that is being carried out, as `file.py:12`."""
     frame: FrameType | None = sys._getframe(1)

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import torch
 
-from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, user_line
+from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
 from stepgraph.random import keep_mask
 from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
@@ -59,6 +59,12 @@ class Scope:
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
         """The array of one of the layer's tensors, in `shape` if given; packed and natural shapes share memory."""
+        if tensor not in self.arrays:
+            raise StateError(
+                tensor.where,
+                "it is not in a field of the layer that reads it",
+                fix="annotate the field: name: sg.Tensor",
+            )
         array = self.arrays[tensor]
         return array.reshape(shape) if shape else array
 
@@ -179,12 +185,11 @@ class Layer:
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # whatever a layer's torch code raises, the user must see which layer it was
             shapes = ", ".join(str(source) for source in sources)
-            reason = str(error).splitlines()[0].rstrip(".")
             raise ShapeError(
                 self.where,
-                f"cannot take these sources: {reason}",
+                f"cannot take these sources: {reason(error)}",
                 sources=shapes,
                 fix="give sources that its forward takes",
             ) from error

@@ -127,11 +127,13 @@ class TrainingGraph(TrainingRecipe):
         *,
         compute_type: DataType | torch.dtype | str | None = None,
     ) -> None:
-        """Compiles the whole step for `device`; afterwards its memory is known and executing compiles nothing.
+        """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
+
+        Separate phases, evaluation and other batch sizes are compiled when they are first asked for, which is logged.
 
         Args:
             device: where to run; on a graph that was compiled before, None keeps its device.
-            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`.
+            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
@@ -172,7 +174,7 @@ class TrainingGraph(TrainingRecipe):
         It is added to the gradients that come from layers. Unwritten, it counts as zero.
         """
         require_tensor("allocate_user_gradient", tensor)
-        if tensor not in {result for node in self.nodes for result in node.results}:
+        if tensor not in {result for node in self._compiled or self.nodes for result in node.results}:
             raise UnknownNameError(
                 "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
             )
@@ -182,9 +184,10 @@ class TrainingGraph(TrainingRecipe):
             with self._all_or_nothing():
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:
-                    saved, batch, found = self._saved, self._forward_batch, self._gradients.found
+                    saved, batch = self._saved, self._forward_batch
+                    found, used = self._gradients.found, self._gradients.used
                     self._again(f"{tensor.label} takes a gradient from outside")
-                    self._gradients.found = found
+                    self._gradients.found, self._gradients.used = found, used
                     if batch is not None:
                         self._repeat_forward(saved, batch)
         return self._user_gradients[tensor]
@@ -263,8 +266,8 @@ class TrainingGraph(TrainingRecipe):
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
             self._hold(results)
-            self._saved = {} if evaluating else feeds | found
-            self._forward_batch = None if evaluating else batch
+            if not evaluating:  # an evaluation leaves the passes before it alone
+                self._saved, self._forward_batch = feeds | found, batch
             self._write_outputs(outputs_data, results)
             return self._answer(found)
 
@@ -405,7 +408,7 @@ class TrainingGraph(TrainingRecipe):
         """Traces anew with what is compiled, declared and linked now."""
         self._programs = Programs(self._step, self._kept_keys)
         if self._optimizer is not None:
-            self._training_state.attach(self._optimizer, self._trainable())
+            self._state = self._training_state.attached(self._optimizer, self._trainable())
         self._training_state.scale_loss(self._compute_type is torch.float16)
         self._updatable = tuple(t.is_updatable for t in self._held)
         executable = self._programs.executable("step", self._feeds.batch)

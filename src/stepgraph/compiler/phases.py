@@ -73,7 +73,7 @@ def extract(
     outside = _outside(program, chosen, ends)
     for node in outside:
         inputs.append(keys[node] if node in keys else crossing[node])
-        copies[node] = graph.placeholder(_spoken(inputs[-1]))
+        copies[node] = graph.placeholder(f"{_spoken(inputs[-1])}_{len(inputs)}")
         copies[node].meta = dict(node.meta)
     for node in program.module.graph.nodes:
         if node in chosen:
@@ -131,4 +131,4 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _spoken(key: Key) -> str:
     label = getattr(key.owner, "label", key.owner)
-    return "".join(c if c.isalnum() else "_" for c in f"{key.kind}_{label}_{key.position}")
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in f"{key.kind}_{label}_{key.position}")

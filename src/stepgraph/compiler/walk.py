@@ -34,7 +34,7 @@ from stepgraph.compiler.step import (
     user_gradient,
     value,
 )
-from stepgraph.errors import ExecutionError, StepgraphError
+from stepgraph.errors import ExecutionError, StepgraphError, reason
 from stepgraph.graph import Node
 from stepgraph.layer import Scope
 from stepgraph.optimizers import global_norm
@@ -85,6 +85,7 @@ class _Walk:
     open: dict[Tensor, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     waiting: list[Tensor] = field(default_factory=list)
+    claimed: set[int] = field(default_factory=set)
     drew: bool = False
 
     # Forward
@@ -97,7 +98,12 @@ class _Walk:
         with self._tag(node, FORWARD):
             computed = self._compute_type(node)
             statistics = set(node.layer.statistics.values())
-            cast = {t: array if t in statistics else _as(array, computed) for t, array in own.items()}
+            # A statistic changes when the forward pass ends; what the gradient may need of it is its value now.
+            keep = step.differentiates
+            cast = {
+                t: (array.clone() if keep else array) if t in statistics else _as(array, computed)
+                for t, array in own.items()
+            }
             scope = Scope(cast, step.training, self.arrays[STREAM], salt=index, batch=step.batch)
             results = _called(node, [_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
@@ -136,6 +142,7 @@ class _Walk:
             with self._tag(node, GRADIENT):
                 self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
         for tensor in self.step.seeded:
+            self.claimed.add(self.arrays[user_gradient(tensor)].untyped_storage()._cdata)
             with _tagged("user gradient", GRADIENT):
                 given = self._scaled(self.arrays[user_gradient(tensor)])
                 self.open[tensor].append(given.to(self._value(tensor).dtype))
@@ -156,9 +163,12 @@ class _Walk:
     ) -> None:
         sources = {i: leaf for i, leaf in enumerate(visit.sources) if leaf.requires_grad}
         leaves = [*sources.values(), *visit.parameters.values()]
-        derivatives = torch.autograd.grad(
-            [visit.results[i] for i in reached], leaves, [cotangents[i] for i in reached], allow_unused=True
-        )
+        try:
+            derivatives = torch.autograd.grad(
+                [visit.results[i] for i in reached], leaves, [cotangents[i] for i in reached], allow_unused=True
+            )
+        except RuntimeError as error:
+            raise ExecutionError(node.where, f"it cannot be differentiated: {reason(error)}") from error
         for i, derivative in zip(sources, derivatives, strict=False):
             if derivative is not None:
                 tensor = node.arguments[i]
@@ -193,6 +203,7 @@ class _Walk:
     def _total_parameter(self, tensor: Tensor) -> None:
         with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
             self._total(tensor)
+            self._own(gradient(tensor))
         if self.step.optimizer is None:
             return
         # A large gradient is used up at once and freed; small ones are cheaper to update together, at the end.
@@ -200,6 +211,14 @@ class _Walk:
             self.waiting.append(tensor)
         else:
             self._update([tensor])
+
+    def _own(self, key: Key) -> None:
+        """Gives a trained gradient an array of its own where it is another's or the user's: phases go by names."""
+        memory = self.found[key].untyped_storage()._cdata
+        if memory in self.claimed:
+            self.found[key] = self.found[key].clone()
+            memory = self.found[key].untyped_storage()._cdata
+        self.claimed.add(memory)
 
     def finish(self) -> None:
         """Closes gradients of inputs, and updates what has waited for others."""
@@ -270,7 +289,7 @@ def _called(node: Node, sources: Sequence[torch.Tensor], scope: Scope) -> tuple[
         raise
     except Exception as error:  # whatever a layer's torch code raises, the user must see which layer it was
         shapes = ", ".join(str(list(source.shape)) for source in sources)
-        raise ExecutionError(node.where, f"its forward failed: {error}", sources=shapes) from error
+        raise ExecutionError(node.where, f"its forward failed: {reason(error)}", sources=shapes) from error
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 

@@ -17,7 +17,7 @@ from stepgraph.compiler import kernels
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step
 from stepgraph.compiler.trace import layer_of, phase_of
-from stepgraph.errors import ExecutionError
+from stepgraph.errors import ExecutionError, reason
 
 logger = logging.getLogger("stepgraph")
 _FILE = "<compiled step>"
@@ -44,9 +44,8 @@ class Executable:
         try:
             found = self.run(given) if self._capture is None else self._capture.run(given)
         except Exception as error:  # whatever a kernel raises, the user must see which layer it was
-            reason = str(error).splitlines()[0].rstrip(".")
             raise ExecutionError(
-                self._failed(error), f"the device could not go on: {reason}", fix="check the data of this call"
+                self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
 
@@ -109,8 +108,10 @@ class _Capture:
 
     def _record(self, given: Sequence[torch.Tensor]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
-        self.static = [a.clone() if i in self.changing else a for i, a in enumerate(given)]
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.results = self.executable.run(self.static)
+        static = [a.clone() if i in self.changing else a for i, a in enumerate(given)]
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = self.executable.run(static)
+        self.static, self.graph, self.results = static, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))

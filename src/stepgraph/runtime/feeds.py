@@ -94,7 +94,9 @@ class Feeds:
                     )
                 if names[name] not in self.tensors:
                     raise StateError(
-                        "execute", f"'{name}' keeps its data in the graph", fix="leave it out of the data of this call"
+                        "execute",
+                        f"'{name}' is constant, trained, or declared since the graph was compiled",
+                        fix="leave it out of the data of this call, or compile again",
                     )
                 found[names[name]] = values
         return found

@@ -19,6 +19,7 @@ class Gradients:
         self.found: dict[Key, torch.Tensor] = {}
         self.shown: dict[Key, torch.Tensor] = {}
         self.handles: dict[Key, Tensor] = {}
+        self.sums: dict[Key, torch.Tensor] = {}
         self.used = False
 
     def handle(self, key: Key, like: Tensor) -> Tensor:
@@ -48,10 +49,16 @@ class Gradients:
         """What was found, by the tensor it is read through."""
         return {handle: found[key] for key, handle in self.handles.items() if key in found}
 
+    @torch.inference_mode()
     def to_add_to(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
-        """Gradients that no update has used yet. On a GPU they are copied: a replay writes over the last results."""
-        found = {} if self.used else {key: self.found[key] for key in keys if key in self.found}
-        return {key: array if array.is_cpu else array.clone() for key, array in found.items()}
+        """Gradients that no update has used yet, in memory of their own that stays the same from pass to pass."""
+        kept = {} if self.used else {key: self.found[key] for key in keys if key in self.found}
+        for key, array in kept.items():
+            if key not in self.sums or self.sums[key].shape != array.shape:
+                self.sums[key] = torch.empty_like(array, memory_format=torch.contiguous_format)
+            if self.sums[key] is not array:
+                self.sums[key].copy_(array)
+        return {key: self.sums[key] for key in kept}
 
 
 def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[Gradients]) -> dict[Key, torch.Tensor]:

@@ -16,7 +16,7 @@ from stepgraph import draw
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key
 from stepgraph.compiler.trace import layer_of, phase_of
-from stepgraph.errors import ExecutionError
+from stepgraph.errors import ExecutionError, reason
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def profile(
         with torch.inference_mode():
             found = clock.run(*(arrays[key] for key in part.inputs))
     except Exception as error:
-        raise ExecutionError("execute", f"the device failed: {str(error).splitlines()[0]}") from error
+        raise ExecutionError("execute", f"the device failed: {reason(error)}") from error
     rows = sorted(((*key, *cost) for key, cost in clock.cost.items()), key=lambda row: -row[2])
     return dict(zip(part.outputs, found, strict=True)), Profile(tuple(rows))
 

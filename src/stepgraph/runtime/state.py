@@ -31,20 +31,28 @@ class TrainingState:
         self._seen = (-1, -1)
         self._updates = 0
 
-    def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
-        """Takes an optimizer: buffers the user bound, those of the same rule from before, or zeros."""
-        kept = self.arrays if self.optimizer is not None and self.optimizer.rule == optimizer.rule else {}
-        self.arrays = {key: array for key, array in self.arrays.items() if key.kind != "state"}
+    def attached(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> TrainingState:
+        """The state with an optimizer: buffers the user bound, those from before, or zeros.
+
+        What the same optimizer has learned about a tensor stays, also while the tensor is frozen.
+        """
+        new = TrainingState.__new__(TrainingState)
+        new.__dict__.update(self.__dict__)
+        same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
+        new.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
         for tensor in trainable:
             for i in range(len(optimizer.slots)):
-                old = kept.get(state(tensor, i))
-                self.arrays[state(tensor, i)] = torch.zeros_like(tensor.torch()) if old is None else old
-        count, dtype = len(optimizer.live), number_type(self.device.torch)
-        self.arrays[NUMBERS] = torch.zeros(count, dtype=dtype, device=self.device.torch)
-        self.optimizer, self._trainable, self._seen, self._updates = optimizer, tuple(trainable), (-1, -1), 0
+                if state(tensor, i) not in new.arrays:
+                    new.arrays[state(tensor, i)] = torch.zeros_like(tensor.torch())
+        new._trainable = tuple(trainable)
+        if self.optimizer is not optimizer:
+            count, dtype = len(optimizer.live), number_type(self.device.torch)
+            new.arrays[NUMBERS] = torch.zeros(count, dtype=dtype, device=self.device.torch)
+            new.optimizer, new._seen, new._updates = optimizer, (-1, -1), 0
         for tensor in trainable:
-            self.adopt(tensor)
-        self._write_numbers(optimizer)
+            new.adopt(tensor)
+        new._write_numbers(optimizer)
+        return new
 
     def refresh(self) -> None:
         """Brings what the user assigned or bound since the last update onto the device; nothing is compiled."""
@@ -117,7 +125,9 @@ class TrainingState:
             raise DataError(tensor.where, f"{given} optimizer buffers were bound, {self.optimizer.rule} takes {wanted}")
 
     def _publish(self, tensor: Tensor, arrays: Sequence[torch.Tensor]) -> None:
-        handles = tensor.optimizer_device_data or [TensorOptimizerDeviceData() for _ in arrays]
+        handles = tensor.optimizer_device_data
+        if len(handles) != len(arrays):
+            handles = [TensorOptimizerDeviceData() for _ in arrays]
         for handle, array in zip(handles, arrays, strict=False):
             handle.array = array
         on_host = self.device.torch.type == "cpu"

@@ -145,6 +145,10 @@ def _file() -> Path:
 
 @cache
 def _choices() -> dict[str, str]:
+    return _stored()
+
+
+def _stored() -> dict[str, str]:
     try:
         found = json.loads(_file().read_text())
     except (OSError, ValueError):  # none yet, or not readable: measured again
@@ -155,6 +159,7 @@ def _choices() -> dict[str, str]:
 def _remember(choices: dict[str, str]) -> None:
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
+        choices.update({**_stored(), **choices})  # other processes choose too
         draft = _file().with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(choices, indent=0))
         draft.replace(_file())
