@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from stepgraph import buffers, draw
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Key, Step, layer_tensors, value
+from stepgraph.compiler.step import Fusion, Key, Step, layer_tensors, value
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -64,6 +64,8 @@ class CompiledGraph(Graph):
         self._constants: dict[Tensor, torch.Tensor] = {}
         self._linked: tuple[Any, ...] = (self,)
         self._options = GraphCompilationOptions.NONE
+        self._compute_type: torch.dtype | None = None
+        self._tf32: bool | None = None
         self._compiled: tuple[Node, ...] = ()
         self._held: tuple[Tensor, ...] = ()
         self._programs = Programs(self._step, self._kept_keys)
@@ -282,8 +284,19 @@ class CompiledGraph(Graph):
     # Keeping results
 
     def _step(self, batch: int, training: bool) -> Step:
-        """What to compute for a batch size."""
-        raise NotImplementedError
+        """What to compute for a batch size: the forward pass, here."""
+        device = self._require_compiled("compile").torch
+        return Step(
+            self._compiled,
+            self._feeds.tensors,
+            device,
+            (self._feeds.batch, batch),
+            compute_type=self._compute_type,
+            chooses_kernels=GraphCompilationOptions.DETERMINISTIC not in self._options,
+            fusion=_fusion(self._options, device),
+            tf32=self._tf32,
+            names=draw.parameter_names(self._compiled),
+        )
 
     def _kept_keys(self) -> list[Key]:
         return [value(tensor) for tensor in self._kept()]
@@ -362,6 +375,15 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
             "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
         )
     return kind.torch
+
+
+def _fusion(options: GraphCompilationOptions, device: torch.device) -> Fusion:
+    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it."""
+    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
+        return Fusion.NEVER
+    if GraphCompilationOptions.FUSE_LAYERS in options:
+        return Fusion.FIRST
+    return Fusion.LATER if device.type == "cuda" else Fusion.NEVER
 
 
 def _current_device(device: Device) -> AbstractContextManager[Any]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, mixed, results_of
 from stepgraph.compiler import memory
-from stepgraph.compiler.step import STREAM, Step
+from stepgraph.compiler.step import STREAM
 from stepgraph.device import Device
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
@@ -43,13 +42,15 @@ class InferenceGraph(CompiledGraph):
         input_tensors_data: Data | None = None,
         *,
         compute_type: DataType | torch.dtype | str | None = None,
+        tf32: bool | None = None,
     ) -> None:
         """Compiles for `device`. Inputs in `input_tensors` become constants with the data given here.
 
-        With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type.
+        With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type. `tf32`
+        is that of `TrainingGraph.compile`.
         """
         with self._all_or_nothing():
-            self._compute_type = mixed(compute_type)
+            self._compute_type, self._tf32 = mixed(compute_type), tf32
             self._prepare(device, options, input_tensors, input_tensors_data)
             executable = self._programs.executable("inference", self._feeds.batch)
             self._plan = memory.plan(executable.step, executable.part)
@@ -106,10 +107,3 @@ class InferenceGraph(CompiledGraph):
 
     def _arrays(self) -> Found:
         return {**super()._arrays(), **self._stream}
-
-    def _step(self, batch: int, training: bool) -> Step:
-        device = self._require_compiled("compile").torch
-        common = (self._compiled, self._feeds.tensors, device, (self._feeds.batch, batch))
-        names = draw.parameter_names(self._compiled)
-        chooses = GraphCompilationOptions.DETERMINISTIC not in self._options
-        return Step(*common, names=names, compute_type=self._compute_type, chooses_kernels=chooses)

@@ -79,10 +79,15 @@ def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float
     return (bits >= threshold).view(tuple(shape))
 
 
-keep_mask = torch.library.custom_op("stepgraph::keep_mask", draw_mask, mutates_args=())
+_operator = torch.library.custom_op("stepgraph::keep_mask", draw_mask, mutates_args=())
 
 
-@keep_mask.register_fake
+def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
+    """`draw_mask` as a compiled step records it: one operator on the CPU, elsewhere arithmetic that can be fused."""
+    return (_operator if stream.is_cpu else draw_mask)(stream, salt, shape, rate)
+
+
+@_operator.register_fake
 def _(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.bool, device=stream.device)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-
-from stepgraph import draw
 from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler.step import Step
 from stepgraph.errors import DataTypeError, StateError
@@ -39,7 +37,6 @@ class TrainingRecipe(CompiledGraph):
         self._optimizer = None if optimizer is None else checked(optimizer)
         self._stop: frozenset[Tensor] = frozenset()
         self._parameters: tuple[Tensor, ...] = ()
-        self._compute_type: torch.dtype | None = None
         self._user_gradients: dict[Tensor, Tensor] = {}
 
     @property
@@ -102,14 +99,11 @@ class TrainingRecipe(CompiledGraph):
         return bool(self._wanted() or made & self._read_elsewhere())
 
     def _step(self, batch: int, training: bool) -> Step:
-        names = draw.parameter_names(self._compiled)
-        device = self._require_compiled("compile").torch
-        common = (self._compiled, self._feeds.tensors, device, (self._feeds.batch, batch))
-        chooses = GraphCompilationOptions.DETERMINISTIC not in self._options
+        plain = super()._step(batch, training)
         if not training:
-            return Step(*common, names=names, compute_type=self._compute_type, chooses_kernels=chooses)
-        return Step(
-            *common,
+            return plain
+        return replace(
+            plain,
             training=True,
             trainable=self._trainable(),
             wanted=self._wanted(),
@@ -118,9 +112,6 @@ class TrainingRecipe(CompiledGraph):
             starts=frozenset(self._terminal()) - {*self._user_gradients, *self._read_elsewhere()},
             stopped=self._stop,
             all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
-            compute_type=self._compute_type,
-            chooses_kernels=chooses,
-            names=names,
         )
 
 

@@ -116,7 +116,9 @@ class TrainingGraph(TrainingRecipe):
             if self.device is not None:
                 constants = {str(t.tensor_id): t for t in self._constants if t not in self._parameters}
                 data = {name: self._constants[t].cpu() for name, t in constants.items()}
-                self.compile(self.device, self._options, constants, data, compute_type=self._compute_type)
+                self.compile(
+                    self.device, self._options, constants, data, compute_type=self._compute_type, tf32=self._tf32
+                )
 
     def compile(
         self,
@@ -126,6 +128,7 @@ class TrainingGraph(TrainingRecipe):
         input_tensors_data: Data | None = None,
         *,
         compute_type: DataType | torch.dtype | str | None = None,
+        tf32: bool | None = None,
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
 
@@ -133,14 +136,17 @@ class TrainingGraph(TrainingRecipe):
 
         Args:
             device: where to run; on a graph that was compiled before, None keeps its device.
-            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`.
+            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
+                `FUSE_LAYERS`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
                 losses and what you read stay float32. float16 scales the loss and skips updates that are not finite.
+            tf32: whether a GPU may multiply float32 matrices on its TF32 units, with 10 bits of mantissa; None leaves
+                it as PyTorch is set (`torch.backends`: by default convolutions may, matrix products may not).
         """
         with self._all_or_nothing():
-            self._compute_type = mixed(compute_type)
+            self._compute_type, self._tf32 = mixed(compute_type), tf32
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)

@@ -133,7 +133,8 @@ class GraphCompilationOptions(IntFlag):
     DISABLE_LAYER_FUSION = 0x02
     LINK_GRAPHS = 0x04
     COMPUTE_ALL_GRADIENTS = 0x08
-    DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring
+    DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring, nothing fused
+    FUSE_LAYERS = 0x2000  # ours: fuse with PyTorch's compiler before the first step, on any device
 
 
 class ExecutionOptions(IntFlag):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -53,6 +54,14 @@ STREAM = Key("stream")  # [seed, step] of the random stream
 SCALE = Key("scale")  # the loss scale, and the finite steps since it last changed
 
 
+class Fusion(Enum):
+    """When operators are fused by PyTorch's compiler."""
+
+    NEVER = "never"
+    LATER = "in the background, while unfused steps run"
+    FIRST = "before the first step"
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One iteration over a graph, for one batch size, one device and one mode.
@@ -71,6 +80,8 @@ class Step:
         all_gradients: differentiate by everything, inputs and frozen parameters included.
         compute_type: what layers compute in, where it is not what tensors declare.
         chooses_kernels: whether faster implementations are looked for.
+        fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
+        tf32: whether float32 products may use a GPU's TF32 units; None leaves it as PyTorch is set.
         names: how layers and parameters are called in profiles and plans.
     """
 
@@ -88,6 +99,8 @@ class Step:
     all_gradients: bool = False
     compute_type: torch.dtype | None = None
     chooses_kernels: bool = True
+    fusion: Fusion = Fusion.NEVER
+    tf32: bool | None = None
     names: Mapping[Any, str] = field(default_factory=dict)
 
     @cached_property

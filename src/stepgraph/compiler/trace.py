@@ -6,6 +6,7 @@ construction. Every recorded operator knows its layer and its phase.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from stepgraph.compiler import kernels, passes
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, Step, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.tensor import Tensor, TensorDescriptor
+
+# PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
+recording = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ def trace(step: Step) -> Program:
             torch.empty(shape, dtype=dtype, device=step.device)
             for shape, dtype in (_signature(step, shapes, k) for k in keys)
         ]
-    with traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
+    with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         module = make_fx(function, tracing_mode="fake")(*fakes)
     passes.simplify(module)
     if step.chooses_kernels and step.device.type == "cpu":

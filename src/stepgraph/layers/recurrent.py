@@ -12,6 +12,7 @@ from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
 from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.lstm_cudnn import cudnn_computes, run_cudnn
 from stepgraph.layers.lstm_kernel import lstm, sequence_lengths
 from stepgraph.layers.lstm_steps import lstm_steps, running
 from stepgraph.random import initialize
@@ -307,13 +308,16 @@ class LSTMLayer(Layer):
         """One direction of one layer: by the operator, or step by step where the equation is not the usual one."""
         hidden = self.descriptor.hidden_size
         start = 4 * (direction * self.descriptor.layer_count + layer)
-        order = (3, 0, 1, 2) if self.is_standard else (0, 1, 2, 3)
+        by_cudnn = self.is_standard and lengths is None and cudnn_computes(x)
+        order = (3, 0, 1, 2) if self.is_standard and not by_cudnn else (0, 1, 2, 3)
 
         def joined(tensors: Sequence[Tensor], *shape: int) -> Array:
             return torch.cat([scope.array(tensors[start + gate], *shape) for gate in order])
 
         input_weights, hidden_weights = joined(self.input_weights, hidden, -1), joined(self.hidden_weights, hidden, -1)
         biases = None if self.biases is None else joined(self.biases, hidden)
+        if by_cudnn:
+            return run_cudnn(x, input_weights, hidden_weights, biases, h0, c0, direction == 1)
         arrays = x, input_weights, hidden_weights, biases, h0, c0, lengths
         if self.is_standard:
             return lstm(*arrays, direction == 1)[:3]

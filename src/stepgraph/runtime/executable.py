@@ -2,24 +2,30 @@
 
 On the CPU the recorded operators run as one Python function. On CUDA the first call runs the same way and does real
 work; the second call is captured as a CUDA graph, and from then on a call is a copy of its inputs and one replay.
+After some calls PyTorch's compiler begins to fuse the operators in the background; when it is done, the next call
+takes its function and the one after that is captured anew.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from stepgraph.compiler import kernels
+from stepgraph.compiler import fusion, kernels
+from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Key, Step
+from stepgraph.compiler.step import Fusion, Key, Step
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
 
 logger = logging.getLogger("stepgraph")
+FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
 
 
@@ -28,18 +34,24 @@ class Executable:
 
     def __init__(self, part: Part, step: Step) -> None:
         self.part, self.step = part, step
-        kernels.call_directly(part.module)
         self._function, self._lines = _function(part)
         self._inputs = part.inputs
         self._capture = _Capture(self) if step.device.type == "cuda" else None
+        self.is_fused = False
+        self._fusing: Future[Function] | None = None
+        if step.fusion is Fusion.FIRST:
+            self._function, self.is_fused = fusion.fuse(part), True
 
     @property
     def mode(self) -> str:
-        """How calls run: `traced`, or `CUDA graph` once captured."""
-        return "CUDA graph" if self._capture is not None and self._capture.graph is not None else "traced"
+        """How calls run: `traced`, or `CUDA graph` once captured; `fused` before it where operators are."""
+        captured = self._capture is not None and self._capture.graph is not None
+        return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
 
     def __call__(self, arrays: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Runs once; results are valid until the next call."""
+        if self._fusing is not None and self._fusing.done():
+            self._take_fused(self._fusing)
         given = [arrays[key] for key in self._inputs]
         try:
             found = self.run(given) if self._capture is None else self._capture.run(given)
@@ -48,6 +60,21 @@ class Executable:
                 self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
+
+    def fuse_later(self) -> None:
+        """Begins to fuse operators, while calls go on as they are."""
+        if self.step.fusion is Fusion.LATER and not self.is_fused:
+            self._fusing = fusion.fuse_in_background(self.part)
+
+    def _take_fused(self, fusing: Future[Function]) -> None:
+        """Goes on with the fused operators from this call on."""
+        self._fusing, error = None, fusing.exception()
+        if error is not None:
+            logger.warning("operators stay unfused: %s", reason(error))
+            return
+        self._function, self.is_fused = fusing.result(), True
+        self._capture = None if self._capture is None else _Capture(self)
+        logger.warning("fused %d operators; steps run faster from here on", len(self.part.nodes))
 
     def _failed(self, error: Exception) -> str:
         """The layer and phase of the operator that raised, found by its line in the generated function."""
@@ -64,9 +91,9 @@ class Executable:
             return self._function(*given)
 
 
-def _function(part: Part) -> tuple[Callable[..., Sequence[torch.Tensor]], list[str]]:
+def _function(part: Part) -> tuple[Function, list[str]]:
     """The part as one Python function, and its lines. Operators are called without their Python wrapper."""
-    code = part.module.graph.python_code("self")
+    code = kernels.call_directly(part.module.graph).python_code("self")
     names = dict(code.globals)
 
     def bare(match: re.Match[str]) -> str:
@@ -93,8 +120,11 @@ class _Capture:
 
     def run(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
+        if self.calls == FUSES_AT:
+            self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
-            return self.executable.run(given)
+            with _settings(self.executable.step):
+                return self.executable.run(given)
         if self.graph is None or any(a.data_ptr() != b.data_ptr() for a, b in self._fixed(given)):
             self._record(given)
         for i in self.changing:
@@ -111,7 +141,26 @@ class _Capture:
         static = [a.clone() if i in self.changing else a for i, a in enumerate(given)]
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _settings(self.executable.step), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(static)
         self.static, self.graph, self.results = static, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))
+
+
+@contextmanager
+def _settings(step: Step) -> Iterator[None]:
+    """How PyTorch's libraries are to compute this step: asked when a kernel is launched, also in a capture."""
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    benchmark, cudnn.benchmark = cudnn.benchmark, step.chooses_kernels or cudnn.benchmark
+    try:
+        if step.tf32 is None:
+            yield
+            return
+        before = products.allow_tf32, cudnn.allow_tf32
+        products.allow_tf32 = cudnn.allow_tf32 = step.tf32
+        try:
+            yield
+        finally:
+            products.allow_tf32, cudnn.allow_tf32 = before
+    finally:
+        cudnn.benchmark = benchmark

@@ -1,5 +1,6 @@
 """Faster implementations of what a step does, beside the reference; tests compare the two."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def call_directly(module: fx.GraphModule) -> None:
-    """Makes a program call the functions behind our own operators."""
-    for node in module.graph.nodes:
+def call_directly(graph: fx.Graph) -> fx.Graph:
+    """The same operators, with the functions behind our own in their places."""
+    direct = copy.deepcopy(graph)
+    for node in direct.nodes:
         if node.op == "call_function":
             node.target = DIRECT.get(node.target, node.target)
-    module.recompile()
+    return direct
