@@ -1,7 +1,7 @@
 """The step in JAX: one jitted function of parameters, statistics and optimizer state, which are donated.
 
 Images are `[batch, height, width, channels]` here, and weights of convolutions `[height, width, inputs, outputs]`: the
-order JAX programs use.
+order JAX programs use. Weights that read flat images have their columns in that order too.
 """
 
 from typing import Any
@@ -11,26 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models import BETAS, EPSILON, LEARNING_RATE, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
+from benchmarks.models import BETAS, EPSILON, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
 
 
 class Operators:
-    """The operators of `models.py` as pure functions; new statistics are left in `statistics`."""
+    """The operators of `networks.py` as pure functions; new statistics are left in `statistics`."""
 
     def __init__(self, statistics: dict[str, jax.Array], key: jax.Array, dropout: bool) -> None:
         self.statistics, self.key, self.keeps_all = dict(statistics), key, not dropout
-        self.relu = jax.nn.relu
+        self.relu, self.gelu, self.add, self.add_parameter = jax.nn.relu, jax.nn.gelu, jnp.add, jnp.add
 
     def linear(self, x: jax.Array, weights: jax.Array, biases: jax.Array) -> jax.Array:
         return x @ weights.T + biases
 
-    def convolution(self, x: jax.Array, weights: jax.Array, biases: jax.Array) -> jax.Array:
-        order = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, weights, (1, 1), "SAME", dimension_numbers=order) + biases
+    def convolution(self, x: jax.Array, weights: jax.Array, biases: jax.Array | None, stride: int = 1) -> jax.Array:
+        order, border = ("NHWC", "HWIO", "NHWC"), (weights.shape[0] // 2,) * 2
+        y = jax.lax.conv_general_dilated(x, weights, (stride,) * 2, (border, border), dimension_numbers=order)
+        return y if biases is None else y + biases
 
     def max_pool(self, x: jax.Array, size: int) -> jax.Array:
         window = (1, size, size, 1)
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+    def mean_of_pixels(self, x: jax.Array) -> jax.Array:
+        return x.mean((1, 2))
 
     def batch_norm(self, x: jax.Array, gamma: jax.Array, beta: jax.Array, name: str) -> jax.Array:
         axes = tuple(range(x.ndim - 1))
@@ -40,21 +44,51 @@ class Operators:
         mean, variance = batch.values()
         return gamma * (x - mean) * jax.lax.rsqrt(variance + NORMALIZATION_EPSILON) + beta
 
+    def layer_norm(self, x: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
+        mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        return gamma * (x - mean) * jax.lax.rsqrt(variance + NORMALIZATION_EPSILON) + beta
+
     def dropout(self, x: jax.Array, rate: float) -> jax.Array:
         if self.keeps_all:
             return x
         self.key, key = jax.random.split(self.key)
         return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
+    def embedding(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        return weights[x]
+
+    def attention(self, x: jax.Array, p: dict[str, jax.Array], name: str, heads: int) -> jax.Array:
+        joint = self.linear(x, p[f"{name}.joint.weights"], p[f"{name}.joint.biases"])
+        query, key, value = jnp.moveaxis(joint.reshape(*x.shape[:2], 3, heads, -1), 2, 0)
+        seen = jax.nn.dot_product_attention(query, key, value).reshape(x.shape)
+        return self.linear(seen, p[f"{name}.output.weights"], p[f"{name}.output.biases"])
+
+    def last_of_lstm(self, x: jax.Array, p: dict[str, jax.Array], name: str) -> jax.Array:
+        """One product for the inputs of all steps; in the scan only the one with the hidden weights is left."""
+        gates = self.linear(x, p[f"{name}.input.weights"], p[f"{name}.biases"]).swapaxes(0, 1)
+        weights = p[f"{name}.hidden.weights"].T
+
+        def step(state: tuple[jax.Array, jax.Array], gate: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            h, c = state
+            i, f, g, o = jnp.split(gate + h @ weights, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zeros = jnp.zeros((x.shape[0], weights.shape[0]), x.dtype)
+        return jax.lax.scan(step, (zeros, zeros), gates)[0][0]
+
     def flatten(self, x: jax.Array) -> jax.Array:
-        return x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1)
+        return x.reshape(x.shape[0], -1)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        return x.reshape(-1, x.shape[-1])
 
 
 class Jax:
     """`jax.jit` over the whole step, with `optax.adam`."""
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
-        optimizer = optax.adam(LEARNING_RATE, *BETAS, eps=EPSILON)
+        optimizer = optax.adam(model.learning_rate, *BETAS, eps=EPSILON)
 
         def loss(parameters: Any, statistics: Any, key: Any, inputs: Any, labels: Any) -> Any:
             on = Operators(statistics, key, dropout)
@@ -70,12 +104,15 @@ class Jax:
 
         self.function = jax.jit(step, donate_argnums=(0, 1, 2, 3))
         place = _placing(device)
-        parameters = {name: place(value, (2, 3, 1, 0)) for name, value in model.parameters().items()}
+        values = model.parameters()
+        for name, pixels in model.flattened.items():
+            values[name] = values[name].reshape(-1, *pixels).transpose(0, 2, 3, 1).reshape(values[name].shape)
+        parameters = {name: place(value, (2, 3, 1, 0)) for name, value in values.items()}
         statistics = {name: place(value) for name, value in model.statistics().items()}
         key = jax.device_put(jax.random.key(0), jax.devices(device)[0])
         self.carried = (parameters, statistics, key, optimizer.init(parameters))
         inputs, labels = model.batch()
-        self.batch = place(inputs, (0, 2, 3, 1)), place(labels.astype(np.int32))
+        self.batch = place(inputs, (0, 2, 3, 1)), place(labels)
         self.last: jax.Array | None = None
 
     def step(self) -> None:
@@ -100,6 +137,7 @@ def is_on(device: str) -> bool:
 
 def _placing(device: str) -> Any:
     def place(value: np.ndarray, order: tuple[int, ...] = ()) -> jax.Array:
+        value = value.astype(np.int32) if value.dtype == np.int64 else value
         return jax.device_put(value.transpose(order) if len(order) == value.ndim else value, jax.devices(device)[0])
 
     return place

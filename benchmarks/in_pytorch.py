@@ -5,30 +5,68 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from benchmarks.models import BETAS, EPSILON, LEARNING_RATE, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
+from benchmarks.models import BETAS, EPSILON, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
 
 
 class Operators:
-    """The operators of `models.py` as functions of tensors."""
+    """The operators of `networks.py` as functions of tensors."""
 
-    def __init__(self, statistics: dict[str, torch.Tensor], dropout: bool) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], statistics: dict[str, torch.Tensor], dropout: bool) -> None:
         self.statistics, self.keeps_all = statistics, not dropout
-        self.linear, self.relu, self.max_pool = F.linear, F.relu, F.max_pool2d
+        self.linear, self.relu, self.max_pool, self.add = F.linear, F.relu, F.max_pool2d, torch.add
+        self.add_parameter, self.embedding = torch.add, F.embedding
+        names = [name.removesuffix(".hidden.weights") for name in parameters if name.endswith(".hidden.weights")]
+        self.recurrences = {name: recurrence(parameters, name) for name in names}
 
-    def convolution(self, x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weights, biases, padding=weights.shape[-1] // 2)
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def convolution(
+        self, x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, stride: int = 1
+    ) -> torch.Tensor:
+        return F.conv2d(x, weights, biases, stride, padding=weights.shape[-1] // 2)
+
+    def mean_of_pixels(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3))
 
     def batch_norm(self, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, name: str) -> torch.Tensor:
         mean, variance = self.statistics[f"{name}.mean"], self.statistics[f"{name}.variance"]
         share = 1 - NORMALIZATION_MOMENTUM
         return F.batch_norm(x, mean, variance, gamma, beta, training=True, momentum=share, eps=NORMALIZATION_EPSILON)
 
+    def layer_norm(self, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, gamma.shape, gamma, beta, NORMALIZATION_EPSILON)
+
     def dropout(self, x: torch.Tensor, rate: float) -> torch.Tensor:
         return x if self.keeps_all else F.dropout(x, rate)
 
+    def attention(self, x: torch.Tensor, p: dict[str, nn.Parameter], name: str, heads: int) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        joint = F.linear(x, p[f"{name}.joint.weights"], p[f"{name}.joint.biases"])
+        query, key, value = joint.view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(batch, tokens, width)
+        return F.linear(seen, p[f"{name}.output.weights"], p[f"{name}.output.biases"])
+
+    def last_of_lstm(self, x: torch.Tensor, p: dict[str, nn.Parameter], name: str) -> torch.Tensor:
+        return self.recurrences[name](x)[0][:, -1]
+
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1)
+
+
+def recurrence(parameters: dict[str, nn.Parameter], name: str) -> nn.LSTM:
+    """PyTorch's module with these parameters; its second set of biases stays at zero, the others have but one."""
+    weights, biases = parameters[f"{name}.input.weights"], parameters[f"{name}.biases"]
+    module = nn.LSTM(weights.shape[1], weights.shape[0] // 4, batch_first=True, device=weights.device)
+    module.weight_ih_l0, module.weight_hh_l0 = weights, parameters[f"{name}.hidden.weights"]
+    module.bias_ih_l0, module.bias_hh_l0 = biases, nn.Parameter(torch.zeros_like(biases), requires_grad=False)
+    module.flatten_parameters()  # one block of memory, as cuDNN wants it
+    return module
 
 
 class Eager:
@@ -38,10 +76,12 @@ class Eager:
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
         self.device = device
-        on = Operators({name: self.placed(value) for name, value in model.statistics().items()}, dropout)
-        parameters = {name: self.placed(value).requires_grad_() for name, value in model.parameters().items()}
+        parameters = {name: nn.Parameter(self.placed(value)) for name, value in model.parameters().items()}
+        on = Operators(parameters, {name: self.placed(value) for name, value in model.statistics().items()}, dropout)
         self.inputs, self.labels = (self.placed(array) for array in model.batch())
-        self.optimizer = torch.optim.Adam(parameters.values(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+        self.optimizer = torch.optim.Adam(
+            parameters.values(), lr=model.learning_rate, betas=BETAS, eps=EPSILON, fused=True
+        )
 
         def forward(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(model.network(on, parameters, inputs), labels)
@@ -79,8 +119,16 @@ class ChannelsLast(Eager):
 
 
 class Compiled(Eager):
-    """The same loop; forward and gradient are compiled, on a GPU with CUDA graphs."""
+    """The same loop; forward and gradient are compiled."""
+
+    mode = "default"
 
     def compiled(self, forward: Any) -> Any:
         forward.__code__ = forward.__code__.replace()  # code of its own, so every instance compiles for itself
-        return torch.compile(forward, mode="default" if self.device == "cpu" else "reduce-overhead")
+        return torch.compile(forward, mode=self.mode)
+
+
+class ReducedOverhead(Compiled):
+    """The same, with CUDA graphs."""
+
+    mode = "reduce-overhead"

@@ -6,62 +6,94 @@ import numpy as np
 import torch
 
 import stepgraph as sg
-from benchmarks.models import (
-    BETAS,
-    EPSILON,
-    LEARNING_RATE,
-    NORMALIZATION_EPSILON,
-    NORMALIZATION_MOMENTUM,
-    Model,
-)
+from benchmarks.models import BETAS, EPSILON, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
 
 
 class Operators:
-    """The operators of `models.py`, as nodes of a graph."""
+    """The operators of `networks.py`, as nodes of a graph; `inputs` has parameters that belong to no layer."""
 
     def __init__(self, statistics: dict[str, np.ndarray], dropout: bool) -> None:
         self.graph = sg.Graph()
         self.statistics = {name: sg.Tensor(value.shape, data=value) for name, value in statistics.items()}
         self.keeps_all = not dropout
+        self.inputs: list[sg.Tensor] = []
 
     def linear(self, x: sg.Tensor, weights: sg.Tensor, biases: sg.Tensor) -> sg.Tensor:
         outputs, inputs = weights.shape
         return self.graph.node(sg.FullyConnectedLayer(weights, biases, sg.ConvolutionDescriptor(1, inputs, outputs)), x)
 
-    def convolution(self, x: sg.Tensor, weights: sg.Tensor, biases: sg.Tensor) -> sg.Tensor:
+    def convolution(self, x: sg.Tensor, weights: sg.Tensor, biases: sg.Tensor | None, stride: int = 1) -> sg.Tensor:
         outputs, inputs, *kernel = weights.shape
-        descriptor = sg.ConvolutionDescriptor(tuple(kernel), inputs, outputs)
+        border = {"padding_policy": sg.PaddingPolicy.USE_PADDING_SIZE, "padding_sizes": kernel[0] // 2}
+        descriptor = sg.ConvolutionDescriptor(tuple(kernel), inputs, outputs, strides=stride, **border)
         return self.graph.node(sg.ConvolutionLayer(weights, biases, descriptor), x)
 
     def relu(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.node(sg.ActivationLayer.relu(), x)
 
+    def gelu(self, x: sg.Tensor) -> sg.Tensor:
+        return self.graph.node(sg.ActivationLayer.gelu(), x)
+
+    def add(self, x: sg.Tensor, y: sg.Tensor) -> sg.Tensor:
+        return self.graph.node(sg.ArithmeticLayer.add(), x, y)
+
+    def add_parameter(self, x: sg.Tensor, parameter: sg.Tensor) -> sg.Tensor:
+        self.inputs.append(parameter)
+        return self.add(x, parameter)
+
     def max_pool(self, x: sg.Tensor, size: int) -> sg.Tensor:
         return self.graph.node(sg.PoolingLayer.max(size), x)
+
+    def mean_of_pixels(self, x: sg.Tensor) -> sg.Tensor:
+        return self.graph.reshape(x.shape[:2], self.graph.node(sg.ReductionLayer.mean((2, 3)), x))
 
     def batch_norm(self, x: sg.Tensor, gamma: sg.Tensor, beta: sg.Tensor, name: str) -> sg.Tensor:
         mean, variance = self.statistics[f"{name}.mean"], self.statistics[f"{name}.variance"]
         settings = NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM
         return self.graph.node(sg.BatchNormalizationLayer(gamma.shape[0], mean, variance, beta, gamma, *settings), x)
 
+    def layer_norm(self, x: sg.Tensor, gamma: sg.Tensor, beta: sg.Tensor) -> sg.Tensor:
+        return self.graph.node(sg.LayerNormalizationLayer(gamma.shape, beta, gamma, NORMALIZATION_EPSILON), x)
+
     def dropout(self, x: sg.Tensor, rate: float) -> sg.Tensor:
         return self.graph.node(sg.DropoutLayer(0.0 if self.keeps_all else rate), x)
 
+    def embedding(self, x: sg.Tensor, weights: sg.Tensor) -> sg.Tensor:
+        return self.graph.node(sg.EmbeddingLayer(sg.EmbeddingDescriptor(*weights.shape), weights), x)
+
+    def attention(self, x: sg.Tensor, p: dict[str, sg.Tensor], name: str, heads: int) -> sg.Tensor:
+        weights = [*_parts(p[f"{name}.joint.weights"], 3), p[f"{name}.output.weights"]]
+        biases = [*_parts(p[f"{name}.joint.biases"], 3), p[f"{name}.output.biases"]]
+        descriptor = sg.MultiheadAttentionDescriptor(x.shape[-1], heads)
+        return self.graph.node(sg.MultiheadAttentionLayer(descriptor, weights, biases), x, x, x)
+
+    def last_of_lstm(self, x: sg.Tensor, p: dict[str, sg.Tensor], name: str) -> sg.Tensor:
+        inputs, hidden = (_parts(p[f"{name}.{part}.weights"], 4) for part in ("input", "hidden"))
+        descriptor = sg.LSTMDescriptor(*inputs[0].shape[::-1], returns_sequences=False)
+        layer = sg.LSTMLayer(descriptor, inputs, hidden, biases=_parts(p[f"{name}.biases"], 4))
+        return self.flatten(self.graph.node(layer, x))
+
     def flatten(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.reshape((x.shape[0], -1), x)
+
+    def rows(self, x: sg.Tensor) -> sg.Tensor:
+        return self.graph.reshape((-1, x.shape[-1]), x)
 
 
 class Stepgraph:
     """A compiled training graph. On the CPU it is given NumPy arrays, on a GPU arrays that are there already."""
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
-        inputs, labels = sg.Tensor(model.inputs), sg.Tensor((model.batch_size,), "int64")
+        inputs = sg.Tensor(model.inputs, "int64" if model.vocabulary else "float32")
+        labels = sg.Tensor((model.label_count,), "int64")
         on = Operators(model.statistics(), dropout)
         parameters = {name: sg.Tensor(value.shape, data=value) for name, value in model.parameters().items()}
         model.network(on, parameters, inputs)
-        optimizer = sg.AdamOptimizer(learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON)
+        optimizer = sg.AdamOptimizer(learning_rate=model.learning_rate, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON)
         self.training = sg.TrainingGraph([on.graph], sg.LossLayer.softmax_cross_entropy(), optimizer)
-        self.training.add_inputs({"inputs": inputs}, loss_labels={"labels": labels})
+        trained = {f"parameter{i}": tensor for i, tensor in enumerate(on.inputs)}
+        self.training.add_inputs({"inputs": inputs, **trained}, loss_labels={"labels": labels})
+        self.training.set_training_tensor_parameters([sg.TensorParameter(tensor) for tensor in on.inputs])
         self.training.compile(sg.Device.of(device))
         values = (_on(device, array) for array in model.batch())
         self.inputs, self.labels = ({name: next(values)} for name in ("inputs", "labels"))
@@ -82,3 +114,8 @@ class Stepgraph:
 
 def _on(device: str, array: np.ndarray) -> Any:
     return array if device == "cpu" else torch.from_numpy(array).to(device)
+
+
+def _parts(tensor: sg.Tensor, count: int) -> list[sg.Tensor]:
+    """Equal parts of a stacked parameter, each a tensor of its own."""
+    return [sg.Tensor(part.shape, data=part) for part in np.split(tensor.numpy(), count)]

@@ -1,0 +1,169 @@
+"""Who is compared, which of them can run here, and the same conditions for all of them."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from benchmarks.models import MODELS, Model
+
+OURS, EAGER = "stepgraph", "pytorch"
+
+
+class Peer(NamedTuple):
+    """Where a peer's class is, what it needs, and which devices and models it is for."""
+
+    place: str
+    packages: tuple[str, ...] = ("torch",)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    only_images: bool = False
+    compiles: bool = False
+
+    def load(self) -> Any:
+        """The class."""
+        module, kind = self.place.split(":")
+        return getattr(importlib.import_module(module), kind)
+
+    def problem(self, device: str) -> str:
+        """Why it cannot run here, or nothing."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        if device not in self.devices:
+            return f"not made for {device}"
+        if "jax" in self.packages and not importlib.import_module("benchmarks.in_jax").is_on(device):
+            return f"this JAX cannot use {device}"
+        if self.compiles and not shutil.which(os.environ.get("CXX", "c++")) and not shutil.which("g++"):
+            return "torch.compile needs a C++ compiler"
+        return ""
+
+
+PEERS = {
+    OURS: Peer("benchmarks.in_stepgraph:Stepgraph"),
+    EAGER: Peer("benchmarks.in_pytorch:Eager"),
+    "channels_last": Peer("benchmarks.in_pytorch:ChannelsLast", only_images=True),
+    "compile": Peer("benchmarks.in_pytorch:Compiled", compiles=True),
+    "reduce": Peer("benchmarks.in_pytorch:ReducedOverhead", devices=("cuda",), compiles=True),
+    "jax": Peer("benchmarks.in_jax:Jax", ("jax", "optax")),
+}
+
+
+def usable(names: list[str], device: str, asked: bool, console: Console) -> list[str]:
+    """Those that can run here. The others are named, or, if they were asked for, end the program."""
+    found = []
+    for name in names:
+        problem = PEERS[name].problem(device)
+        if problem and asked:
+            sys.exit(f"{name}: {problem}")
+        if problem:
+            console.print(f"{name} is left out: {problem}", style="yellow")
+        else:
+            found.append(name)
+    return found
+
+
+def suits(name: str, model: Model) -> bool:
+    """Whether the peer has something of its own to show for this model."""
+    return model.has_images or not PEERS[name].only_images
+
+
+def parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options all programs have."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{program}", description=(description or "").split("\n")[0]
+    )
+    made.add_argument("--models", default=",".join(MODELS), help="which, comma between (%(default)s)")
+    made.add_argument("--peers", default=None, help=f"which of {','.join(PEERS)} (all that can run here)")
+    made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction, default=False, help="timed steps on CUDA use TF32"
+    )
+    made.add_argument("--threads", type=int, default=None, help="CPU threads (as many as PyTorch takes by itself)")
+    made.add_argument("--json", type=Path, default=None, help="a file for all the numbers")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options, checked: `models` by name, `peers` with ours first."""
+    options = made.parse_args(arguments)
+    options.asked = options.peers is not None
+    names = options.models.split(",")
+    options.peers = list(dict.fromkeys([OURS, *(options.peers.split(",") if options.asked else PEERS)]))
+    for kind, given, known in (("model", names, MODELS), ("peer", options.peers, PEERS)):
+        for name in given:
+            if name not in known:
+                made.error(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+    for name in ("batch", "rounds", "steps", "threads"):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            made.error(f"--{name} is {value}, it must be a whole number of at least 1")
+    if options.tf32 and options.device == "cpu":
+        made.error("--tf32 is for --device cuda")
+    models = {name: MODELS[name].on(options.device) for name in names}
+    options.models = {name: one.of_batch(options.batch) if options.batch else one for name, one in models.items()}
+    return options
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """The same conditions for everybody; before any library starts its threads."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    options.caches = tempfile.TemporaryDirectory()  # what an earlier run remembered about kernels is not used
+    os.environ["XDG_CACHE_HOME"] = options.caches.name
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves the others their memory
+    for known in ("dynamo_pgo", "TensorFloat32", "Dynamo does not know how to trace the builtin"):
+        warnings.filterwarnings("ignore", message=known)  # no cache and no TF32 is what was asked for
+    if options.threads and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the limit every library sees
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("PyTorch finds no CUDA device here")
+
+
+def set_tf32(on: bool) -> None:
+    """Whether products and convolutions on a GPU may use TF32, for every library that is loaded."""
+    import torch
+
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_default_matmul_precision", "tensorfloat32" if on else "highest")
+
+
+def surroundings(options: argparse.Namespace, program: str, peers: list[str]) -> dict[str, Any]:
+    """What the numbers depend on."""
+    import torch
+
+    import stepgraph
+
+    packages = sorted({package for name in peers for package in PEERS[name].packages} | {"numpy"})
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    on_cpu = f"{cores}-core {platform.machine()} CPU"
+    return {
+        "program": program,
+        "command": " ".join([f"python -m benchmarks.{program}", *_asked(sys.argv[1:])]),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else on_cpu,
+        "tf32": options.tf32,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {OURS: stepgraph.__version__} | {one: importlib.metadata.version(one) for one in packages},
+    }
+
+
+def _asked(arguments: list[str]) -> list[str]:
+    """The arguments that matter to the numbers: where the file goes does not."""
+    dropped = {i + offset for i, one in enumerate(arguments) if one == "--json" for offset in (0, 1)}
+    return [one for i, one in enumerate(arguments) if i not in dropped and not one.startswith("--json=")]
