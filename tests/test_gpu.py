@@ -1,6 +1,7 @@
 """The same training on a CUDA device: numbers of the CPU, replayed graphs, live scalars, nothing lost between calls."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import stepgraph as sg
 
 pytestmark = pytest.mark.gpu
 BATCH = 16
+UNFUSED = sg.GraphCompilationOptions.DISABLE_LAYER_FUSION  # most of what follows is not about fusing
 
 
 class Digits:
     """A small convolutional network with dropout and batch normalization, always from the same numbers."""
 
-    def __init__(self, device: sg.Device, rate: float = 0.3) -> None:
+    def __init__(self, device: sg.Device, rate: float = 0.3, options: sg.GraphCompilationOptions = UNFUSED) -> None:
         sg.set_seed(11)
         self.x, self.y = sg.Tensor.image(8, 8, 1, BATCH), sg.Tensor((BATCH,), "int64")
         self.layers = [sg.ConvolutionLayer.create(1, 8, 3, biases=False), sg.BatchNormalizationLayer.create(8)]
@@ -29,7 +31,7 @@ class Digits:
         self.optimizer = sg.AdamOptimizer(learning_rate=1e-2)
         self.training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), self.optimizer)
         self.training.add_inputs({"x": self.x}, {"y": self.y})
-        self.training.compile(device)
+        self.training.compile(device, options)
         self.device = device
 
     def parameters(self) -> list[np.ndarray]:
@@ -196,3 +198,70 @@ def test_per_layer_profile_has_all_phases() -> None:
     (x, y), *_ = batches(1)
     execution = net.training.execute({"x": x}, {"y": y}, options=sg.ExecutionOptions.PER_LAYER_PROFILING)
     assert {phase for _, phase, _, _ in execution.profile.rows} == {"forward", "gradient", "update"}
+
+
+def test_fused_steps_equal_unfused_ones() -> None:
+    fused, plain = Digits(gpu(), options=sg.GraphCompilationOptions.FUSE_LAYERS), Digits(gpu())
+    for x, y in batches(20):
+        one, other = (net.training.execute({"x": x}, {"y": y}).loss for net in (fused, plain))
+        assert one == pytest.approx(other, rel=1e-4)
+    (executable,) = fused.training._programs.executables.values()
+    assert executable.mode == "fused CUDA graph"
+
+
+def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureFixture) -> None:
+    later, plain = Digits(gpu(), options=sg.GraphCompilationOptions.NONE), Digits(gpu())
+    (executable,) = later.training._programs.executables.values()
+    data, modes = batches(20), set()
+    deadline = time.monotonic() + 120
+    while not executable.is_fused and time.monotonic() < deadline:
+        for x, y in data:
+            assert later.training.execute({"x": x}, {"y": y}).loss == pytest.approx(
+                plain.training.execute({"x": x}, {"y": y}).loss, rel=1e-3
+            )
+            modes.add(executable.mode)
+        time.sleep(0.2)
+    assert executable.is_fused
+    assert "CUDA graph" in modes
+    assert "fused" in caplog.text
+    later.optimizer.learning_rate = plain.optimizer.learning_rate = 1e-4
+    for x, y in data[:5]:
+        one, other = (net.training.execute({"x": x}, {"y": y}).loss for net in (later, plain))
+        assert one == pytest.approx(other, rel=1e-3)
+    assert executable.mode == "fused CUDA graph"
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
+    def losses(device: sg.Device) -> list[float]:
+        sg.set_seed(3)
+        x, y = sg.Tensor((4, 7, 5)), sg.Tensor((4, 7, 12 if bidirectional else 6))
+        graph = sg.Graph()
+        layer = sg.LSTMLayer.create(5, 6, layer_count=2, bidirectional=bidirectional, batch_first=True)
+        graph.node(layer, x)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.5))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile(device, UNFUSED)
+        generator = np.random.default_rng(0)
+        data = generator.standard_normal((4, 7, 5)), generator.standard_normal(y.shape)
+        return [training.execute({"x": data[0]}, {"y": data[1]}).loss for _ in range(10)]
+
+    np.testing.assert_allclose(losses(gpu()), losses(sg.Device.cpu()), rtol=1e-5)
+
+
+def test_tf32_is_a_switch() -> None:
+    generator = np.random.default_rng(0)
+    a = generator.standard_normal((256, 256)).astype(np.float32)
+    errors = {}
+    for tf32 in (False, True):
+        x = sg.Tensor((256, 256))
+        graph = sg.Graph()
+        graph.node(sg.FullyConnectedLayer.create(256, 256, biases=False), x)
+        inference = sg.InferenceGraph([graph])
+        inference.add_inputs({"x": x})
+        inference.compile(gpu(), UNFUSED, tf32=tf32)
+        weights = graph.nodes[0].layer.weights.numpy().astype(np.float64)
+        found = inference.execute({"x": a}).result.numpy()
+        errors[tf32] = np.abs(found - a @ weights.T).max()
+    assert errors[False] < 1e-4 < errors[True]
+    assert not torch.backends.cuda.matmul.allow_tf32  # the caller's own setting is untouched

@@ -77,6 +77,8 @@ def as_array(data: Any, where: str) -> torch.Tensor:
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
+    if _is_exact(data, shape, data_type):
+        return torch.from_numpy(data) if isinstance(data, np.ndarray) else data.detach()
     if isinstance(data, TensorData | bytes | bytearray) or (isinstance(data, memoryview) and data.format == "B"):
         raw = data if isinstance(data, TensorData) else TensorData(np.frombuffer(data, np.uint8))
         return _take(raw.array(data_type.torch), shape, data_type, where, given=f"{raw.length} bytes")
@@ -89,6 +91,17 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
         )
     # A compiled step counts on rows that lie one behind the other; other layouts are copied.
     return _fit(array, shape, data_type, where).contiguous()
+
+
+def _is_exact(data: Any, shape: Sequence[int], data_type: DataType) -> bool:
+    """Whether `data` is as it should be already: asked first, because in a loop it usually is."""
+    if isinstance(data, np.ndarray):
+        flags = data.flags
+        same = data.shape == shape and data.dtype.name == data_type.debug_description and data.dtype.isnative
+        return same and flags.c_contiguous and flags.writeable
+    return isinstance(data, torch.Tensor) and (
+        data.shape == shape and data.dtype is data_type.torch and data.is_contiguous()
+    )
 
 
 def write(array: torch.Tensor, target: Any, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from stepgraph.errors import (
     UnknownNameError,
 )
 from stepgraph.graph import Graph, Node
-from stepgraph.runtime.executable import Executable
+from stepgraph.runtime.executable import Binding
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.profile import profile
@@ -69,8 +70,9 @@ class CompiledGraph(Graph):
         self._compiled: tuple[Node, ...] = ()
         self._held: tuple[Tensor, ...] = ()
         self._programs = Programs(self._step, self._kept_keys)
+        self._bindings: dict[tuple[str, int], tuple[list[torch.Tensor | None], Binding]] = {}
         self._written: Found = {}
-        self._bound: dict[Tensor, torch.Tensor | None] = {}
+        self._given: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
 
@@ -106,6 +108,7 @@ class CompiledGraph(Graph):
         self._check_outputs(declared)
         if self.device is not None and any(tensor not in self._kept() for tensor in outputs.values()):
             self._programs = self._programs.keeping_anew()  # executables were made to drop it
+            self._bindings = {}
         self._outputs = declared
 
     def __rich__(self) -> RenderableType:
@@ -148,6 +151,7 @@ class CompiledGraph(Graph):
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs = Programs(self._step, self._kept_keys)
+        self._bindings = {}
         for tensor in self._held:
             tensor.place(self.device)
         for node in self._compiled:
@@ -224,10 +228,10 @@ class CompiledGraph(Graph):
         require_options(options, ExecutionOptions)
         if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
-            written = {k.owner: a for k, a in self._written.items() if self._bound[k.owner] is _current(k.owner)}
+            written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
             return self._feeds.arrays(written, batch, self._require_compiled("execute"))
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
-        self._bound = {tensor: _current(tensor) for tensor in self._feeds.tensors}
+        self._given = {tensor: _current(tensor) for tensor in self._feeds.tensors}
         return self._written
 
     def _batch_size(self, given: int | None) -> int:
@@ -243,8 +247,20 @@ class CompiledGraph(Graph):
             )
         return batch
 
+    def _bound(self, part: str, batch: int) -> Binding:
+        """A part with the arrays that stay between calls, looked up anew where a tensor was bound to other memory."""
+        memory, known = self._memory(), self._bindings.get((part, batch))
+        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
+            known = memory, self._programs.executable(part, batch).bind(self._arrays())
+            self._bindings[part, batch] = known
+        return known[1]
+
+    def _memory(self) -> list[torch.Tensor | None]:
+        """What tells whether `_arrays` would find others than before."""
+        return [tensor.memory for tensor in self._held]
+
     def _arrays(self) -> Found:
-        """Arrays that stay between calls. Fetched anew, since a parameter may have been bound to other memory."""
+        """Arrays that stay between calls."""
         return {**{value(tensor): tensor.torch() for tensor in self._held}, **self._constant_arrays()}
 
     def _constant_arrays(self) -> Found:
@@ -252,14 +268,14 @@ class CompiledGraph(Graph):
 
     def _launch(
         self,
-        executable: Executable,
+        binding: Binding,
         arrays: Mapping[Key, torch.Tensor],
         options: ExecutionOptions,
         completion: Completion | None,
         keep: Callable[[Found], tuple[Tensor | None, torch.Tensor | None]],
     ) -> Execution:
         """Runs an executable and lets `keep` store what it found; the handle tells the rest."""
-        device = self._require_compiled("execute")
+        device, executable = self._require_compiled("execute"), binding.executable
         if completion is not None and not callable(completion):
             raise DataTypeError(
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
@@ -268,9 +284,9 @@ class CompiledGraph(Graph):
             execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
             try:
                 if ExecutionOptions.PER_LAYER_PROFILING in options:
-                    found, execution.profile = profile(executable.part, arrays, device.torch)
+                    found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
                 else:
-                    found = executable(arrays)
+                    found = executable(binding.filled(arrays))
                 execution.finish(*keep(found))
             except ExecutionError as error:
                 execution.fail(error)
@@ -293,6 +309,8 @@ class CompiledGraph(Graph):
             (self._feeds.batch, batch),
             compute_type=self._compute_type,
             chooses_kernels=GraphCompilationOptions.DETERMINISTIC not in self._options,
+            # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
+            channels_last=device.type == "cuda" and GraphCompilationOptions.DETERMINISTIC not in self._options,
             fusion=_fusion(self._options, device),
             tf32=self._tf32,
             names=draw.parameter_names(self._compiled),
@@ -388,7 +406,8 @@ def _fusion(options: GraphCompilationOptions, device: torch.device) -> Fusion:
 
 def _current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
-    return torch.cuda.device(device.torch) if device.torch.type == "cuda" else nullcontext()
+    elsewhere = device.torch.type == "cuda" and device.torch.index != torch.cuda.current_device()
+    return torch.cuda.device(device.torch) if elsewhere else nullcontext()
 
 
 def _current(tensor: Tensor) -> torch.Tensor | None:

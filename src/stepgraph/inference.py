@@ -87,10 +87,9 @@ class InferenceGraph(CompiledGraph):
         self._require_compiled("execute")
         batch = self._batch_size(batch_size)
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-        arrays = self._arrays() | self._fed(given, batch, options)
-
-        executable = self._programs.executable("inference", batch)
-        self._check_destinations(outputs_data, executable.part)
+        feeds = self._fed(given, batch, options)
+        binding = self._bound("inference", batch)
+        self._check_destinations(outputs_data, binding.executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
@@ -98,7 +97,7 @@ class InferenceGraph(CompiledGraph):
             self._write_outputs(outputs_data, results)
             return self._compiled[-1].results[0], self._answer(found)[1]
 
-        return self._launch(executable, arrays, options, completion, keep)
+        return self._launch(binding, feeds, options, completion, keep)
 
     def _prepare(self, *arguments: Any, **settings: Any) -> None:
         super()._prepare(*arguments, **settings)

@@ -54,6 +54,7 @@ class Scope:
     stream: torch.Tensor | None = None
     salt: int = 0
     batch: tuple[int, int] = (0, 0)
+    channels_last: bool = False  # how convolutions should lay out images in memory
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     drew: bool = False
 

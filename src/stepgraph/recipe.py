@@ -95,6 +95,8 @@ class TrainingRecipe(CompiledGraph):
 
     def _exchanges(self) -> bool:
         """Whether gradients go from this graph to a linked one, or come from there."""
+        if len(self._linked) == 1:
+            return False
         made = {t for node in self._compiled for t in node.results}
         return bool(self._wanted() or made & self._read_elsewhere())
 

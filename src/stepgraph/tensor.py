@@ -221,6 +221,11 @@ class Tensor:
         # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
         return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
 
+    @property
+    def memory(self) -> Array | None:
+        """The array behind the current value: another one when the tensor was bound anew."""
+        return self._value
+
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared where it lives there, else copied."""
         return self._as_numpy(self.torch())

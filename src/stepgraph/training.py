@@ -225,7 +225,7 @@ class TrainingGraph(TrainingRecipe):
         self._ready("execute")
         batch = self._batch_size(batch_size)
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-        arrays = self._arrays() | self._fed(given, batch, options)
+        feeds = self._fed(given, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
         learning = not evaluating and self._has_seed(batch)
         if learning and self._exchanges():
@@ -234,11 +234,8 @@ class TrainingGraph(TrainingRecipe):
                 "a linked graph would miss the gradients of this one",
                 fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
             )
-        executable = self._programs.executable(
-            "evaluation" if evaluating else "step" if learning else "forward only", batch
-        )
-
-        self._check_destinations(outputs_data, executable.part)
+        binding = self._bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
+        self._check_destinations(outputs_data, binding.executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
@@ -251,7 +248,7 @@ class TrainingGraph(TrainingRecipe):
             self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
             return self._answer(found)
 
-        return self._launch(executable, arrays | self._seeds(batch) if learning else arrays, options, completion, keep)
+        return self._launch(binding, feeds | self._seeds(batch) if learning else feeds, options, completion, keep)
 
     def execute_forward(
         self,
@@ -266,8 +263,8 @@ class TrainingGraph(TrainingRecipe):
         batch = self._batch_size(batch_size)
         feeds = self._fed({}, batch, options)
         evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        executable = self._programs.executable("evaluation" if evaluating else "forward", batch)
-        self._check_destinations(outputs_data, executable.part)
+        binding = self._bound("evaluation" if evaluating else "forward", batch)
+        self._check_destinations(outputs_data, binding.executable.part)
 
         def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
             results = results_of(found)
@@ -277,7 +274,7 @@ class TrainingGraph(TrainingRecipe):
             self._write_outputs(outputs_data, results)
             return self._answer(found)
 
-        return self._launch(executable, self._arrays() | feeds, options, completion, keep)
+        return self._launch(binding, feeds, options, completion, keep)
 
     def execute_gradient(
         self,
@@ -294,8 +291,8 @@ class TrainingGraph(TrainingRecipe):
         """
         self._ready("execute_gradient")
         batch = self._check_forward(batch_size)
-        executable = self._programs.executable("gradient", batch)
-        self._check_destinations(outputs_data, executable.part)
+        binding = self._bound("gradient", batch)
+        self._check_destinations(outputs_data, binding.executable.part)
         adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
         kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
 
@@ -304,8 +301,7 @@ class TrainingGraph(TrainingRecipe):
             self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
             return None, None
 
-        arrays = self._arrays() | self._saved | self._seeds(batch)
-        return self._launch(executable, arrays, options, completion, keep)
+        return self._launch(binding, self._saved | self._seeds(batch), options, completion, keep)
 
     def execute_optimizer_update(
         self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
@@ -329,8 +325,8 @@ class TrainingGraph(TrainingRecipe):
             self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
             return None, None
 
-        arrays = self._arrays() | summed(self._gradients, self._others(), self._trainable())
-        return self._launch(self._programs.executable("update", self._feeds.batch), arrays, options, completion, keep)
+        gradients = summed(self._gradients, self._others(), self._trainable())
+        return self._launch(self._bound("update", self._feeds.batch), gradients, options, completion, keep)
 
     def synchronize_updates(self) -> None:
         """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
@@ -412,7 +408,7 @@ class TrainingGraph(TrainingRecipe):
 
     def _restart(self) -> None:
         """Traces anew with what is compiled, declared and linked now."""
-        self._programs = Programs(self._step, self._kept_keys)
+        self._programs, self._bindings = Programs(self._step, self._kept_keys), {}
         if self._optimizer is not None:
             self._state = self._training_state.attached(self._optimizer, self._trainable())
         self._training_state.scale_loss(self._compute_type is torch.float16)
@@ -436,6 +432,9 @@ class TrainingGraph(TrainingRecipe):
         if self._updatable != tuple(t.is_updatable for t in self._held):
             self._again("other parameters are updatable")
         self._training_state.refresh()
+
+    def _memory(self) -> list[torch.Tensor | None]:
+        return [*super()._memory(), *self._training_state.arrays.values()]
 
     def _arrays(self) -> Found:
         return super()._arrays() | self._training_state.arrays
@@ -470,7 +469,7 @@ class TrainingGraph(TrainingRecipe):
         executable = self._programs.executable("forward", batch)
         moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
         moving[STREAM][1] -= 1
-        self._saved, self._forward_batch = feeds | executable(arrays | moving), batch
+        self._saved, self._forward_batch = feeds | executable(executable.bind(arrays | moving).filled({})), batch
 
     def _check_forward(self, batch_size: int | None) -> int:
         if self._forward_batch is None:

@@ -80,6 +80,7 @@ class Step:
         all_gradients: differentiate by everything, inputs and frozen parameters included.
         compute_type: what layers compute in, where it is not what tensors declare.
         chooses_kernels: whether faster implementations are looked for.
+        channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
         tf32: whether float32 products may use a GPU's TF32 units; None leaves it as PyTorch is set.
         names: how layers and parameters are called in profiles and plans.
@@ -99,6 +100,7 @@ class Step:
     all_gradients: bool = False
     compute_type: torch.dtype | None = None
     chooses_kernels: bool = True
+    channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
     tf32: bool | None = None
     names: Mapping[Any, str] = field(default_factory=dict)

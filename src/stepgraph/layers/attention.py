@@ -19,6 +19,7 @@ from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")
+SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
 
 
 @dataclass(frozen=True)
@@ -207,10 +208,12 @@ class MultiheadAttentionLayer(Layer):
         k, v = (append_rows(x, row, zero=settings.adds_zero_attention) for x, row in zip((k, v), rows, strict=True))
         q, k, v = (split_heads(x, heads=settings.head_count) for x in (q, k, v))
         mask = join_masks(*masks, batch=query.shape[0], keys=k.shape[2], dtype=q.dtype)
-        if scope.training and settings.dropout > 0:
+        drops = scope.training and settings.dropout > 0
+        if drops or (q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
             weights = attention_weights(q, k, mask)
-            heads = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout) @ v
-            heads = heads if mask is None else heads.masked_fill(all_masked(mask), 0)
+            if drops:
+                weights = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
+            heads = weights @ v if mask is None else (weights @ v).masked_fill(all_masked(mask), 0)
         else:
             heads = attend(q, k, v, mask)
         return self._project(3, heads.transpose(1, 2).flatten(2), scope)

@@ -236,6 +236,8 @@ class ConvolutionLayer(Layer):
         descriptor = self.descriptor
         weights = scope.array(self.weights, *descriptor.weights_shape)
         biases = None if self.biases is None else scope.array(self.biases, descriptor.output_feature_channel_count)
+        if scope.channels_last:
+            x, weights = (array.contiguous(memory_format=torch.channels_last) for array in (x, weights))
         return CONVOLUTIONS[descriptor.type](
             x,
             weights,

@@ -44,9 +44,12 @@ def lstm_cudnn(
     x: Array, input_weights: Array, hidden_weights: Array, biases: Array, h0: Array, c0: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Outputs `[steps, batch, hidden]`, final `h` and `c` `[batch, hidden]`; then what the gradient needs."""
-    weights = [input_weights, hidden_weights, biases, torch.zeros_like(biases)]
-    output, h, c, reserve, packed = aten._cudnn_rnn(
-        x.contiguous(), weights, len(weights), None, h0[None], c0[None], *_settings(hidden_weights), [], None
+    weights = [one.detach() for one in (input_weights, hidden_weights, biases, torch.zeros_like(biases))]
+    mode, hidden, projection, layers, batch_first, *_, bidirectional = settings = _settings(hidden_weights)
+    sizes = (x.shape[2], mode, hidden, projection, layers, batch_first, bidirectional)
+    packed = aten._cudnn_rnn_flatten_weight(weights, len(weights), *sizes)  # in one block, where `weights` now are
+    output, h, c, reserve, _ = aten._cudnn_rnn(
+        x.contiguous(), weights, len(weights), packed, h0[None], c0[None], *settings, [], None
     )
     return output, h[0].clone(), c[0].clone(), reserve, packed
 

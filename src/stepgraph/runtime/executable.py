@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,13 +30,27 @@ FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
 
 
+class Binding(NamedTuple):
+    """An executable with some of its arrays; the others are given with each call."""
+
+    executable: Executable
+    arrays: list[torch.Tensor | None]
+    opened: tuple[tuple[int, Key], ...]
+
+    def filled(self, others: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
+        """All arrays of one call."""
+        given: list[Any] = self.arrays.copy()
+        for index, key in self.opened:
+            given[index] = others[key]
+        return given
+
+
 class Executable:
-    """Runs a part: arrays by key in, arrays by key out."""
+    """Runs a part: arrays in, arrays by key out."""
 
     def __init__(self, part: Part, step: Step) -> None:
         self.part, self.step = part, step
         self._function, self._lines = _function(part)
-        self._inputs = part.inputs
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.is_fused = False
         self._fusing: Future[Function] | None = None
@@ -48,11 +63,16 @@ class Executable:
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
 
-    def __call__(self, arrays: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Runs once; results are valid until the next call."""
+    def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
+        """The arrays that stay between calls, in their places."""
+        inputs = self.part.inputs
+        opened = tuple((i, key) for i, key in enumerate(inputs) if key not in arrays)
+        return Binding(self, [arrays.get(key) for key in inputs], opened)
+
+    def __call__(self, given: list[torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Runs once on arrays in the order of the part's inputs; results are valid until the next call."""
         if self._fusing is not None and self._fusing.done():
             self._take_fused(self._fusing)
-        given = [arrays[key] for key in self._inputs]
         try:
             found = self.run(given) if self._capture is None else self._capture.run(given)
         except Exception as error:  # whatever a kernel raises, the user must see which layer it was
@@ -127,8 +147,7 @@ class _Capture:
                 return self.executable.run(given)
         if self.graph is None or any(a.data_ptr() != b.data_ptr() for a, b in self._fixed(given)):
             self._record(given)
-        for i in self.changing:
-            self.static[i].copy_(given[i], non_blocking=True)
+        torch._foreach_copy_([self.static[i] for i in self.changing], [given[i] for i in self.changing], True)
         assert self.graph is not None
         self.graph.replay()
         return self.results

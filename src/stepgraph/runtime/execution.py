@@ -42,12 +42,11 @@ class Execution:
         self._loss: torch.Tensor | None = None
         self._timed = timed
         self._elapsed: float | None = None
-        self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)] if device.torch.type == "cuda" else []
-        self._begin()
-
-    def _begin(self) -> None:
+        # The first tells when the work began, the last when it ended.
+        count = 0 if device.torch.type != "cuda" else 2 if timed else 1
+        self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(count)]
         self._started = time.perf_counter()
-        if self._events:
+        if timed and self._events:
             self._events[0].record()
 
     def finish(self, result: Tensor | None, loss: torch.Tensor | None) -> None:
@@ -55,7 +54,7 @@ class Execution:
         self.result = result
         self._loss = loss
         if self._events:
-            self._events[1].record()
+            self._events[-1].record()
         else:
             self._elapsed = time.perf_counter() - self._started
 
@@ -83,7 +82,7 @@ class Execution:
 
     def _synchronize(self) -> None:
         if self._events:
-            self._events[1].synchronize()
+            self._events[-1].synchronize()
 
     def wait(self) -> Execution:
         """Returns when the work is done; raises what made it fail."""
@@ -95,7 +94,7 @@ class Execution:
     @property
     def done(self) -> bool:
         """Whether the work is done."""
-        return not self._events or self._events[1].query()
+        return not self._events or self._events[-1].query()
 
     @property
     def time(self) -> float | None:
@@ -103,8 +102,8 @@ class Execution:
         if not self._timed:
             return None
         if self._events:
-            self._events[1].synchronize()
-            return self._events[0].elapsed_time(self._events[1]) / 1e3
+            self._events[-1].synchronize()
+            return self._events[0].elapsed_time(self._events[-1]) / 1e3
         return self._elapsed
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,13 @@ class Profile:
 
 
 def profile(
-    part: Part, arrays: Mapping[Key, torch.Tensor], device: torch.device
+    part: Part, arrays: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[dict[Key, torch.Tensor], Profile]:
     """Runs a part once, timing every operator; the results are those of any other run."""
     clock = _Clock(part.module, device)
     try:
         with torch.inference_mode():
-            found = clock.run(*(arrays[key] for key in part.inputs))
+            found = clock.run(*arrays)
     except Exception as error:
         raise ExecutionError("execute", f"the device failed: {reason(error)}") from error
     rows = sorted(((*key, *cost) for key, cost in clock.cost.items()), key=lambda row: -row[2])

@@ -81,7 +81,7 @@ def number_type(device: torch.device) -> torch.dtype:
 def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     # PyTorch adds ε after the bias correction; dividing it by the correction gives our formula.
     correction = math.sqrt(1 - n.beta2**n.time_step)
-    step = torch.tensor(n.time_step, dtype=torch.float32)
+    step = torch.scalar_tensor(n.time_step, dtype=torch.float32)
     largest = states[2] if len(states) == 3 else []
     fused, decay = (torch._fused_adamw_, n.regularization_scale) if n.decoupled else (torch._fused_adam_, n.decay)
     fused(
