@@ -73,43 +73,53 @@ def main() -> None:
     measure(blocks, 8, options.device)  # what is loaded at first use
     for name in options.only:
         sizes, build = LINES[name]
-        profile = cProfile.Profile() if options.profile else None
-        points = []
-        for size in (one for one in sizes if one <= options.most):
-            points.append(
-                measure(build, size, options.device, profile if size == min(sizes[-1], options.most) else None)
-            )
+        points = [measure(build, size, options.device) for size in sizes if size <= options.most]
         report["lines"][name] = {"points": points, "slopes": slopes(points)}
         console.print(table(name, points), "")
-        if profile is not None:
-            pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(25)
+        if options.profile:
+            profile(build, int(points[-1]["size"]), options.device)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(build: Callable[[int], Any], size: int, device: str, profile: cProfile.Profile | None = None) -> Point:
+def measure(build: Callable[[int], Any], size: int, device: str) -> Point:
     """Seconds of wiring, of compiling and of a step."""
     import stepgraph as sg
 
     began = time.perf_counter()
     graph, x = build(size)
     wired = time.perf_counter()
-    labels = sg.Tensor((x.shape[0],), "int64")
-    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-6))
-    training.add_inputs({"x": x}, {"labels": labels})
-    if profile is not None:
-        profile.enable()
+    training = wired_training(graph, x)
     compiling = time.perf_counter()
     training.compile(sg.Device.of(device))
     compiled = time.perf_counter()
-    if profile is not None:
-        profile.disable()
     data = {"x": np.random.default_rng(0).standard_normal(x.shape, np.float32)}, {"labels": np.zeros(x.shape[0], int)}
     times = [_step(training, data) for _ in range(7)]
     found = {"size": size, "nodes": len(graph.nodes), "wire": wired - began, "compile": compiled - compiling}
     del training, graph
     gc.collect()
     return found | {"first_step": times[0], "step": statistics.median(times[2:])}
+
+
+def wired_training(graph: Any, x: Any) -> Any:
+    """A training graph that is not compiled yet."""
+    import stepgraph as sg
+
+    labels = sg.Tensor((x.shape[0],), "int64")
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-6))
+    training.add_inputs({"x": x}, {"labels": labels})
+    return training
+
+
+def profile(build: Callable[[int], Any], size: int, device: str) -> None:
+    """Shows where one more compilation spends its time: in which functions, and in which of ours with all they call."""
+    import stepgraph as sg
+
+    training, recorded = wired_training(*build(size)), cProfile.Profile()
+    recorded.runcall(training.compile, sg.Device.of(device))
+    found = pstats.Stats(recorded, stream=sys.stdout)
+    found.sort_stats("tottime").print_stats(20)
+    found.sort_stats("cumulative").print_stats("stepgraph", 25)
 
 
 def slopes(points: list[Point]) -> dict[str, list[float]]:
