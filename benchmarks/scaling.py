@@ -73,7 +73,10 @@ def main() -> None:
     measure(blocks, 8, options.device)  # what is loaded at first use
     for name in options.only:
         sizes, build = LINES[name]
-        points = [measure(build, size, options.device) for size in sizes if size <= options.most]
+        points = []
+        for size in (one for one in sizes if one <= options.most):
+            points.append(measure(build, size, options.device))
+            console.print(f"{name} {size:,}: compiled in {points[-1]['compile']:.2f} s", style="dim")
         report["lines"][name] = {"points": points, "slopes": slopes(points)}
         console.print(table(name, points), "")
         if options.profile:
