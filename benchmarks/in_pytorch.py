@@ -78,7 +78,7 @@ class Eager:
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
         self.device = device
-        # Plain tensors, since torch 2.13 compiles `demo` wrongly on the CPU if they are nn.Parameters: what stands before
+        # Plain tensors: with nn.Parameters torch 2.13 compiles `demo` wrongly on the CPU, and all that stands before
         # its max pool gets gradients of zero.
         parameters = {name: self.placed(value).requires_grad_() for name, value in model.parameters().items()}
         on = Operators(parameters, {name: self.placed(value) for name, value in model.statistics().items()}, dropout)
