@@ -50,8 +50,13 @@ types: $(DEV) ## mypy
 contracts: $(DEV) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
-bench: $(BENCH) ## step times, side by side with other libraries
-	$(BIN)/python -m benchmarks.step
+bench: $(BENCH) ## speed and memory, side by side with other libraries; pictures in build/bench
+	mkdir -p build/bench
+	$(BIN)/python -m benchmarks.step --json build/bench/step.json
+	$(BIN)/python -m benchmarks.first_step --json build/bench/first_step.json
+	$(BIN)/python -m benchmarks.memory --json build/bench/memory.json
+	$(BIN)/python -m benchmarks.scaling --json build/bench/scaling.json
+	$(BIN)/python -m benchmarks.plot build/bench/*.json
 
 clean: ## remove .venv, caches and build results
 	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist site

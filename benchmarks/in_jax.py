@@ -4,6 +4,7 @@ Images are `[batch, height, width, channels]` here, and weights of convolutions 
 order JAX programs use. Weights that read flat images have their columns in that order too.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -59,8 +60,9 @@ class Operators:
 
     def attention(self, x: jax.Array, p: dict[str, jax.Array], name: str, heads: int) -> jax.Array:
         joint = self.linear(x, p[f"{name}.joint.weights"], p[f"{name}.joint.biases"])
-        query, key, value = jnp.moveaxis(joint.reshape(*x.shape[:2], 3, heads, -1), 2, 0)
-        seen = jax.nn.dot_product_attention(query, key, value).reshape(x.shape)
+        query, key, value = joint.reshape(*x.shape[:2], 3, heads, -1).transpose(2, 0, 3, 1, 4)
+        fits = jax.nn.softmax(query @ key.swapaxes(2, 3) / math.sqrt(query.shape[-1]))
+        seen = (fits @ value).swapaxes(1, 2).reshape(x.shape)  # a little faster than jax.nn.dot_product_attention
         return self.linear(seen, p[f"{name}.output.weights"], p[f"{name}.output.biases"])
 
     def last_of_lstm(self, x: jax.Array, p: dict[str, jax.Array], name: str) -> jax.Array:

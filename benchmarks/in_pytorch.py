@@ -13,7 +13,7 @@ from benchmarks.models import BETAS, EPSILON, NORMALIZATION_EPSILON, NORMALIZATI
 class Operators:
     """The operators of `networks.py` as functions of tensors."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], statistics: dict[str, torch.Tensor], dropout: bool) -> None:
+    def __init__(self, parameters: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], dropout: bool) -> None:
         self.statistics, self.keeps_all = statistics, not dropout
         self.linear, self.relu, self.max_pool, self.add = F.linear, F.relu, F.max_pool2d, torch.add
         self.add_parameter, self.embedding = torch.add, F.embedding
@@ -42,14 +42,14 @@ class Operators:
     def dropout(self, x: torch.Tensor, rate: float) -> torch.Tensor:
         return x if self.keeps_all else F.dropout(x, rate)
 
-    def attention(self, x: torch.Tensor, p: dict[str, nn.Parameter], name: str, heads: int) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, p: dict[str, torch.Tensor], name: str, heads: int) -> torch.Tensor:
         batch, tokens, width = x.shape
         joint = F.linear(x, p[f"{name}.joint.weights"], p[f"{name}.joint.biases"])
         query, key, value = joint.view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(batch, tokens, width)
         return F.linear(seen, p[f"{name}.output.weights"], p[f"{name}.output.biases"])
 
-    def last_of_lstm(self, x: torch.Tensor, p: dict[str, nn.Parameter], name: str) -> torch.Tensor:
+    def last_of_lstm(self, x: torch.Tensor, p: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         return self.recurrences[name](x)[0][:, -1]
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,10 @@ class Operators:
         return x.flatten(0, 1)
 
 
-def recurrence(parameters: dict[str, nn.Parameter], name: str) -> nn.LSTM:
+def recurrence(parameters: dict[str, torch.Tensor], name: str) -> nn.LSTM:
     """PyTorch's module with these parameters; its second set of biases stays at zero, the others have but one."""
+    for key in (f"{name}.input.weights", f"{name}.hidden.weights", f"{name}.biases"):
+        parameters[key] = nn.Parameter(parameters[key].detach())  # the module takes nothing else
     weights, biases = parameters[f"{name}.input.weights"], parameters[f"{name}.biases"]
     module = nn.LSTM(weights.shape[1], weights.shape[0] // 4, batch_first=True, device=weights.device)
     module.weight_ih_l0, module.weight_hh_l0 = weights, parameters[f"{name}.hidden.weights"]
@@ -76,7 +78,9 @@ class Eager:
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
         self.device = device
-        parameters = {name: nn.Parameter(self.placed(value)) for name, value in model.parameters().items()}
+        # Plain tensors: with nn.Parameters torch 2.13 compiles `demo` wrongly on the CPU, and all that stands before
+        # its max pool gets gradients of zero.
+        parameters = {name: self.placed(value).requires_grad_() for name, value in model.parameters().items()}
         on = Operators(parameters, {name: self.placed(value) for name, value in model.statistics().items()}, dropout)
         self.inputs, self.labels = (self.placed(array) for array in model.batch())
         self.optimizer = torch.optim.Adam(

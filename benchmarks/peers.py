@@ -77,14 +77,15 @@ def suits(name: str, model: Model) -> bool:
     return model.has_images or not PEERS[name].only_images
 
 
-def parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """The options all programs have."""
+def parser(program: str, description: str | None, *, compares: bool = True) -> argparse.ArgumentParser:
+    """The options all programs have, and those of programs that compare models and peers."""
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}", description=(description or "").split("\n")[0]
     )
-    made.add_argument("--models", default=",".join(MODELS), help="which, comma between (%(default)s)")
-    made.add_argument("--peers", default=None, help=f"which of {','.join(PEERS)} (all that can run here)")
-    made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
+    if compares:
+        made.add_argument("--models", default=",".join(MODELS), help="which, comma between (%(default)s)")
+        made.add_argument("--peers", default=None, help=f"which of {','.join(PEERS)} (all that can run here)")
+        made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument(
         "--tf32", action=argparse.BooleanOptionalAction, default=False, help="timed steps on CUDA use TF32"
@@ -117,9 +118,7 @@ def parsed(made: argparse.ArgumentParser, arguments: list[str] | None = None) ->
 
 def prepare(options: argparse.Namespace) -> None:
     """The same conditions for everybody; before any library starts its threads."""
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    options.caches = tempfile.TemporaryDirectory()  # what an earlier run remembered about kernels is not used
-    os.environ["XDG_CACHE_HOME"] = options.caches.name
+    options.caches = cold_caches()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves the others their memory
     for known in ("dynamo_pgo", "TensorFloat32", "Dynamo does not know how to trace the builtin"):
         warnings.filterwarnings("ignore", message=known)  # no cache and no TF32 is what was asked for
@@ -131,6 +130,18 @@ def prepare(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("PyTorch finds no CUDA device here")
+
+
+def cold_caches() -> tempfile.TemporaryDirectory:
+    """An empty folder for what libraries keep between runs, so that nothing of an earlier run is used.
+
+    stepgraph keeps there which kernels it chose. It keeps that in memory too: a first step is the first of a process.
+    """
+    folder = tempfile.TemporaryDirectory()
+    places = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    os.environ |= {name: str(Path(folder.name) / name.lower()) for name in places}
+    os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return folder
 
 
 def set_tf32(on: bool) -> None:

@@ -1,0 +1,158 @@
+"""Draws what the other programs wrote with `--json`: one picture (SVG) beside each file.
+
+python -m benchmarks.plot benchmarks/results/*.json
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams |= {"svg.hashsalt": "stepgraph", "font.size": 9}  # the same numbers give the same file
+
+import matplotlib.pyplot as plt  # noqa: E402  # after the choice of its output
+from matplotlib.axes import Axes  # noqa: E402
+
+COLORS = {
+    "stepgraph": "#1b6ca8",
+    "pytorch": "#e4572e",
+    "channels_last": "#f3a712",
+    "compile": "#a05195",
+    "reduce": "#d45087",
+    "jax": "#669d31",
+}
+Report = dict[str, Any]
+
+
+def main() -> None:
+    """Draws the files of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="results of step, first_step, memory or scaling")
+    for file in parser.parse_args().files:
+        report = json.loads(file.read_text())
+        program = kind(report)
+        if program is None:
+            print(f"{file}: not a result of {', '.join(DRAWINGS)}; left out")
+        else:
+            print(draw(report, program, file.with_suffix(".svg")))
+
+
+def kind(report: Report) -> str | None:
+    """The program that wrote a report, if its reports can be drawn."""
+    program = report.get("program")
+    return program if program in DRAWINGS else None
+
+
+def draw(report: Report, program: str, target: Path) -> Path:
+    """Writes the picture of a report."""
+    figure = DRAWINGS[program](report)
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    precision = ", TF32" if report.get("tf32") else ""
+    figure.text(
+        0.01, 0.005, f"{report['command']} · {report['device']}{precision} · {versions}", fontsize=6, color="gray"
+    )
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+    return target
+
+
+def step(report: Report) -> Any:
+    """Ratios to stepgraph's time, with quartiles."""
+    figure, axes = _bars(
+        report, "peer's step time ÷ stepgraph's (above 1: stepgraph is faster)", _ratio, skipped="stepgraph"
+    )
+    axes.axvline(1, color="black", linewidth=0.8)
+    return figure
+
+
+def first_step(report: Report) -> Any:
+    """Seconds to the first step, with the range."""
+    figure, axes = _bars(report, "seconds to the first step", _seconds)
+    axes.set_xscale("log")
+    return figure
+
+
+def memory(report: Report) -> Any:
+    """Peaks relative to eager PyTorch's, and the plan."""
+
+    def share(model: Report, peer: str) -> tuple[float, float, float]:
+        value = model["measured"][peer] / model["measured"]["pytorch"]
+        return value, value, value
+
+    models = {name: model | {"peers": model["measured"]} for name, model in report["models"].items()}
+    figure, axes = _bars(report | {"models": models}, "peak memory of a step ÷ eager PyTorch's", share)
+    for row, model in enumerate(models.values()):
+        planned = model["planned"] / model["measured"]["pytorch"]
+        label = "stepgraph's plan" if row == 0 else None
+        axes.plot([planned, planned], [row - 0.4, row + 0.4], color="black", linewidth=1, label=label)
+    _legend(axes)
+    return figure
+
+
+def scaling(report: Report) -> Any:
+    """Times against each size on logarithmic axes."""
+    lines = report["lines"]
+    figure, all_axes = plt.subplots(1, len(lines), figsize=(3.2 * len(lines), 3.4), squeeze=False, sharey=True)
+    for axes, (name, line) in zip(all_axes[0], lines.items(), strict=True):
+        sizes = [point["size"] for point in line["points"]]
+        for what, color in (("wire", COLORS["jax"]), ("compile", COLORS["pytorch"]), ("step", COLORS["stepgraph"])):
+            slope = f" (slope {line['slopes'][what][0]:.2f})" if line["slopes"] else ""
+            axes.loglog(sizes, [point[what] for point in line["points"]], "o-", color=color, label=what + slope, ms=3)
+        axes.set_xlabel(name)
+        axes.legend(fontsize=7)
+    all_axes[0][0].set_ylabel("seconds")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[Report], Any]] = {
+    "step": step,
+    "first_step": first_step,
+    "memory": memory,
+    "scaling": scaling,
+}
+
+
+def _ratio(model: Report, peer: str) -> tuple[float, float, float]:
+    low, middle, high = model["peers"][peer]["ratio_quartiles"]
+    return low, middle, high
+
+
+def _seconds(model: Report, peer: str) -> tuple[float, float, float]:
+    row = model["peers"][peer]
+    return min(row["rounds_seconds"]), row["median_seconds"], max(row["rounds_seconds"])
+
+
+def _bars(
+    report: Report, title: str, number: Callable[[Report, str], tuple[float, float, float]], skipped: str = ""
+) -> tuple[Any, Axes]:
+    """A group of bars for each model, one for each peer that ran it, with its spread as a line."""
+    models = report["models"]
+    peers = [name for name in COLORS if name != skipped and any(name in model["peers"] for model in models.values())]
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.17 * (len(peers) + 1) * len(models)))
+    thick = 0.8 / len(peers)
+    for place, peer in enumerate(peers):
+        rows = [row for row, model in enumerate(models.values()) if peer in model["peers"]]
+        found = [number(model, peer) for model in models.values() if peer in model["peers"]]
+        middles = [middle for _, middle, _ in found]
+        spread = [[middle - low for low, middle, _ in found], [high - middle for _, middle, high in found]]
+        heights = [row - 0.4 + (place + 0.5) * thick for row in rows]
+        axes.barh(heights, middles, thick, xerr=spread, color=COLORS[peer], label=peer, error_kw={"linewidth": 0.8})
+    axes.set_yticks(range(len(models)), list(models))
+    axes.invert_yaxis()
+    axes.set_xlabel(title)
+    _legend(axes)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(COLORS) + 1, frameon=False)
+
+
+if __name__ == "__main__":
+    main()
