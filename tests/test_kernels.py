@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.kernels import choose
 from stepgraph.compiler.kernels import convolution as conv
+from stepgraph.compiler.kernels import measure, operators
 
 SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
     (4, 3, 9, 5, 3, 1, 1),
@@ -34,7 +34,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", conv.forward_ways())
+@pytest.mark.parametrize("way", conv.forward_ways(torch.empty(0)))
 def test_forward_ways_equal_pytorch(way: str, shape: tuple[int, ...]) -> None:
     x, w, b, stride, padding = arrays(shape)
     wanted = torch.nn.functional.conv2d(x, w, b, stride, padding)
@@ -51,7 +51,7 @@ def test_gradient_ways_equal_pytorch(shape: tuple[int, ...]) -> None:
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     of_x, of_w = torch.autograd.grad(y, (x, w), g)
     with torch.no_grad():
-        for way in conv.data_ways(w, stride, padding).values():
+        for way in conv.data_ways(x, w, stride, padding).values():
             close(way(g, x, w, stride, padding), of_x)
         for way in conv.WEIGHTS.values():
             close(way(g, x, w, stride, padding), of_w)
@@ -76,12 +76,12 @@ DATA = (
 )
 
 
-@pytest.mark.parametrize("kernel", ["gemm", "onednn"])
-@pytest.mark.parametrize("data", ["native", "flipped", "onednn"])
+@pytest.mark.parametrize("kernel", ["gemm", "pytorch"])
+@pytest.mark.parametrize("data", ["native", "flipped", "pytorch"])
 def test_every_choice_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, data: str, kernel: str) -> None:
     plain = network(sg.GraphCompilationOptions.DETERMINISTIC)
-    wanted = {"forward": "gemm", "data": data, "weights": kernel}
-    monkeypatch.setattr(choose, "_fastest", lambda what, ways, _: wanted[what] if wanted[what] in ways else "onednn")
+    wanted = {"convolution": "gemm", "convolution data": data, "convolution weights": kernel}
+    monkeypatch.setattr(conv, "fastest", lambda what, ways, _: wanted[what] if wanted[what] in ways else "pytorch")
     chosen = network()
     for _ in range(20):
         assert chosen.execute(*DATA).loss == pytest.approx(plain.execute(*DATA).loss, rel=1e-4)
@@ -89,7 +89,7 @@ def test_every_choice_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch,
 
 def test_deterministic_keeps_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(choose, "_fastest", lambda what, *_: asked.append(what) or "onednn")
+    monkeypatch.setattr(conv, "fastest", lambda what, *_: asked.append(what) or "pytorch")
     network(sg.GraphCompilationOptions.DETERMINISTIC)
     assert not asked
     network()
@@ -101,21 +101,21 @@ def test_a_wrong_way_is_never_chosen() -> None:
         raise RuntimeError("not this shape")
 
     ways = {"right": lambda x: x + 1, "wrong": torch.zeros_like, "broken": broken}
-    assert choose._measure(ways, (torch.empty(2, 3),)) == "right"
+    assert measure.measure(ways, (torch.empty(2, 3),), torch.device("cpu")) == "right"
 
 
 def test_the_choice_is_remembered_in_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(choose, "_file", lambda: tmp_path / "stepgraph" / "kernels.json")
+    monkeypatch.setattr(measure, "_file", lambda: tmp_path / "stepgraph" / "kernels.json")
     measured = []
-    monkeypatch.setattr(choose, "_measure", lambda ways, _: measured.append(1) or "onednn")
+    monkeypatch.setattr(measure, "measure", lambda ways, *_: measured.append(1) or "pytorch")
     for _ in range(2):
-        choose._choices.cache_clear()
+        measure._choices.cache_clear()
         network()
-    choose._choices.cache_clear()
+    measure._choices.cache_clear()
     stored = json.loads((tmp_path / "stepgraph" / "kernels.json").read_text())
-    assert len(stored) == len(measured) > 0 and set(stored.values()) == {"onednn"}
+    assert len(stored) == len(measured) > 0 and set(stored.values()) == {"pytorch"}
 
 
 @pytest.mark.parametrize("content", ["", "not json", "[1, 2]"])
@@ -124,8 +124,54 @@ def test_a_damaged_cache_is_measured_again(
 ) -> None:
     file = tmp_path / "kernels.json"
     file.write_text(content)
-    monkeypatch.setattr(choose, "_file", lambda: file)
-    choose._choices.cache_clear()
+    monkeypatch.setattr(measure, "_file", lambda: file)
+    measure._choices.cache_clear()
     assert np.isfinite(network().execute(*DATA).loss)
-    choose._choices.cache_clear()
+    measure._choices.cache_clear()
     assert json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g = (3 * torch.randn(40, 50, generator=generator) for _ in range(2))
+    arguments = {
+        "sum": ((x, [0], True), {}),
+        "gelu_backward": ((g, x), {"approximate": approximate}),
+        "tanh": ((x,), {}),
+    }
+    for operator, ways in operators.WAYS.items():
+        given, settings = arguments[operator.overloadpacket.__name__]
+        wanted = operator(*given, **settings)
+        for way in ways.values():
+            close(way(*given, **settings), wanted)
+    assert operators._sum_by_product(x, [0]).shape == (50,)
+
+
+@pytest.mark.parametrize("way", [1, 0], ids=["other", "pytorch"])
+def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+    asked: list[str] = []
+
+    def pick(operator: str, ways: dict[str, object], _: object) -> str:
+        asked.append(operator)
+        return list(ways)[way]
+
+    def perceptron(options: sg.GraphCompilationOptions) -> list[float]:
+        sg.set_seed(4)
+        x, y = sg.Tensor((256, 64)), sg.Tensor((256,), "int64")
+        graph = sg.Graph()
+        hidden = graph.node(sg.ActivationLayer.gelu(), graph.node(sg.FullyConnectedLayer.create(64, 64), x))
+        hidden = graph.node(sg.ActivationLayer.tanh(), graph.node(sg.FullyConnectedLayer.create(64, 64), hidden))
+        graph.node(sg.FullyConnectedLayer.create(64, 4), hidden)
+        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-3))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile(sg.Device.cpu(), options)
+        data = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float32)
+        return [training.execute({"x": data}, {"y": np.arange(256) % 4}).loss for _ in range(20)]
+
+    monkeypatch.setattr(operators, "fastest", pick)
+    plain, chosen = (
+        perceptron(one) for one in (sg.GraphCompilationOptions.DETERMINISTIC, sg.GraphCompilationOptions.NONE)
+    )
+    np.testing.assert_allclose(chosen, plain, rtol=1e-4)
+    assert {name.split(".")[1] for name in asked} == {"sum", "gelu_backward", "tanh"}

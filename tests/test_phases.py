@@ -113,7 +113,7 @@ def test_traced_step_equals_the_untraced_reference_bitwise() -> None:
     first = {key: array.clone() for key, array in arrays.items()}
     second = {key: array.clone() for key, array in arrays.items()}
     executable = Executable(whole(program, keys), step)
-    traced = executable(executable.bind(first).filled({}))
+    traced = executable(executable.bind(first), {})
     plain = run(step, second)
     assert keys and set(keys) == set(plain)
     for key in keys:

@@ -286,7 +286,7 @@ class CompiledGraph(Graph):
                 if ExecutionOptions.PER_LAYER_PROFILING in options:
                     found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
                 else:
-                    found = executable(binding.filled(arrays))
+                    found = executable(binding, arrays)
                 execution.finish(*keep(found))
             except ExecutionError as error:
                 execution.fail(error)

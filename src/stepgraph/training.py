@@ -469,7 +469,7 @@ class TrainingGraph(TrainingRecipe):
         executable = self._programs.executable("forward", batch)
         moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
         moving[STREAM][1] -= 1
-        self._saved, self._forward_batch = feeds | executable(executable.bind(arrays | moving).filled({})), batch
+        self._saved, self._forward_batch = feeds | executable(executable.bind(arrays | moving), {}), batch
 
     def _check_forward(self, batch_size: int | None) -> int:
         if self._forward_batch is None:

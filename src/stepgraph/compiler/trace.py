@@ -69,8 +69,8 @@ def trace(step: Step) -> Program:
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         module = make_fx(function, tracing_mode="fake")(*fakes)
     passes.simplify(module)
-    if step.chooses_kernels and step.device.type == "cpu":
-        kernels.choose_kernels(module)
+    if step.chooses_kernels:
+        kernels.choose_kernels(module, step.device)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
     return Program(

@@ -69,12 +69,12 @@ class Executable:
         opened = tuple((i, key) for i, key in enumerate(inputs) if key not in arrays)
         return Binding(self, [arrays.get(key) for key in inputs], opened)
 
-    def __call__(self, given: list[torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Runs once on arrays in the order of the part's inputs; results are valid until the next call."""
+    def __call__(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Runs once on the bound arrays and the others; results are valid until the next call."""
         if self._fusing is not None and self._fusing.done():
             self._take_fused(self._fusing)
         try:
-            found = self.run(given) if self._capture is None else self._capture.run(given)
+            found = self.run(binding.filled(others)) if self._capture is None else self._capture.run(binding, others)
         except Exception as error:  # whatever a kernel raises, the user must see which layer it was
             raise ExecutionError(
                 self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
@@ -128,41 +128,52 @@ def _function(part: Part) -> tuple[Function, list[str]]:
 
 
 class _Capture:
-    """The CUDA graph of one executable: static inputs for what changes with each call, replay for the rest."""
+    """The CUDA graph of one executable.
+
+    Bound arrays, and what an earlier part hands on, are read where they are. So is what the caller gives, as long as
+    it comes in the same memory each time; data that comes from elsewhere is copied into memory of the graph's own.
+    """
 
     def __init__(self, executable: Executable) -> None:
         self.executable = executable
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
+        self.binding: Binding | None = None
         step = executable.step
-        fed = {key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed}
-        self.changing = [i for i, key in enumerate(executable.part.inputs) if key in fed]
+        self.given = [key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed]
+        self.copied: dict[Key, torch.Tensor] = {}
+        self.in_place: dict[Key, int] = {}
 
-    def run(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
         if self.calls == FUSES_AT:
             self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
+            self.in_place = {key: others[key].data_ptr() for _, key in binding.opened}
             with _settings(self.executable.step):
-                return self.executable.run(given)
-        if self.graph is None or any(a.data_ptr() != b.data_ptr() for a, b in self._fixed(given)):
-            self._record(given)
-        torch._foreach_copy_([self.static[i] for i in self.changing], [given[i] for i in self.changing], True)
+                return self.executable.run(binding.filled(others))
+        moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
+        if self.graph is None or self.binding is not binding or moved:
+            self._record(binding, others, moved)
+        if self.copied:
+            torch._foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
         self.graph.replay()
         return self.results
 
-    def _fixed(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(self.static[i], given[i]) for i in range(len(given)) if i not in self.changing]
-
-    def _record(self, given: Sequence[torch.Tensor]) -> None:
+    def _record(self, binding: Binding, others: Mapping[Key, torch.Tensor], moved: Sequence[Key]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
-        static = [a.clone() if i in self.changing else a for i, a in enumerate(given)]
+        for key in moved:
+            if key in self.given:
+                self.copied[key] = others[key].clone()
+        self.in_place = {key: others[key].data_ptr() for _, key in binding.opened if key not in self.copied}
+        arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
         with _settings(self.executable.step), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = self.executable.run(static)
-        self.static, self.graph, self.results = static, graph, results
+            results = self.executable.run(arrays)
+        # The arrays are kept: memory that is read in place must not become another's.
+        self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))
 
 

@@ -1,6 +1,6 @@
-"""Other ways to compute a convolution and its gradients on the CPU, out of what PyTorch carries.
+"""Other ways to compute a convolution and its gradients out of what PyTorch carries.
 
-Which one is fastest depends on shapes and processor; `choose` measures. A way is a function with the arguments of
+Which one is fastest depends on shapes and processor; `measure` tells. A way is a function with the arguments of
 PyTorch's own operator, so that it can take its place in a traced graph. Adding one is a function and an entry in
 `FORWARD`, `DATA` or `WEIGHTS`.
 """
@@ -8,25 +8,95 @@ PyTorch's own operator, so that it can take its place in a traced graph. Adding 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
+from stepgraph.compiler.kernels.measure import fastest
 
 aten = torch.ops.aten
 Array = torch.Tensor
+Way = Callable[..., Any]
+FEW = 4  # channels
+FEWEST, ENOUGH = 8, 1 << 18  # images, and numbers in them, that are measured with
+
+
+def choose_forward(node: fx.Node) -> None:
+    """Puts the fastest way in the place of a convolution."""
+    x, w, b, stride, padding, dilation, transposed, _, groups = cast(Any, node.args)
+    source, weights, bias = _array(x), _array(w), _array(b)
+    if not applies(source, weights, dilation, transposed, groups):
+        return
+    arguments = (source[: _enough(source)], weights, bias, stride, padding)
+    way = fastest("convolution", forward_ways(source), arguments)
+    if way != "pytorch":
+        node.target, node.args = FORWARD[way], (x, w, b, stride, padding)
+        node.meta["workspace"] = workspace(way, source, weights, stride, padding)
+
+
+def choose_backward(node: fx.Node) -> None:
+    """Puts the fastest ways in the place of a convolution's gradients, each in its own."""
+    g, x, w, _, stride, padding, dilation, transposed, _, groups, mask = cast(Any, node.args)
+    gradient, source, weights = _array(g), _array(x), _array(w)
+    if not applies(source, weights, dilation, transposed, groups):
+        return
+    count = _enough(source)
+    arguments = (gradient[:count], source[:count], weights, stride, padding)
+    of_data = data_ways(source, weights, stride, padding)
+    data = fastest("convolution data", of_data, arguments) if mask[0] else "pytorch"
+    kernel = fastest("convolution weights", WEIGHTS, arguments) if mask[1] else "pytorch"
+    if (data, kernel) != ("pytorch", "pytorch"):
+        node.target, node.args = _backward(data, kernel), (g, x, w, stride, padding, mask)
+        node.meta["workspace"] = workspace(kernel, source, weights, stride, padding)
 
 
 def applies(x: Array, weights: Array, dilation: Sequence[int], transposed: bool, groups: int) -> bool:
-    """Whether the other ways compute this convolution: plain images in float32, no dilation, no groups."""
+    """Whether the other ways compute this convolution: plain images in float32, no dilation, no groups.
+
+    On a GPU cuDNN is asked to choose among its own; only images of few channels, which leave its matrix units idle,
+    are worth another way.
+    """
     plain = not transposed and groups == 1 and all(rate == 1 for rate in dilation)
-    return plain and x.ndim == 4 and x.dtype == weights.dtype == torch.float32 and x.is_contiguous()
+    plain = plain and x.ndim == 4 and x.dtype == weights.dtype == torch.float32
+    if x.is_cuda:
+        return plain and x.shape[1] <= FEW
+    return plain and x.is_contiguous()
+
+
+def _enough(images: Array) -> int:
+    """How many images to measure with: the time goes with their number, the fastest way hardly does."""
+    return len(images) if images.is_cuda else min(len(images), max(FEWEST, ENOUGH // images[0].numel()))
+
+
+@cache
+def _backward(data: str, kernel: str) -> Way:
+    """All gradients of a convolution, each in its own way."""
+    data_way, weights_way = DATA[data], WEIGHTS[kernel]
+
+    def backward(
+        g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int], mask: Sequence[bool]
+    ) -> list[Array | None]:
+        return [
+            data_way(g, x, w, stride, padding) if mask[0] else None,
+            weights_way(g, x, w, stride, padding) if mask[1] else None,
+            g.sum((0, 2, 3)) if mask[2] else None,
+        ]
+
+    backward.__name__ = backward.__qualname__ = f"backward_{data}_{kernel}"
+    return backward
+
+
+def _array(node: Any) -> Any:
+    return None if node is None else node.meta["val"]
 
 
 # Forward: functions of (x, weights, biases, stride, padding)
 
 
-def _onednn(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
+def _pytorch(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
     return aten.convolution(x, w, b, stride, padding, [1, 1], False, [0, 0], 1)
 
 
@@ -39,13 +109,14 @@ def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: S
     rows, shape = _patches(x, height, width, stride, padding)
     flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
     y = rows @ flat if b is None else torch.addmm(b, rows, flat)
-    return y.view(*shape, outputs).permute(0, 3, 1, 2).contiguous()
+    images = y.view(*shape, outputs).permute(0, 3, 1, 2)
+    return images if x.is_cuda else images.contiguous()  # CUDA has channels last everywhere
 
 
 # Gradient of the source: functions of (gradient, x, weights, stride, padding)
 
 
-def _data_onednn(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+def _data_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     mask = [True, False, False]
     return aten.convolution_backward(g, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[0]
 
@@ -65,7 +136,7 @@ def _data_flipped(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
 # Gradient of the weights: functions of (gradient, x, weights, stride, padding)
 
 
-def _weights_onednn(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+def _weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     mask = [False, True, False]
     return aten.convolution_backward(g, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[1]
 
@@ -91,19 +162,21 @@ def _patches(
     return seen.reshape(n * rows * columns, -1), (n, rows, columns)
 
 
-Way = Callable[..., Any]
-FORWARD: dict[str, Way] = {"onednn": _onednn, "nnpack": _nnpack, "gemm": _gemm}
-DATA: dict[str, Way] = {"onednn": _data_onednn, "native": _data_native, "flipped": _data_flipped}
-WEIGHTS: dict[str, Way] = {"onednn": _weights_onednn, "gemm": _weights_gemm}
+FORWARD: dict[str, Way] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm}
+DATA: dict[str, Way] = {"pytorch": _data_pytorch, "native": _data_native, "flipped": _data_flipped}
+WEIGHTS: dict[str, Way] = {"pytorch": _weights_pytorch, "gemm": _weights_gemm}
 
 
-def forward_ways() -> dict[str, Way]:
+def forward_ways(x: Array) -> dict[str, Way]:
     """Ways for the forward pass; the first is PyTorch's own."""
-    return FORWARD if torch.backends.nnpack.is_available() else {k: v for k, v in FORWARD.items() if k != "nnpack"}
+    has_nnpack = not x.is_cuda and torch.backends.nnpack.is_available()
+    return FORWARD if has_nnpack else {name: way for name, way in FORWARD.items() if name != "nnpack"}
 
 
-def data_ways(w: Array, stride: Sequence[int], padding: Sequence[int]) -> dict[str, Way]:
+def data_ways(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> dict[str, Way]:
     """Ways for the gradient of the source."""
+    if x.is_cuda:
+        return {"pytorch": _data_pytorch}
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
     turns = fits and all(step == 1 for step in stride) and torch.backends.nnpack.is_available()
     return DATA if turns else {name: way for name, way in DATA.items() if name != "flipped"}

@@ -1,0 +1,151 @@
+"""Measures the ways to compute an operator once, on the real shapes, and remembers which is fastest.
+
+Each way is checked against the reference and timed. The choice is kept in a file in the user's cache folder, by
+processor or GPU, thread count and PyTorch version, so that later runs choose the same and compute the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
+# on CUDA both may compute in TF32
+ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
+SLOW = 1.5  # a way that took this many times as long as another on its first run is not run again
+GAIN = 0.9  # another way must take less than this share of the reference's time
+Way = Callable[..., Any]
+
+
+def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any]) -> str:
+    """The name of the fastest way for arguments like these; the first way is the reference.
+
+    Args:
+        operator: what is computed.
+        ways: functions of `arguments`, all with the same result.
+        arguments: arrays, of which only shape, type and device matter, and settings.
+    """
+    described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    key = json.dumps([operator, sorted(ways), described, _place(device)], default=str)
+    choices = _choices()
+    if key not in choices:
+        choices[key] = measure(ways, arguments, device)
+        _remember(choices)
+    return choices[key]
+
+
+@torch.inference_mode()
+def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device) -> str:
+    """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time."""
+    generator = torch.Generator().manual_seed(0)
+    real = [_filled(a, generator, device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    reference, *others = ways
+    if not others:
+        return reference
+    right, seconds = _timed(ways[reference], real, device)
+    best = {reference: seconds}
+    for name in others:
+        try:
+            found, seconds = _timed(ways[name], real, device)
+        except RuntimeError:  # not every library takes every shape
+            continue
+        if (found - right).abs().max() <= TOLERANCE[device.type] * right.abs().max():
+            best[name] = seconds
+    _repeat(ways, real, device, best)
+    winner = min(best, key=best.__getitem__)
+    return winner if best[winner] < GAIN * best[reference] else reference
+
+
+def _repeat(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, best: dict[str, float]) -> None:
+    """Runs again what may be the fastest: a first run may have met cold caches or a busy moment."""
+    quick = [name for name in best if best[name] <= SLOW * min(best.values())]
+    began = time.perf_counter()
+    for _ in range(ROUNDS if len(quick) > 1 else 0):
+        for name in quick:
+            best[name] = min(best[name], _timed(ways[name], arguments, device)[1])
+        if time.perf_counter() - began > BUDGET:
+            break
+
+
+def _described(array: torch.Tensor) -> list[Any]:
+    return [list(array.shape), list(array.stride()), str(array.dtype)]
+
+
+def _filled(array: torch.Tensor, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Real numbers in an array of this shape and layout; whole numbers are zeros, which are valid indices."""
+    size = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device="cpu")
+    filled = size.normal_(generator=generator) if array.dtype.is_floating_point else size.zero_()
+    return filled.to(device)
+
+
+def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, float]:
+    _wait(device)
+    start = time.perf_counter()
+    found = way(*arguments)
+    _wait(device)
+    return found, time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _place(device: torch.device) -> list[Any]:
+    """What decides besides the arguments: the file is one processor's, a GPU may be exchanged."""
+    if device.type == "cpu":
+        return ["cpu", torch.get_num_threads()]
+    precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return [torch.cuda.get_device_name(device), *precision]
+
+
+# What was chosen, in memory and in the user's cache folder
+
+
+@cache
+def _file() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stepgraph"
+    machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{_processor()}")
+    return folder / f"kernels-{machine}-torch-{torch.__version__}.json"
+
+
+@cache
+def _choices() -> dict[str, str]:
+    return _stored()
+
+
+def _stored() -> dict[str, str]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):  # none yet, or not readable: measured again
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(choices: dict[str, str]) -> None:
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        choices.update({**_stored(), **choices})  # other processes choose too
+        draft = _file().with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(choices, indent=0))
+        draft.replace(_file())
+    except OSError:  # a folder that cannot be written costs only the next run's measuring
+        return
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "CPU part", "Hardware")
+    return next((line.split(":")[1].strip() for line in lines if line.startswith(wanted)), platform.processor())

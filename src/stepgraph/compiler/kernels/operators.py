@@ -1,0 +1,98 @@
+"""Other ways to compute single operators, out of what PyTorch carries.
+
+A way takes the operator's own arguments. Adding one is a function, and an entry in `WAYS` by the operator it stands in
+for; the first way there is PyTorch's own. `measure` decides for each shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.measure import fastest
+
+aten = torch.ops.aten
+Array = torch.Tensor
+Way = Callable[..., Any]
+LARGE = 1 << 14  # elements from which another way can make a difference
+
+
+def choose(node: fx.Node) -> None:
+    """Puts the fastest way in the operator's place."""
+    arrays = [one.meta["val"] for one in node.all_input_nodes]
+    if not all(a.dtype.is_floating_point for a in arrays) or max(a.numel() for a in arrays) < LARGE:
+        return
+    settings = tuple(one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args)
+    ways = {name: _with(way, **node.kwargs) for name, way in WAYS[cast(Any, node.target)].items()}
+    if not _fits(node):
+        return
+    way = fastest(str(node.target), ways, (*settings, *node.kwargs.values()))
+    node.target = WAYS[cast(Any, node.target)][way]
+
+
+# Sums over the first of two axes, as bias gradients are
+
+
+def _sum(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
+    return aten.sum.dim_IntList(x, axes, keepdim)
+
+
+def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
+    """`1ᵀ x`: matrix products read rows of several columns at once."""
+    total = x.new_ones(1, x.shape[0]) @ x
+    return total if keepdim else total[0]
+
+
+# The derivative of GELU
+
+
+def _gelu_backward(g: Array, x: Array, *, approximate: str = "none") -> Array:
+    return aten.gelu_backward.default(g, x, approximate=approximate)
+
+
+def _gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none") -> Array:
+    """`Φ(x) + x φ(x)`, or with the tanh approximation `σ(2u) + x σ(2u) (1 - σ(2u)) 2u'`, in vectorized steps."""
+    if approximate == "none":
+        density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+        return torch.special.ndtr(x).addcmul_(x, density).mul_(g)
+    double, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
+    square = torch.square(x)
+    gate = (square * (double * cubic)).add_(double).mul_(x).sigmoid_()
+    slope = square.mul_(3 * double * cubic).add_(double).mul_(x)
+    return torch.addcmul(gate, slope, gate - gate * gate).mul_(g)
+
+
+# tanh
+
+
+def _tanh(x: Array) -> Array:
+    return aten.tanh.default(x)
+
+
+def _tanh_by_sigmoid(x: Array) -> Array:
+    """`2 σ(2x) - 1`."""
+    return torch.sigmoid(x * 2).mul_(2).sub_(1)
+
+
+WAYS: dict[Any, dict[str, Way]] = {
+    aten.sum.dim_IntList: {"pytorch": _sum, "product": _sum_by_product},
+    aten.gelu_backward.default: {"pytorch": _gelu_backward, "parts": _gelu_backward_by_parts},
+    aten.tanh.default: {"pytorch": _tanh, "sigmoid": _tanh_by_sigmoid},
+}
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether the other ways compute this use of the operator."""
+    if node.target is not aten.sum.dim_IntList:
+        return True
+    x, axes = cast(Any, node.args[:2])
+    return x.meta["val"].ndim == 2 and list(axes) == [0] and "dtype" not in node.kwargs
+
+
+def _with(way: Way, **settings: Any) -> Way:
+    """The way for `measure`, which knows no names: settings come again at the end of its arguments."""
+    return (lambda *arguments: way(*arguments[: len(arguments) - len(settings)], **settings)) if settings else way
