@@ -161,7 +161,9 @@ def read(given: Path) -> Content:
     try:
         return Content(path, description, load_tensors(raw))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}", f"{stored['name']} holds no tensors: {reason(error)}") from None
+        raise CheckpointError(
+            f"{path}", f"{stored['name']} holds no tensors: {reason(error)}", fix="use another checkpoint"
+        ) from None
 
 
 def read_description(path: Path) -> dict[str, Any]:

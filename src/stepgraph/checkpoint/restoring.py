@@ -24,6 +24,8 @@ from stepgraph.tensor import Tensor
 if TYPE_CHECKING:
     from stepgraph.compiled import CompiledGraph
 
+OTHER = "use another checkpoint"
+
 
 @dataclass(frozen=True)
 class _Taken:
@@ -70,14 +72,14 @@ def understood(content: files.Content) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         problem = f"its description makes no sense ({type(error).__name__}: {error})"
-        raise CheckpointError(f"{content.path}", problem, fix="use another checkpoint") from error
+        raise CheckpointError(f"{content.path}", problem, fix=OTHER) from error
 
 
 def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
     """The tensors to write, by number in the file, and what did not fit."""
     mine = named_tensors(group)
     described = content.description["tensors"]
-    theirs = {one["name"]: number for number, one in enumerate(described) if "name" in one and "data" in one}
+    theirs = {str(one["name"]): number for number, one in enumerate(described) if "name" in one and "data" in one}
     found: dict[str, Tensor] = {}
     mismatched = []
     for name in (name for name in mine if name in theirs):
@@ -134,9 +136,9 @@ def _state(
 def _check_buffers(content: files.Content, progress: Progress, slots: int) -> None:
     for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in progress.gradients.items())):
         if any(array.shape != tensor.shape or array.dtype != tensor.data_type.torch for array in arrays):
-            raise CheckpointError(f"{content.path}", f"a buffer of {tensor!r} has another shape or type")
+            raise CheckpointError(f"{content.path}", f"a buffer of {tensor!r} has another shape or type", fix=OTHER)
     if any(len(arrays) != slots for arrays in progress.buffers.values()):
-        raise CheckpointError(f"{content.path}", f"a parameter has another number of buffers than {slots}")
+        raise CheckpointError(f"{content.path}", f"a parameter has another number of buffers than {slots}", fix=OTHER)
 
 
 def _changed(group: Sequence[CompiledGraph], description: Mapping[str, Any]) -> list[str]:
@@ -184,7 +186,7 @@ def _data(content: files.Content, number: int) -> torch.Tensor:
     described = content.description["tensors"][number]
     array, wanted = content.arrays[described["data"]], read_descriptor(described)
     if tuple(array.shape) != wanted.shape or array.dtype != wanted.data_type.torch:
-        raise CheckpointError(f"{content.path}", f"the array of {described['name']} is not {wanted}")
+        raise CheckpointError(f"{content.path}", f"the array of {described['name']} is not {wanted}", fix=OTHER)
     return array
 
 

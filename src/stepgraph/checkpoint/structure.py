@@ -215,15 +215,22 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
 
 def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], arrays: Mapping[str, Any]) -> Progress:
     """Progress as it was described, for those tensors that are there."""
+    stream, scale, time_step = described["stream"], described["loss_scale"], described["time_step"]
     buffers = {int(number): keys for number, keys in described["buffers"].items()}
     gradients = {int(number): key for number, key in described["gradients"].items()}
     return Progress(
-        stream=described["stream"],
-        scale=described["loss_scale"],
-        time_step=described["time_step"],
+        stream=None if stream is None else _numbers(stream, 2, int),
+        scale=None if scale is None else _numbers(scale, 2, float),
+        time_step=None if time_step is None else _numbers([time_step], 1, int)[0],
         buffers={tensors[n]: tuple(arrays[key] for key in keys) for n, keys in buffers.items() if n in tensors},
         gradients={tensors[n]: arrays[key] for n, key in gradients.items() if n in tensors},
     )
+
+
+def _numbers(given: Any, count: int, kind: type) -> list[Any]:
+    if not isinstance(given, list) or len(given) != count or not all(type(one) is kind for one in given):
+        raise ValueError(f"{given!r} where {count} numbers should be")
+    return given
 
 
 def _parameters(kind: type) -> Iterable[str]:

@@ -119,6 +119,7 @@ class TrainingState:
     def progress(self) -> Progress:
         """Where the state stands now. Arrays are shared, not copied."""
         self.refresh()
+        self.count_steps()
         scale = self.arrays[SCALE].tolist() if SCALE in self.arrays else None
         found = Progress(stream=self.arrays[STREAM].tolist(), scale=scale)
         if self.optimizer is not None:
