@@ -12,6 +12,7 @@ import torch
 import stepgraph as sg
 from stepgraph.checkpoint import files
 
+torch.set_num_threads(1)  # processes fork from one that has imported this
 CPU = sg.Device.cpu()
 BATCH, CLASSES = 6, 3
 
@@ -60,7 +61,6 @@ def state(training: sg.TrainingGraph) -> dict[str, Any]:
 
 def train_until_killed(folder: Path) -> None:
     """What a user's program does: go on from the latest checkpoint, save after each step."""
-    torch.set_num_threads(1)
     training, step = compiled(network()), 0
     if sg.latest(folder) is not None:
         step = training.restore(folder).notes["step"]
@@ -72,7 +72,6 @@ def train_until_killed(folder: Path) -> None:
 
 def kill_at_every_file_operation(folder: Path) -> None:
     """Replaces a checkpoint again and again, killed before and after each thing it does to the file system."""
-    torch.set_num_threads(1)
     series, single = folder / "series", folder / "single"
     training = compiled(network())
     for save in (lambda: training.save(single), lambda: training.save(series, keep=1)):

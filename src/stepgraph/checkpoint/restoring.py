@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
         tensors, report = _match(group, content)
         taken, problems = ([], []) if only_parameters else _states(group, content, tensors)
         changed = _changed(group, content.description)
-        report = RestoreReport(**{**vars(report), "state": tuple(problems), "changed": tuple(changed)})
+        report = replace(report, state=tuple(problems), changed=tuple(changed))
         arrays = {tensor: _data(content, number) for number, tensor in tensors.items()}
     if not partial and not report.is_complete:
         raise CheckpointError(
