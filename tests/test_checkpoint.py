@@ -276,6 +276,29 @@ def test_an_inference_graph_takes_the_parameters_of_a_training_graph(tmp_path: P
     assert inference.nodes[-1].results[0].numpy().tobytes() == reference.nodes[-1].results[0].numpy().tobytes()
 
 
+def test_an_inference_graph_may_be_a_part_of_what_was_saved(tmp_path: Path) -> None:
+    network().save(tmp_path)
+    part = sg.InferenceGraph()
+    convolution = sg.ConvolutionLayer.create(1, 2, kernel_sizes=3, label="conv")
+    part.node(convolution, sg.Tensor((1, 1, 4, 4)))
+    report = part.restore(tmp_path)
+    assert report.loaded == ("conv.weights", "conv.biases") and "square.weights" in report.unexpected
+    part.node(sg.FullyConnectedLayer.create(4, 4, label="more"), part.nodes[0].results[0])
+    with pytest.raises(sg.CheckpointError, match=r"missing      more\.weights, more\.biases"):
+        part.restore(tmp_path)
+
+
+def test_a_checkpoint_from_before_training_begins_anew(tmp_path: Path) -> None:
+    network().save(tmp_path)
+    training = compiled(network(seed=6))
+    train(training, 0, 3)
+    training.restore(tmp_path)
+    weights = training.layers[0].weights
+    assert training.optimizer.time_step == training._progress().time_step == 1
+    assert not any(any(bytes(data.bytes)) for data in weights.optimizer_data)
+    assert np.array_equal(weights.numpy(), network().layers[0].weights.numpy())
+
+
 def test_other_settings_are_told(tmp_path: Path) -> None:
     network().save(tmp_path)
     new = network()

@@ -68,19 +68,23 @@ def load(
                 fix="load(path, device)",
             )
         graphs = _Builder(content, inference, custom).build()
+        found = graphs[content.description["saved"]]
+        compilations = [_compilation(one["compiled"]) for one in described]
         if device is not None:
-            for graph, one in zip(graphs, described, strict=True):
-                _compile(graph, device, one["compiled"])
+            for graph, (options, mixed) in zip(graphs, compilations, strict=True):
+                constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
+                graph.compile(device, options, constants, compute_type=mixed)
             if len(graphs) > 1:
                 graphs[0].link(graphs[1:])  # type: ignore[arg-type]
-        return graphs[content.description["saved"]]
+        return found
 
 
-def _compile(graph: TrainingGraph | InferenceGraph, device: Device, saved: Mapping[str, Any] | None) -> None:
-    how = saved or {"options": 0, "compute_type": None}
-    mixed = None if how["compute_type"] is None else DataType[how["compute_type"]]
-    constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
-    graph.compile(device, GraphCompilationOptions(how["options"]), constants, compute_type=mixed)
+def _compilation(saved: Mapping[str, Any] | None) -> tuple[GraphCompilationOptions, DataType | None]:
+    """How a graph was compiled: options and compute type."""
+    if saved is None:
+        return GraphCompilationOptions.NONE, None
+    mixed = saved["compute_type"]
+    return GraphCompilationOptions(saved["options"]), None if mixed is None else DataType[mixed]
 
 
 class _Builder:

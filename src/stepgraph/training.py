@@ -388,7 +388,8 @@ class TrainingGraph(TrainingRecipe):
 
     def _progress(self) -> Progress:
         if self._state is None:
-            return self._pending or Progress(buffers=bound_buffers(self.nodes))
+            time = None if self._optimizer is None else self._optimizer.time_step
+            return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
         found, unused = self._state.progress(), {} if self._gradients.used else self._gradients.found
         found.gradients = {key.owner: array for key, array in unused.items() if key.kind == "gradient"}
         return found

@@ -159,7 +159,8 @@ def read(given: Path) -> Content:
             **_others(path),
         )
     try:
-        return Content(path, description, load_tensors(raw))
+        # Copied into memory of torch's own: its alignment decides which instructions sum, and so the last bits.
+        return Content(path, description, {name: array.clone() for name, array in load_tensors(raw).items()})
     except SafetensorError as error:
         raise CheckpointError(
             f"{path}", f"{stored['name']} holds no tensors: {reason(error)}", fix="use another checkpoint"

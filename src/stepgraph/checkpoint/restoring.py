@@ -12,10 +12,17 @@ import torch
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Encoder
 from stepgraph.checkpoint.report import Mismatch, RestoreReport
-from stepgraph.checkpoint.structure import layers_of, named_tensors, read_descriptor, read_optimizer, read_progress
+from stepgraph.checkpoint.structure import (
+    layers_of,
+    named_tensors,
+    read_array,
+    read_descriptor,
+    read_optimizer,
+    read_progress,
+)
 from stepgraph.device import Device
 from stepgraph.draw import unique_names
-from stepgraph.errors import CheckpointError, StepgraphError
+from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.state import Progress
@@ -45,8 +52,11 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
         taken, problems = ([], []) if only_parameters else _states(group, content, tensors)
         changed = _changed(group, content.description)
         report = replace(report, state=tuple(problems), changed=tuple(changed))
-        arrays = {tensor: _data(content, number) for number, tensor in tensors.items()}
-    if not partial and not report.is_complete:
+        described = content.description["tensors"]
+        arrays = {tensor: read_array(described[number], content.arrays) for number, tensor in tensors.items()}
+    # An inference graph may well be a part of what was trained.
+    fits = report.is_complete if graph.trains else replace(report, unexpected=()).is_complete
+    if not partial and not fits:
         raise CheckpointError(
             f"{content.path}",
             "the checkpoint and the graph do not fit together",
@@ -65,13 +75,13 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
 
 @contextmanager
 def understood(content: files.Content) -> Iterator[None]:
-    """A description that is whole but makes no sense is refused like a damaged one."""
+    """A description that is whole but cannot be followed is refused like a damaged one."""
     try:
         yield
     except StepgraphError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"its description makes no sense ({type(error).__name__}: {error})"
+        problem = f"its description cannot be followed ({type(error).__name__}: {reason(error)})"
         raise CheckpointError(f"{content.path}", problem, fix=OTHER) from error
 
 
@@ -180,14 +190,6 @@ def _plain(value: Any) -> Any:
         case {"fields": fields}:
             return {name: _plain(one) for name, one in fields.items()}
     return next(iter(value.values()))
-
-
-def _data(content: files.Content, number: int) -> torch.Tensor:
-    described = content.description["tensors"][number]
-    array, wanted = content.arrays[described["data"]], read_descriptor(described)
-    if tuple(array.shape) != wanted.shape or array.dtype != wanted.data_type.torch:
-        raise CheckpointError(f"{content.path}", f"the array of {described['name']} is not {wanted}", fix=OTHER)
-    return array
 
 
 @torch.inference_mode()

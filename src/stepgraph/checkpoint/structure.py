@@ -72,7 +72,7 @@ class Describer:
         encoder, feeds = self.encoder, graph._feeds
         loss, optimizer = graph._loss_layer, graph._optimizer
         found = {
-            "class": class_name(type(graph)),
+            "class": "TrainingGraph" if graph.trains else "InferenceGraph",
             "adopted": [[self._node(node) for node in one.nodes] for one in graph._graphs],
             "nodes": [self._node(node) for node in graph._nodes],
             "loss_layer": None if loss is None else encoder.layer(loss),
@@ -184,10 +184,18 @@ def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:
 
 def read_tensor(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Tensor:
     """A tensor as it was described, with its data."""
-    data = None if "data" not in described else arrays[described["data"]]
+    data = read_array(described, arrays) if "data" in described else None
     tensor = Tensor(read_descriptor(described), data=data, label=described["label"])
     tensor.is_updatable = described.get("is_updatable", True)
     return tensor
+
+
+def read_array(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The array of a described tensor."""
+    array, wanted = arrays[described["data"]], read_descriptor(described)
+    if tuple(array.shape) != wanted.shape or array.dtype != wanted.data_type.torch:
+        raise ValueError(f"the array {described['data']} is {list(array.shape)} {array.dtype}, not {wanted}")
+    return array
 
 
 def read_descriptor(described: Mapping[str, Any]) -> TensorDescriptor:

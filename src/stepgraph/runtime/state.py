@@ -139,6 +139,9 @@ class TrainingState:
         optimizer = self.optimizer
         if optimizer is None:
             return
+        if progress.stream is None:  # saved before it began: nothing has been learned about any parameter
+            for array in (array for key, array in self.arrays.items() if key.kind == "state"):
+                array.zero_()
         for tensor, buffers in progress.buffers.items():
             self._resume_buffers(tensor, buffers)
         self.refresh()
