@@ -378,8 +378,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(
             patch.setattr(Path, "replace", full)
         else:
             patch.setattr(files, "save_file" if failing == "save_file" else "_write_description", full)
-        with pytest.raises(sg.StorageError, match="No space left on device"):
+        with pytest.raises(sg.StorageError, match="No space left on device") as caught:
             training.save(path)
+        assert caught.value.errno == 28
     assert ({one.name: one.read_bytes() for one in path.iterdir()} if there else path.exists()) == (old or False)
 
 

@@ -299,11 +299,8 @@ def _storage(path: Path, done: str) -> Iterator[None]:
     """Turns what the file system says into one kind of error."""
     try:
         yield
-    except OSError as error:
-        raise StorageError(
-            f"{path}", f"it cannot be {done}: {error.strerror or error}", fix="check the path, its rights and the space"
-        ) from error
-    except SafetensorError as error:
-        raise StorageError(
-            f"{path}", f"it cannot be {done}: {reason(error)}", fix="check the path, its rights and the space"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        said = getattr(error, "strerror", None) or reason(error)
+        failed = StorageError(f"{path}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space")
+        failed.errno = getattr(error, "errno", None)
+        raise failed from error
