@@ -308,7 +308,7 @@ LAYERS = [
     ),
     R("concatenate: a tensor", lambda k: k.graph.concatenate(T(2, 3)), EITHER, "[Cc]oncat.*Tensor"),
     R("split: sum", lambda k: k.graph.split(T(2, 3), None, [1, 5], dimension=1), sg.ShapeError, f"Split.*{HERE}.*6.*3"),
-    R("split: both", lambda k: k.graph.split(T(2, 3), 2, [1, 2], dimension=1), sg.ArgumentError, "Split.*2.*1, 2"),
+    R("split: both", lambda k: k.graph.split(T(2, 3), 3, [1, 2], dimension=1), sg.ArgumentError, "Split.*3.*1, 2"),
     R("select: floats", lambda k: k.graph.select([T(2), T(2)], T(2)), sg.DataTypeError, "Selection.*float32.*boolean"),
     R("gather: floats", lambda k: k.graph.gather(0, T(2), T(2)), sg.DataTypeError, f"Gather.*{HERE}.*float32.*int"),
     R(

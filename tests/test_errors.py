@@ -40,6 +40,8 @@ CLASSES = {
     sg.StateError: RuntimeError,
     sg.DeviceError: RuntimeError,
     sg.ExecutionError: RuntimeError,
+    sg.CheckpointError: ValueError,
+    sg.StorageError: OSError,
 }
 INFERENCE = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
 LINK = sg.GraphCompilationOptions.LINK_GRAPHS

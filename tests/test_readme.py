@@ -10,7 +10,10 @@ import stepgraph as sg
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_programs_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_programs_run_one_after_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them saves
     names: dict = {}
     programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(programs) >= 3 and len(programs[0].splitlines()) <= 25
@@ -19,6 +22,18 @@ def test_the_programs_run_one_after_another(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "Memory plan" in printed and "31,530" in printed
     assert names["step"].loss < 2.303  # ten steps on one batch beat guessing
+
+
+def test_the_page_on_checkpoints_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    names: dict = {}
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) >= 5
+    for program in programs:
+        exec(compile(program, "checkpoints.md", "exec"), names)
+    listing = sorted(path.name for path in Path("run/series").iterdir())
+    assert listing == ["checkpoint-000008", "checkpoint-000009", "checkpoint-000010"]
 
 
 def test_the_error_message_is_what_a_user_sees() -> None:

@@ -98,8 +98,12 @@ from stepgraph.graph import Graph as Graph
 from stepgraph.training import TrainingGraph as TrainingGraph
 from stepgraph.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
+from stepgraph.portable import load as load, save as save
+from stepgraph.checkpoint.files import latest as latest
+from stepgraph.checkpoint.report import RestoreReport as RestoreReport
 from stepgraph.errors import (
     ArgumentError as ArgumentError,
+    CheckpointError as CheckpointError,
     DataError as DataError,
     DataTypeError as DataTypeError,
     DeviceError as DeviceError,
@@ -107,6 +111,7 @@ from stepgraph.errors import (
     ShapeError as ShapeError,
     StateError as StateError,
     StepgraphError as StepgraphError,
+    StorageError as StorageError,
     UnknownNameError as UnknownNameError,
 )
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Group, RenderableType
 
 from stepgraph import buffers, draw
+from stepgraph.checkpoint import restoring, saving
+from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Fusion, Key, Step, layer_tensors, value
+from stepgraph.compiler.step import Key, Step, layer_tensors, value
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -26,11 +30,15 @@ from stepgraph.errors import (
     UnknownNameError,
 )
 from stepgraph.graph import Graph, Node
+from stepgraph.layer import Layer
+from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.executable import Binding
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
+from stepgraph.runtime.state import Progress
+from stepgraph.settings import fusion_of, require_options
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -44,6 +52,14 @@ class CompiledGraph(Graph):
     Args:
         graphs: the graphs whose nodes are adopted, in order; they stay usable and may be shared.
     """
+
+    # What training graphs have; an inference graph has none of it.
+    trains: ClassVar[bool] = False
+    _loss_layer: Layer | None = None
+    _loss_node: Node | None = None
+    _optimizer: Optimizer | None = None
+    _parameters: tuple[Tensor, ...] = ()
+    _compute_type: torch.dtype | None = None
 
     def __init__(self, graphs: Sequence[Graph] = ()) -> None:
         super().__init__()
@@ -96,6 +112,31 @@ class CompiledGraph(Graph):
         """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
         return list(self._programs.executables)
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The inputs by name; those that `compile` found by itself included."""
+        return dict(self._feeds.inputs)
+
+    @property
+    def loss_labels(self) -> dict[str, Tensor]:
+        """The labels by name."""
+        return dict(self._feeds.labels)
+
+    @property
+    def loss_label_weights(self) -> dict[str, Tensor]:
+        """The label weights by name."""
+        return dict(self._feeds.weights)
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """The declared outputs by name."""
+        return dict(self._outputs)
+
+    @property
+    def linked_graphs(self) -> tuple[Any, ...]:
+        """The graphs joined with `link`, this one included."""
+        return self._linked
+
     def add_inputs(
         self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
     ) -> None:
@@ -110,6 +151,44 @@ class CompiledGraph(Graph):
             self._programs = self._programs.keeping_anew()  # executables were made to drop it
             self._bindings = {}
         self._outputs = declared
+
+    # Saving
+
+    def save(
+        self, path: str | os.PathLike[str], *, keep: int | None = None, notes: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Writes a checkpoint: everything needed to go on, and the graph itself. Returns its directory.
+
+        A checkpoint that is there is replaced in one moment: killed at any time, the path holds the old one or the new.
+
+        Args:
+            path: the directory of the checkpoint; with `keep`, a folder for a series of them.
+            keep: write `path/checkpoint-000001`, `…2` and so on, and keep the newest `keep` of them.
+            notes: your own JSON values (an epoch, a score), given back by `restore`.
+        """
+        return saving.save(self, path, keep, notes)
+
+    def restore(
+        self, path: str | os.PathLike[str], *, partial: bool = False, only_parameters: bool = False
+    ) -> RestoreReport:
+        """Takes over what a checkpoint holds; afterwards training goes on as if it had never stopped.
+
+        The graph may be compiled or not yet, for the device of the checkpoint or another. Tensors are matched by name.
+        Nothing is changed unless the files are whole and everything fits.
+
+        Args:
+            path: a checkpoint, or a folder with a series of them, of which the latest is taken.
+            partial: take what fits; the report tells what did not.
+            only_parameters: leave optimizer, step counts and random numbers as they are.
+        """
+        return restoring.restore(self, path, partial, only_parameters)
+
+    def _progress(self) -> Progress:
+        """How far the graph has come."""
+        return Progress()
+
+    def _resume(self, progress: Progress) -> None:
+        """Goes on from there."""
 
     def __rich__(self) -> RenderableType:
         title = f"{type(self).__name__} on {self.device}" if self.device else f"{type(self).__name__}, not compiled"
@@ -311,7 +390,7 @@ class CompiledGraph(Graph):
             chooses_kernels=GraphCompilationOptions.DETERMINISTIC not in self._options,
             # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
             channels_last=device.type == "cuda" and GraphCompilationOptions.DETERMINISTIC not in self._options,
-            fusion=_fusion(self._options, device),
+            fusion=fusion_of(self._options, device),
             tf32=self._tf32,
             names=draw.parameter_names(self._compiled),
         )
@@ -383,27 +462,6 @@ class CompiledGraph(Graph):
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
 
 
-def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | None:
-    """The type layers compute in, or None where it is what tensors declare."""
-    if compute_type is None:
-        return None
-    kind = DataType.of(compute_type)
-    if kind not in (DataType.FLOAT16, DataType.BFLOAT16):
-        raise ArgumentError(
-            "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
-        )
-    return kind.torch
-
-
-def _fusion(options: GraphCompilationOptions, device: torch.device) -> Fusion:
-    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it."""
-    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
-        return Fusion.NEVER
-    if GraphCompilationOptions.FUSE_LAYERS in options:
-        return Fusion.FIRST
-    return Fusion.LATER if device.type == "cuda" else Fusion.NEVER
-
-
 def _current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
     elsewhere = device.torch.type == "cuda" and device.torch.index != torch.cuda.current_device()
@@ -412,12 +470,6 @@ def _current_device(device: Device) -> AbstractContextManager[Any]:
 
 def _current(tensor: Tensor) -> torch.Tensor | None:
     return tensor.torch() if tensor.has_data else None
-
-
-def require_options(options: Any, kind: type) -> None:
-    """Refuses options of another kind."""
-    if not isinstance(options, kind):
-        raise DataTypeError("options", f"the options are {options!r}", fix=f"use {kind.__name__}")
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

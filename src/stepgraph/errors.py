@@ -70,6 +70,14 @@ class ExecutionError(StepgraphError, RuntimeError):
     """The device failed while running a compiled graph."""
 
 
+class CheckpointError(StepgraphError, ValueError):
+    """A checkpoint is damaged, of another format, or does not fit the graph."""
+
+
+class StorageError(StepgraphError, OSError):
+    """A checkpoint cannot be written to or read from where it should be."""
+
+
 def reason(error: BaseException) -> str:
     """What somebody else's exception says, in one line without a full stop."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import CompiledGraph, Found, mixed, results_of
+from stepgraph.compiled import CompiledGraph, Found, results_of
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import STREAM
 from stepgraph.device import Device
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
+from stepgraph.settings import mixed
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 

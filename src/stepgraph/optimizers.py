@@ -142,6 +142,18 @@ class Optimizer:
         if name == "time_step":
             self.__dict__["time_version"] = self.version
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything the optimizer was made with or was assigned since, its time step included."""
+        derived = ("slots", "rule", "version", "time_version")
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def adopt(self, other: Optimizer) -> None:
+        """Takes over the live numbers of an optimizer with the same rule, its time step included."""
+        names = (*self.live, "applies_gradient_clipping")
+        self.__dict__.update({name: other.__dict__[name] for name in names})
+        self.__dict__["version"] += 1  # not the time's version: each graph counts its own steps
+
     def numbers(self) -> dict[str, float]:
         """The live numbers as the compiled step reads them; switched-off clipping reads as bounds nothing reaches."""
         values = {name: float(getattr(self, name)) for name in self.live}

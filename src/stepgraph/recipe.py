@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler.step import Step
@@ -24,6 +25,8 @@ class TrainingRecipe(CompiledGraph):
         optimizer: updates the parameters.
     """
 
+    trains = True
+
     def __init__(
         self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
     ) -> None:
@@ -33,15 +36,30 @@ class TrainingRecipe(CompiledGraph):
                 "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
             )
         self._loss_layer = loss_layer
-        self._loss_node: Node | None = None
+        self._loss_node = None
         self._optimizer = None if optimizer is None else checked(optimizer)
         self._stop: frozenset[Tensor] = frozenset()
-        self._parameters: tuple[Tensor, ...] = ()
+        self._parameters = ()
         self._user_gradients: dict[Tensor, Tensor] = {}
 
     @property
     def _stopped(self) -> frozenset[Tensor]:
         return self._stop
+
+    def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
+        """Lets no gradient flow back through these tensors."""
+        if not isinstance(tensors, Iterable):
+            kind = type(tensors).__name__
+            raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
+        for tensor in tensors:
+            require_tensor("stop_gradient", tensor)
+        with self._all_or_nothing():
+            self._stop |= frozenset(tensors)
+            self._again("gradients stop at other tensors")
+
+    def _again(self, reason: str) -> None:
+        """Compiles a compiled graph again."""
+        raise NotImplementedError
 
     def _all_nodes(self) -> tuple[Node, ...]:
         if self._loss_layer is None or not self.nodes:
@@ -115,6 +133,12 @@ class TrainingRecipe(CompiledGraph):
             stopped=self._stop,
             all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
         )
+
+
+def require_tensor(where: str, given: Any) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(given, Tensor):
+        raise DataTypeError(where, f"{type(given).__name__} is not a Tensor", fix="pass a Tensor of this graph")
 
 
 def checked(optimizer: Optimizer) -> Optimizer:

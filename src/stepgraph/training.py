@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from stepgraph.compiled import Found, logger, mixed, results_of
+from stepgraph.compiled import Found, logger, results_of
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import STREAM, Key, gradient, source_gradient, value
 from stepgraph.device import Device
@@ -16,12 +16,13 @@ from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNa
 from stepgraph.graph import Graph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer, number
-from stepgraph.recipe import TrainingRecipe, checked
+from stepgraph.recipe import TrainingRecipe, checked, require_tensor
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, seeds, starts_at, summed
 from stepgraph.runtime.programs import Programs
-from stepgraph.runtime.state import TrainingState
+from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
+from stepgraph.settings import mixed
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -59,6 +60,7 @@ class TrainingGraph(TrainingRecipe):
         self._gradients = Gradients()
         self._saved: Found = {}
         self._forward_batch: int | None = None
+        self._pending: Progress | None = None
 
     # Preparing
 
@@ -83,17 +85,6 @@ class TrainingGraph(TrainingRecipe):
         if not number("loss_scale", "loss_scale", scale) > 0:
             raise ArgumentError("loss_scale", f"the scale is {scale}", fix="give a positive number")
         self._state.loss_scale = scale
-
-    def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
-        """Lets no gradient flow back through these tensors."""
-        if not isinstance(tensors, Iterable):
-            kind = type(tensors).__name__
-            raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
-        for tensor in tensors:
-            require_tensor("stop_gradient", tensor)
-        with self._all_or_nothing():
-            self._stop |= frozenset(tensors)
-            self._again("gradients stop at other tensors")
 
     def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
         """Makes input tensors trainable: they keep their data in the graph and the optimizer updates them."""
@@ -153,6 +144,8 @@ class TrainingGraph(TrainingRecipe):
             if self._state is None or self._state.device != self.device:
                 self._state = TrainingState(self._require_compiled("compile"))
             self._restart()
+            if self._pending is not None:
+                self._resume(self._pending)
 
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""
@@ -394,7 +387,25 @@ class TrainingGraph(TrainingRecipe):
         found = self._gradients.found.get(gradient(parameter))
         return None if found is None else found.cpu().numpy()
 
-    # Compiling again, and between the calls
+    # Compiling again, resuming, and between the calls
+
+    def _progress(self) -> Progress:
+        if self._state is None:
+            time = None if self._optimizer is None else self._optimizer.time_step
+            return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
+        found, unused = self._state.progress(), {} if self._gradients.used else self._gradients.found
+        found.gradients = {key.owner: array for key, array in unused.items() if key.kind == "gradient"}
+        return found
+
+    def _resume(self, progress: Progress) -> None:
+        """Goes on from there; a graph that is not compiled yet does so when it is."""
+        self._pending = progress if self._state is None else None
+        if self._state is not None:
+            self._state.resume(progress)
+            self._forget_passes()
+            self._gradients.replace(
+                {gradient(t): a.to(self._state.device.torch) for t, a in progress.gradients.items()}
+            )
 
     def _kept_keys(self) -> list[Key]:
         return super()._kept_keys() + self._watched_gradients()
@@ -485,9 +496,3 @@ class TrainingGraph(TrainingRecipe):
                 fix="leave it out",
             )
         return self._forward_batch
-
-
-def require_tensor(where: str, given: Any) -> None:
-    """Refuses what is no tensor."""
-    if not isinstance(given, Tensor):
-        raise DataTypeError(where, f"{type(given).__name__} is not a Tensor", fix="pass a Tensor of this graph")

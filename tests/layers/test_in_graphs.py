@@ -1,6 +1,10 @@
-"""Every layer of the table inside a training graph: the whole step and the three phases leave the same bits."""
+"""Every layer of the table inside a training graph.
+
+The whole step and the three phases leave the same bits, and so does a graph that was rebuilt from a saved one.
+"""
 
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,10 +34,24 @@ class OneLayer:
         self.training = sg.TrainingGraph([graph], None, optimizer)
         self.training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.COMPUTE_ALL_GRADIENTS)
         self.training.add_outputs({f"result {i}": result for i, result in enumerate(self.results)})
-        for result in self.results:
+        self.gradients = [generator.standard_normal(result.shape).astype(np.float32) for result in self.results]
+        self.write_gradients()
+
+    def write_gradients(self) -> None:
+        for result, gradient in zip(self.results, self.gradients, strict=True):
             if result.data_type.is_floating and not self.layer.is_loss:
-                gradient = generator.standard_normal(result.shape).astype(np.float32)
                 self.training.allocate_user_gradient(result).bind_and_write_data(gradient, sg.Device.cpu())
+
+    def reloaded(self, path: Path) -> "OneLayer":
+        """The same from a file: nothing but the data of the calls comes from this program."""
+        self.training.save(path)
+        other = object.__new__(OneLayer)
+        other.training = sg.load(path, sg.Device.cpu())
+        (other.layer,) = other.training.layers
+        other.results = other.training.result_tensors(other.layer)
+        other.sources, other.data, other.gradients = self.sources, self.data, self.gradients
+        other.write_gradients()
+        return other
 
     def named(self) -> dict[str, np.ndarray]:
         return {tensor.label: array for tensor, array in zip(self.sources, self.data, strict=True)}
@@ -57,7 +75,7 @@ class OneLayer:
 
 
 @each([case for case in CASES if case.training])
-def test_whole_step_and_phases_leave_the_same_bits(case: Case) -> None:
+def test_whole_step_phases_and_a_graph_from_a_file_leave_the_same_bits(case: Case, tmp_path: Path) -> None:
     one, other = OneLayer(case), OneLayer(case)
     before = {name: t.numpy().tobytes() for name, t in one.layer.parameters.items()}
     for _ in range(2):
@@ -66,6 +84,27 @@ def test_whole_step_and_phases_leave_the_same_bits(case: Case) -> None:
         assert one.state() == other.state()
     if case.differentiable and one.layer.parameters and not _is_still(case):
         assert any(one.state()[name] != bits for name, bits in before.items())  # something was learned
+    loaded = one.reloaded(tmp_path)
+    assert repr(loaded.layer) == repr(one.layer) and loaded.layer is not one.layer
+    one.whole()
+    loaded.whole()
+    assert one.state() == loaded.state()
+
+
+@each([case for case in CASES if not case.training])
+def test_an_inference_graph_from_a_file_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
+    generator = np.random.default_rng(zlib.crc32(case.name.encode()))
+    arrays = [np.array(draw(generator)) for draw in case.sources]
+    arrays = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
+    graph = sg.InferenceGraph()
+    graph.node(case.make(), *(sg.Tensor(a.shape, a.dtype, label=f"source {i}") for i, a in enumerate(arrays)))
+    graph.compile(sg.Device.cpu())
+    graph.save(tmp_path)
+    found = []
+    for one in (graph, sg.load(tmp_path, sg.Device.cpu())):
+        result = one.execute({f"source {i}": array for i, array in enumerate(arrays)}).result
+        found.append(result.numpy().tobytes())
+    assert found[0] == found[1]
 
 
 def _is_still(case: Case) -> bool:

@@ -66,7 +66,7 @@ def test_parts_are_views_and_cost_no_copy() -> None:
         (lambda: TransposeLayer(()), r"dimensions are \(\)"),
         (lambda: ConcatenationLayer(-1), "dimension is -1"),
         (SplitLayer, "split_count is None, split_section_lengths are None"),
-        (lambda: SplitLayer(2, (1, 1)), "give exactly one of them"),
+        (lambda: SplitLayer(3, (1, 1)), "give exactly one of them"),
         (lambda: SplitLayer(0), "split_count is 0"),
         (lambda: SplitLayer(split_section_lengths=(2, 0)), "a section length is 0"),
         (lambda: SplitLayer(split_section_lengths=()), "split_count is 0"),

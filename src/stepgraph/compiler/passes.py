@@ -15,21 +15,24 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Applies `PASSES` to every operator, in order."""
+    """Applies `PASSES` to every operator, in order. Each is written once, so that time goes with their number."""
     graph = module.graph
+    stands_in: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
+        if any(one in stands_in for one in node.all_input_nodes):
+            node.args = fx.map_arg(node.args, lambda one: stands_in.get(one, one))
+            node.kwargs = fx.map_arg(node.kwargs, lambda one: stands_in.get(one, one))
         if node.op != "call_function":
             continue
-        for find in PASSES:
-            other = find(node)
-            if other is not None:
-                node.replace_all_uses_with(other)
-                graph.erase_node(node)
-                break
-    for node in graph.nodes:
-        # Who reads an array after it was changed in place reads the array, in whichever phase that happens.
-        if node.users and mutates(node):
-            node.replace_all_uses_with(node.args[0])
+        found = next(filter(None, (find(node) for find in PASSES)), None)
+        if found is not None:
+            stands_in[node] = found
+        elif mutates(node) and isinstance(node.args[0], fx.Node):
+            # Who reads an array after it was changed in place reads the array, in whichever phase that happens.
+            stands_in[node] = node.args[0]
+    for node in reversed(stands_in):
+        if not mutates(node):
+            graph.erase_node(node)
 
 
 def mutates(node: fx.Node) -> bool:

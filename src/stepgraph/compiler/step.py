@@ -136,12 +136,12 @@ class Step:
                 found.setdefault(tensor, index)
         return found
 
-    @property
+    @cached_property
     def losses(self) -> tuple[Node, ...]:
         """The nodes whose results are minimized."""
         return tuple(node for node in self.nodes if node.is_loss)
 
-    @property
+    @cached_property
     def scales_loss(self) -> bool:
         """Whether gradients would vanish in the compute type's narrow range without a scaled loss."""
         return self.compute_type is torch.float16 and self.differentiates
@@ -151,7 +151,7 @@ class Step:
         """Whether no parameter may be updated before all gradients are known."""
         return self.scales_loss or (self.optimizer is not None and self.optimizer.needs_global_norm)
 
-    @property
+    @cached_property
     def differentiates(self) -> bool:
         """Whether there is anything to walk back from."""
         return self.training and bool(self.losses or self.seeded)

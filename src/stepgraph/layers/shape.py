@@ -196,7 +196,8 @@ class SplitLayer(MovingLayer):
 
     def __post_init__(self) -> None:
         count, lengths = self.split_count, self.split_section_lengths
-        if (count is None) == (lengths is None):
+        agree = lengths is not None and count == len(lengths)  # as both are after construction
+        if (count is None) == (lengths is None) and not agree:
             raise ArgumentError(
                 self.where,
                 f"split_count is {count}, split_section_lengths are {lengths}",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,11 +12,33 @@ from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
 from stepgraph.errors import DataError
+from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData
 
 FIRST_SCALE = 2.0**16  # as large as float16 goes; it halves until gradients are finite
+
+
+@dataclass
+class Progress:
+    """How far a training graph has come, beside what its tensors hold; None and empty: not known, not begun.
+
+    Args:
+        stream: seed and position of the random stream.
+        scale: the loss scale, and the finite steps since it last changed.
+        time_step: the step count of the next update.
+        time_version: that of the optimizer when `time_step` was taken; a step count assigned later wins.
+        buffers: the optimizer's buffers by parameter, in the order of its slots.
+        gradients: gradients that no update has used yet, by parameter.
+    """
+
+    stream: list[int] | None = None
+    scale: list[float] | None = None
+    time_step: int | None = None
+    time_version: int = 0
+    buffers: dict[Tensor, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[Tensor, torch.Tensor] = field(default_factory=dict)
 
 
 class TrainingState:
@@ -93,6 +116,48 @@ class TrainingState:
     def loss_scale(self, scale: float) -> None:
         self.arrays[SCALE].copy_(torch.tensor([scale, 0.0]))
 
+    def progress(self) -> Progress:
+        """Where the state stands now. Arrays are shared, not copied."""
+        self.refresh()
+        self.count_steps()
+        scale = self.arrays[SCALE].tolist() if SCALE in self.arrays else None
+        found = Progress(stream=self.arrays[STREAM].tolist(), scale=scale)
+        if self.optimizer is not None:
+            slots = range(len(self.optimizer.slots))
+            found.time_step = int(self.arrays[NUMBERS][self.optimizer.live.index("time_step")])
+            owners = dict.fromkeys(key.owner for key in self.arrays if key.kind == "state")
+            found.buffers = {t: tuple(self.arrays[state(t, i)] for i in slots) for t in owners}
+        return found
+
+    @torch.inference_mode()
+    def resume(self, progress: Progress) -> None:
+        """Goes on from `progress`, writing into the buffers in use."""
+        if progress.stream is not None:
+            self.arrays[STREAM].copy_(torch.tensor(progress.stream))
+        if progress.scale is not None and SCALE in self.arrays:
+            self.arrays[SCALE].copy_(torch.tensor(progress.scale))
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        if progress.stream is None:  # saved before it began: nothing has been learned about any parameter
+            for array in (array for key, array in self.arrays.items() if key.kind == "state"):
+                array.zero_()
+        for tensor, buffers in progress.buffers.items():
+            self._resume_buffers(tensor, buffers)
+        self.refresh()
+        if progress.time_step is not None and progress.time_version == optimizer.time_version:
+            self.arrays[NUMBERS][optimizer.live.index("time_step")] = progress.time_step
+
+    def _resume_buffers(self, tensor: Tensor, buffers: Sequence[torch.Tensor]) -> None:
+        for i, array in enumerate(buffers):
+            mine = self.arrays.get(state(tensor, i))
+            if mine is None:  # of a parameter that is frozen now
+                self.arrays[state(tensor, i)] = array.to(self.device.torch, copy=True)
+            else:
+                mine.copy_(array)
+        self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(buffers))])
+        tensor.synchronize_optimizer_data()
+
     def _write_numbers(self, optimizer: Optimizer) -> None:
         names, numbers = optimizer.live, self.arrays[NUMBERS]
         values = torch.tensor(list(optimizer.numbers().values()), dtype=numbers.dtype)
@@ -134,3 +199,16 @@ class TrainingState:
         if on_host or len(tensor.optimizer_data) != len(arrays):
             tensor.optimizer_data = [TensorData(array if on_host else array.cpu()) for array in arrays]
         tensor.optimizer_device_data = list(handles)
+
+
+def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[torch.Tensor, ...]]:
+    """Optimizer buffers that were bound to parameters before a graph is compiled."""
+    tensors = dict.fromkeys(tensor for node in nodes for tensor in node.layer.parameters.values())
+    return {
+        tensor: tuple(
+            data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
+            for data in tensor.optimizer_data
+        )
+        for tensor in tensors
+        if tensor.optimizer_data
+    }

@@ -1,0 +1,233 @@
+"""Settings as JSON and back, for any dataclass: layers, descriptors, enumerations, tensors by number.
+
+Plain values stand for themselves; everything else is an object with one telling key:
+
+    {"tensor": 3}  {"layer": 1}  {"array": key}  {"tuple": […]}  {"mapping": [[key, value], …]}  {"float": "inf"}
+    {"enum": "PaddingPolicy", "member": "SAME"}  {"class": "PoolingDescriptor", "fields": {…}}
+    {"opaque": "function"}  which a file cannot hold: saved all the same, but only `restore` can use the file
+
+A class of stepgraph is named as it is exported, a user's own as `module:Class`. Nothing is ever imported by such a
+name: a loading program hands its own classes over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import sys
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepgraph.errors import CheckpointError, DataTypeError, StepgraphError, reason
+from stepgraph.layer import Layer
+from stepgraph.optimizers import Optimizer
+from stepgraph.tensor import Tensor, TensorDescriptor
+
+_OURS = "stepgraph"
+
+
+def class_name(kind: type) -> str:
+    """How a file names a class."""
+    is_ours = kind.__module__.split(".")[0] == _OURS
+    return kind.__qualname__ if is_ours else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def unique(name: str, taken: Container[str]) -> str:
+    """`name`, numbered where it is taken."""
+    found, count = name, 1
+    while found in taken:
+        count += 1
+        found = f"{name}#{count}"
+    return found
+
+
+class Encoder:
+    """Numbers tensors and layers in the order they are met, and collects arrays."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Tensor, int] = {}
+        self.layers: dict[Layer, int] = {}
+        self.described: list[dict[str, Any]] = []
+        self.arrays: dict[str, torch.Tensor] = {}
+
+    def tensor(self, tensor: Tensor) -> int:
+        """The number of a tensor."""
+        return self.tensors.setdefault(tensor, len(self.tensors))
+
+    def array(self, key: str, array: torch.Tensor) -> str:
+        """Puts an array into the tensors file, under `key` or something like it."""
+        name = unique(key, self.arrays)
+        self.arrays[name] = array
+        return name
+
+    def layer(self, layer: Layer) -> int:
+        """The number of a layer, which is described when it is first met."""
+        if layer not in self.layers:
+            self.layers[layer] = number = len(self.described)
+            self.described.append({})
+            self.described[number] = {
+                "class": class_name(type(layer)),
+                "layer_id": layer.layer_id,
+                "line": layer.line,
+                "fields": self.fields(layer),
+            }
+        return self.layers[layer]
+
+    def fields(self, one: Any) -> dict[str, Any]:
+        """The fields that a dataclass is constructed with."""
+        return {f.name: self.value(getattr(one, f.name)) for f in dataclasses.fields(one) if f.init}
+
+    def value(self, value: Any) -> Any:
+        """JSON for any setting."""
+        if isinstance(value, enum.Enum):  # before numbers: ours are both
+            return {"enum": class_name(type(value)), "member": value.name or value.value}
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return [self.value(one) for one in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self.value(one) for one in value]}
+        if isinstance(value, Mapping):
+            return {"mapping": [[self.value(key), self.value(one)] for key, one in value.items()]}
+        return self._object(value)
+
+    def _object(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Tensor):
+            return {"tensor": self.tensor(value)}
+        if isinstance(value, Layer):
+            return {"layer": self.layer(value)}
+        if isinstance(value, torch.Tensor):
+            return {"array": self.array("setting", value)}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {"array": self.array("setting", torch.from_numpy(np.array(value))), "numpy": True}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {"class": class_name(type(value)), "fields": self.fields(value)}
+        return {"opaque": type(value).__name__}
+
+
+class Decoder:
+    """Makes objects from a description.
+
+    Args:
+        where: the checkpoint, for messages.
+        layers: descriptions of the layers.
+        tensors: the tensors, by number.
+        arrays: the arrays of the tensors file.
+        custom: classes that are not stepgraph's own.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        layers: Sequence[Mapping[str, Any]],
+        tensors: Sequence[Tensor],
+        arrays: Mapping[str, torch.Tensor],
+        custom: Sequence[type] = (),
+    ) -> None:
+        self.where, self._layers, self._tensors, self._arrays = where, layers, tensors, arrays
+        self._made: dict[int, Layer] = {}
+        self._custom = _by_name(custom)
+
+    def kind(self, name: str, base: type = object) -> type:
+        """The class with a name: one of ours, or one that was handed over."""
+        module, _, qualified = name.rpartition(":")
+        found = self._custom.get(qualified) if module else _known().get(name)
+        if found is None:
+            short = qualified.rpartition(".")[2]
+            raise CheckpointError(
+                self.where,
+                f"it holds a {name}, which is no class of stepgraph",
+                fix=f"hand the class over: load(path, custom=[{short}])",
+            )
+        if not issubclass(found, base):
+            raise CheckpointError(self.where, f"{name} is no {base.__name__}", fix="use another checkpoint")
+        return found
+
+    def layer(self, number: int) -> Layer:
+        """The layer with a number, the same one each time."""
+        if number not in self._made:
+            description = self._layers[number]
+            kind = self.kind(description["class"], Layer)
+            layer = self._construct(kind, description["fields"], description["fields"].get("label") or kind.__name__)
+            layer.__dict__.update(_line=str(description["line"]), layer_id=int(description["layer_id"]))
+            self._made[number] = layer
+        return self._made[number]
+
+    def value(self, described: Any) -> Any:
+        """The setting that JSON stands for."""
+        if isinstance(described, list):
+            return [self.value(one) for one in described]
+        if not isinstance(described, dict):
+            return described
+        match described:
+            case {"enum": name, "member": member}:
+                kind = self.kind(name, enum.Enum)
+                return kind[member] if isinstance(member, str) else kind(member)  # type: ignore[index]
+            case {"float": text}:
+                return float(text)
+            case {"tuple": items}:
+                return tuple(self.value(one) for one in items)
+            case {"mapping": pairs}:
+                return {self.value(key): self.value(one) for key, one in pairs}
+            case {"tensor": number}:
+                return self._tensors[number]
+            case {"layer": number}:
+                return self.layer(number)
+            case {"array": key}:
+                return self._arrays[key].numpy() if described.get("numpy") else self._arrays[key]
+            case {"class": name, "fields": fields}:
+                return self._construct(self.kind(name), fields, name)
+            case {"opaque": name}:
+                raise CheckpointError(
+                    self.where,
+                    f"a layer's setting is a {name}, which no file can hold",
+                    fix="build the graph in your program and restore into it",
+                )
+        raise CheckpointError(self.where, f"its description holds {described!r}", fix="use another checkpoint")
+
+    def _construct(self, kind: type, fields: Mapping[str, Any], name: str) -> Any:
+        settings = {field: self.value(value) for field, value in fields.items()}
+        try:
+            return kind(**settings)
+        except Exception as error:  # a user's class may raise anything when its fields have changed
+            problem = error.problem if isinstance(error, StepgraphError) else reason(error)
+            raise CheckpointError(
+                self.where,
+                f"{kind.__name__} '{name}' cannot be made from its saved settings: {problem}",
+                saved=", ".join(fields),
+                fix="use the version of the class that was saved",
+            ) from error
+
+
+def _by_name(custom: Sequence[type]) -> dict[str, type]:
+    """Classes that were handed over, by name."""
+    found: dict[str, type] = {}
+    for kind in custom:
+        if not isinstance(kind, type):
+            raise DataTypeError("load", f"custom holds {kind!r}, which is no class", fix="pass classes: [MyLayer]")
+        if found.setdefault(kind.__qualname__, kind) is not kind:
+            raise DataTypeError("load", f"custom holds two classes called {kind.__qualname__}", fix="rename one")
+    return found
+
+
+def _known() -> dict[str, type]:
+    """Our own layers, descriptors, enumerations and optimizers by name, from the modules that define them."""
+    found: dict[str, type] = {}
+    for path, module in list(sys.modules.items()):
+        if path.startswith((f"{_OURS}.layers.", f"{_OURS}.types", f"{_OURS}.tensor", f"{_OURS}.optimizers")):
+            for kind in vars(module).values():
+                if isinstance(kind, type) and kind.__module__ == path and _is_setting(kind):
+                    found[kind.__qualname__] = kind
+    return found
+
+
+def _is_setting(kind: type) -> bool:
+    return issubclass(kind, Layer | Optimizer | enum.Enum | TensorDescriptor) or dataclasses.is_dataclass(kind)

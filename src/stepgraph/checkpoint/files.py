@@ -1,0 +1,306 @@
+"""A checkpoint on disk: one directory with `graph.json` and one safetensors file.
+
+The new tensors are written beside the old ones, under a name made from their checksum; then `graph.json` is replaced
+in one rename. Whatever happens, the directory holds the old checkpoint or the new one, and one without `graph.json`
+was never complete. Both files are checksummed, so that a changed byte anywhere is noticed before anything is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+
+from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, StorageError, reason
+
+FORMAT, VERSION = "stepgraph", 1
+DESCRIPTION = "graph.json"
+LINE = 200
+_TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+_MEMBER = re.compile(r"checkpoint-(\d{6,})")
+_SIGNED = re.compile(rb'(.*,\n "sha256": ")([0-9a-f]{64})"\n}\n', re.DOTALL)
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint that was read and found whole."""
+
+    path: Path
+    description: dict[str, Any]
+    arrays: dict[str, torch.Tensor]
+
+
+def as_path(where: str, given: Any) -> Path:
+    """`given` as a path, if it can be one."""
+    if not isinstance(given, str | os.PathLike):
+        raise DataTypeError(where, f"the path is {type(given).__name__}", fix="give a directory's name")
+    return Path(given)
+
+
+# Writing
+
+
+def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
+    """Puts a checkpoint at `path`, in place of one that is there; a failure leaves that one as it was."""
+    is_new = not path.exists()
+    try:
+        with _storage(path, "written"):
+            path.mkdir(parents=True, exist_ok=True)
+            tensors = _write_tensors(path, arrays)
+            _write_description(path, {"format": FORMAT, "version": VERSION, "tensors_file": tensors, **description})
+            _sync_folder(path.parent)
+    except BaseException:
+        _discard(path, keep=_tensors_in_use(path))
+        if is_new:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+    _discard(path, keep=tensors["name"])
+
+
+def _write_tensors(path: Path, arrays: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    partial = path / ("tensors" + _PARTIAL)
+    save_file(dict(arrays), partial)
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
+    name = f"tensors-{digest[:16]}.safetensors"
+    partial.replace(path / name)
+    _sync_folder(path)
+    return {"name": name, "bytes": size, "sha256": digest}
+
+
+def _write_description(path: Path, description: Mapping[str, Any]) -> None:
+    members = ",\n".join(f" {json.dumps(name)}: {_pretty(value, 1)}" for name, value in description.items())
+    body = f'{{\n{members},\n "sha256": "'
+    partial = path / (DESCRIPTION + _PARTIAL)
+    with partial.open("wb") as file:
+        file.write(f'{body}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path / DESCRIPTION)
+    _sync_folder(path)
+
+
+def _pretty(value: Any, depth: int) -> str:
+    """JSON that people read and compare: what fits into a line stands in one."""
+    line = json.dumps(value, allow_nan=False)
+    if len(line) + depth <= LINE or not isinstance(value, dict | list):
+        return line
+    indent, closing = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, list):
+        return f"[{indent}{f',{indent}'.join(_pretty(one, depth + 1) for one in value)}{closing}]"
+    members = (f"{json.dumps(name)}: {_pretty(one, depth + 1)}" for name, one in value.items())
+    return f"{{{indent}{f',{indent}'.join(members)}{closing}}}"
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes renames in a folder last; Windows cannot be asked to."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _tensors_in_use(path: Path) -> str | None:
+    """The tensors file that `graph.json` names; "" where there is none, None where that cannot be told."""
+    if not (path / DESCRIPTION).exists():
+        return ""
+    with suppress(CheckpointError, StorageError):
+        return str(read_description(path)["tensors_file"]["name"])
+    return None
+
+
+def _discard(path: Path, keep: str | None) -> None:
+    """Removes what an interrupted or earlier save left; files that are not ours stay."""
+    with suppress(OSError):
+        for file in path.iterdir():
+            is_old = _TENSORS.fullmatch(file.name) is not None and keep is not None and file.name != keep
+            if is_old or file.name in ("tensors" + _PARTIAL, DESCRIPTION + _PARTIAL):
+                file.unlink(missing_ok=True)
+
+
+# Reading
+
+
+def read(given: Path) -> Content:
+    """The checkpoint at a path, or the latest of the series in it; raises unless every byte is as it was written."""
+    path = find(given)
+    description = read_description(path)
+    stored = description["tensors_file"]
+    try:
+        with _storage(path, "read"):
+            raw = (path / stored["name"]).read_bytes()
+    except StorageError:
+        if read_description(path) != description:  # it was replaced while we were reading
+            return read(given)
+        raise
+    if len(raw) != stored["bytes"] or hashlib.sha256(raw).hexdigest() != stored["sha256"]:
+        raise CheckpointError(
+            f"{path}",
+            f"{stored['name']} is damaged: {len(raw)} bytes with another checksum than the {stored['bytes']} written",
+            fix="use another checkpoint",
+            **_others(path),
+        )
+    try:
+        # Copied into memory of torch's own: its alignment decides which instructions sum, and so the last bits.
+        return Content(path, description, {name: array.clone() for name, array in load_tensors(raw).items()})
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}", f"{stored['name']} holds no tensors: {reason(error)}", fix="use another checkpoint"
+        ) from None
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """`graph.json` of a checkpoint, verified."""
+    with _storage(path, "read"):
+        raw = (path / DESCRIPTION).read_bytes()
+    try:
+        description = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}",
+            f"{DESCRIPTION} is damaged or no JSON: {reason(error)}",
+            fix="use another checkpoint",
+            **_others(path),
+        ) from None
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}", f"{DESCRIPTION} was not written by stepgraph", fix="give the directory of a checkpoint"
+        )
+    version = description.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"{path}", f"its format has version {version!r}, this stepgraph reads {VERSION}", fix="update stepgraph"
+        )
+    signed = _SIGNED.fullmatch(raw)
+    if signed is None or hashlib.sha256(signed[1]).hexdigest().encode() != signed[2]:
+        raise CheckpointError(
+            f"{path}",
+            f"{DESCRIPTION} has another checksum than was written: it is damaged or was changed",
+            fix="use another checkpoint",
+            **_others(path),
+        )
+    _check_reference(path, description)
+    return description
+
+
+def _check_reference(path: Path, description: Mapping[str, Any]) -> None:
+    stored = description.get("tensors_file")
+    kinds = {"name": str, "bytes": int, "sha256": str}
+    if (
+        not isinstance(stored, dict)
+        or not all(isinstance(stored.get(name), kind) for name, kind in kinds.items())
+        or not _TENSORS.fullmatch(stored["name"])
+    ):
+        raise CheckpointError(f"{path}", f"{DESCRIPTION} names no tensors file", fix="use another checkpoint")
+
+
+# A series of checkpoints in one folder
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a path stands for: itself, or the latest of the series in it."""
+    if (path / DESCRIPTION).exists():
+        return path
+    if not path.exists():
+        raise StorageError(f"{path}", "there is no such directory", fix="give the path that was saved to")
+    found = latest(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}", f"there is no complete checkpoint: no {DESCRIPTION}", fix="give the path that was saved to"
+        )
+    return found
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint of the series that `save(folder, keep=…)` wrote, or None.
+
+    Example:
+        >>> latest(".") is None
+        True
+    """
+    return next((path for _, path in reversed(_members(as_path("latest", folder))) if _is_complete(path)), None)
+
+
+def next_member(folder: Path) -> Path:
+    """Where the next checkpoint of a series goes: numbers grow in the order of saving."""
+    members = _members(folder)
+    return folder / f"checkpoint-{members[-1][0] + 1 if members else 1:06d}"
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` complete checkpoints of a series, and incomplete ones before the newest."""
+    members = [path for _, path in _members(folder)]
+    complete = [path for path in members if _is_complete(path)]
+    kept = complete[-keep:]
+    for path in members[: members.index(complete[-1])] if complete else ():
+        if path not in kept:
+            _remove(path)
+
+
+def check_keep(keep: Any) -> int | None:
+    """`keep` if it is a count of checkpoints, or None."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ArgumentError("save", f"keep is {keep!r}", fix="give the number of checkpoints to keep, at least 1")
+    return keep
+
+
+def _members(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    with _storage(folder, "read"):
+        names = [_MEMBER.fullmatch(path.name) for path in folder.iterdir()]
+    return sorted((int(found[1]), folder / found[0]) for found in names if found)
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether both files are there, the description whole and the tensors of the right length."""
+    with suppress(CheckpointError, StorageError, OSError):
+        stored = read_description(path)["tensors_file"]
+        return (path / stored["name"]).stat().st_size == stored["bytes"]
+    return False
+
+
+def _remove(path: Path) -> None:
+    """Deletes a checkpoint, the description first; a folder with files of somebody else stays."""
+    with suppress(OSError):
+        (path / DESCRIPTION).unlink(missing_ok=True)
+        _discard(path, keep="")
+        path.rmdir()
+
+
+def _others(path: Path) -> dict[str, str]:
+    """Further checkpoints of the series a damaged one belongs to, for its message."""
+    if not _MEMBER.fullmatch(path.name):
+        return {}
+    others = [one.name for _, one in _members(path.parent) if one != path and (one / DESCRIPTION).exists()]
+    return {"others": ", ".join(others)} if others else {}
+
+
+@contextmanager
+def _storage(path: Path, done: str) -> Iterator[None]:
+    """Turns what the file system says into one kind of error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        said = getattr(error, "strerror", None) or reason(error)
+        failed = StorageError(f"{path}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space")
+        failed.errno = getattr(error, "errno", None)
+        raise failed from error

@@ -1,0 +1,67 @@
+"""What a restored graph took from a checkpoint, and what did not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Mismatch(NamedTuple):
+    """A tensor that the graph and the checkpoint declare differently."""
+
+    name: str
+    in_graph: str
+    in_checkpoint: str
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """The answer of `restore`; printing it tells the whole story.
+
+    Args:
+        path: the checkpoint that was read.
+        loaded: names of the tensors that were taken over.
+        missing: names in the graph that the checkpoint does not have; they keep their values.
+        unexpected: names in the checkpoint that the graph does not have.
+        mismatched: names in both with different shapes or types; they keep their values.
+        state: what of the training state (optimizer, random numbers) was not taken over, and why.
+        changed: settings of layers or of the optimizer that differ and are the graph's own still.
+        notes: what the saving program wrote down.
+    """
+
+    path: Path
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+    state: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything in the graph came from the checkpoint and nothing was left over."""
+        return not (self.missing or self.unexpected or self.mismatched or self.state)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What did not fit, a line each kind."""
+        shapes = (f"{one.name} ({one.in_graph} here, {one.in_checkpoint} there)" for one in self.mismatched)
+        lines = {
+            "missing": ", ".join(self.missing),
+            "unexpected": ", ".join(self.unexpected),
+            "mismatched": ", ".join(shapes),
+            "state": "; ".join(self.state),
+        }
+        return {name: line for name, line in lines.items() if line}
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {len(self.loaded)} of {self._count} tensors restored"]
+        width = len("mismatched")
+        facts = {**self.facts, **({"changed": "; ".join(self.changed)} if self.changed else {})}
+        return "\n".join([*lines, *(f"    {name:{width}}   {line}" for name, line in facts.items())])
+
+    @property
+    def _count(self) -> int:
+        return len(self.loaded) + len(self.missing) + len(self.mismatched)

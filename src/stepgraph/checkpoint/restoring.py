@@ -1,0 +1,202 @@
+"""Taking a checkpoint over into a graph that the program has built: everything is checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.checkpoint import files
+from stepgraph.checkpoint.codec import Decoder, Encoder
+from stepgraph.checkpoint.report import Mismatch, RestoreReport
+from stepgraph.checkpoint.structure import (
+    layers_of,
+    named_tensors,
+    read_array,
+    read_descriptor,
+    read_optimizer,
+    read_progress,
+)
+from stepgraph.device import Device
+from stepgraph.draw import unique_names
+from stepgraph.errors import CheckpointError, StepgraphError, reason
+from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.execution import turn
+from stepgraph.runtime.state import Progress
+from stepgraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from stepgraph.compiled import CompiledGraph
+
+OTHER = "use another checkpoint"
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The training state one graph takes over."""
+
+    graph: CompiledGraph
+    progress: Progress
+    optimizer: Optimizer | None
+
+
+def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: bool) -> RestoreReport:
+    """Reads, verifies, matches by name, then writes."""
+    content = files.read(files.as_path("restore", path))
+    group: Sequence[CompiledGraph] = graph._linked
+    with understood(content):
+        tensors, report = _match(group, content)
+        taken, problems = ([], []) if only_parameters else _states(group, content, tensors)
+        changed = _changed(group, content.description)
+        report = replace(report, state=tuple(problems), changed=tuple(changed))
+        described = content.description["tensors"]
+        arrays = {tensor: read_array(described[number], content.arrays) for number, tensor in tensors.items()}
+    # An inference graph may well be a part of what was trained.
+    fits = report.is_complete if graph.trains else replace(report, unexpected=()).is_complete
+    if not partial and not fits:
+        raise CheckpointError(
+            f"{content.path}",
+            "the checkpoint and the graph do not fit together",
+            **report.facts,
+            fix="build the graph that was saved, or take what fits: restore(path, partial=True)",
+        )
+    with nullcontext() if graph.device is None else turn(graph.device):
+        for tensor, array in arrays.items():
+            _write(tensor, array)
+        for one in taken:
+            if one.optimizer is not None and one.graph._optimizer is not None:
+                one.graph._optimizer.adopt(one.optimizer)
+            one.graph._resume(one.progress)
+    return report
+
+
+@contextmanager
+def understood(content: files.Content) -> Iterator[None]:
+    """A description that is whole but cannot be followed is refused like a damaged one."""
+    try:
+        yield
+    except StepgraphError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        problem = f"its description cannot be followed ({type(error).__name__}: {reason(error)})"
+        raise CheckpointError(f"{content.path}", problem, fix=OTHER) from error
+
+
+def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
+    """The tensors to write, by number in the file, and what did not fit."""
+    mine = named_tensors(group)
+    described = content.description["tensors"]
+    theirs = {str(one["name"]): number for number, one in enumerate(described) if "name" in one and "data" in one}
+    found: dict[str, Tensor] = {}
+    mismatched = []
+    for name in (name for name in mine if name in theirs):
+        here, there = mine[name].descriptor, read_descriptor(described[theirs[name]])
+        if (here.shape, here.data_type) == (there.shape, there.data_type):
+            found[name] = mine[name]
+        else:
+            mismatched.append(Mismatch(name, str(here), str(there)))
+    report = RestoreReport(
+        content.path,
+        loaded=tuple(found),
+        missing=tuple(name for name in mine if name not in theirs),
+        unexpected=tuple(name for name in theirs if name not in mine),
+        mismatched=tuple(mismatched),
+        notes=content.description["notes"],
+    )
+    return {theirs[name]: tensor for name, tensor in found.items()}, report
+
+
+def _states(
+    group: Sequence[CompiledGraph], content: files.Content, tensors: Mapping[int, Tensor]
+) -> tuple[list[_Taken], list[str]]:
+    """What each training graph takes over, and what it cannot."""
+    theirs = content.description["graphs"]
+    if len(theirs) != len(group):
+        return [], [f"{len(theirs)} linked graphs in the checkpoint, {len(group)} here"]
+    taken, problems = [], []
+    for graph, described in zip(group, theirs, strict=True):
+        if not graph.trains:
+            continue  # an inference graph has no state of its own
+        one, problem = _state(graph, described, content, tensors)
+        taken.append(one)
+        problems += problem
+    return taken, problems
+
+
+def _state(
+    graph: CompiledGraph, described: Mapping[str, Any], content: files.Content, tensors: Mapping[int, Tensor]
+) -> tuple[_Taken, list[str]]:
+    progress = read_progress(described["progress"], tensors, content.arrays)
+    decoder = Decoder(f"{content.path}", [], [], {}, [] if graph._optimizer is None else [type(graph._optimizer)])
+    number, mine = described["optimizer"], graph._optimizer
+    there = None if number is None else content.description["optimizers"][number]
+    rules = ["no optimizer" if one is None else one for one in (there and there["rule"], mine and mine.rule)]
+    if rules[0] != rules[1]:
+        stream = Progress(stream=progress.stream, scale=progress.scale)
+        return _Taken(graph, stream, None), [f"{rules[0]} in the checkpoint, {rules[1]} here"]
+    optimizer = None if there is None else read_optimizer(there, decoder)
+    progress.time_version = 0 if mine is None else mine.time_version
+    _check_buffers(content, progress, 0 if mine is None else len(mine.slots))
+    return _Taken(graph, progress, optimizer), []
+
+
+def _check_buffers(content: files.Content, progress: Progress, slots: int) -> None:
+    for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in progress.gradients.items())):
+        if any(array.shape != tensor.shape or array.dtype != tensor.data_type.torch for array in arrays):
+            raise CheckpointError(f"{content.path}", f"a buffer of {tensor!r} has another shape or type", fix=OTHER)
+    if any(len(arrays) != slots for arrays in progress.buffers.values()):
+        raise CheckpointError(f"{content.path}", f"a parameter has another number of buffers than {slots}", fix=OTHER)
+
+
+def _changed(group: Sequence[CompiledGraph], description: Mapping[str, Any]) -> list[str]:
+    """Settings that differ: they are the program's, not the checkpoint's, and the report should say so."""
+    encoder = Encoder()
+    theirs = {one["fields"]["label"]: one for one in _unique(description["layers"])}
+    found = []
+    for layer, name in unique_names(layers_of(group)).items():
+        here = encoder.described[encoder.layer(layer)]
+        there = theirs.get(name, here)
+        if there["class"] != here["class"]:
+            found.append(f"{name} is a {here['class']}, was a {there['class']}")
+            continue
+        for field in here["fields"]:
+            ours, old = here["fields"][field], there["fields"].get(field)
+            if field not in ("label", "is_debugging_enabled") and ours != old and "tensor" not in f"{ours}{old}":
+                found.append(f"{name}.{field} is {_plain(ours)}, was {_plain(old)}")
+    return found
+
+
+def _unique(layers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Described layers under the names that `unique_names` gives them."""
+    labels = [one["fields"]["label"] for one in layers]
+    for i, one in enumerate(layers):
+        label = labels[i]
+        name = label if labels.count(label) == 1 else f"{label}{labels[: i + 1].count(label)}"
+        yield {**one, "fields": {**one["fields"], "label": name}}
+
+
+def _plain(value: Any) -> Any:
+    """A described setting as people read it."""
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"member": member}:
+            return member
+        case {"tuple": items}:
+            return tuple(_plain(one) for one in items)
+        case {"fields": fields}:
+            return {name: _plain(one) for name, one in fields.items()}
+    return next(iter(value.values()))
+
+
+@torch.inference_mode()
+def _write(tensor: Tensor, array: torch.Tensor) -> None:
+    """New values in the memory a tensor has, so that whoever shares it sees them."""
+    if tensor.has_data:
+        tensor.torch().copy_(array)
+        tensor.synchronize_data()
+    else:
+        tensor.bind(array, Device.cpu())

@@ -1,0 +1,245 @@
+"""Graphs as JSON: tensors, layers, nodes in order, names for data, losses, optimizers, what is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, unique
+from stepgraph.draw import unique_names
+from stepgraph.errors import CheckpointError
+from stepgraph.graph import Node
+from stepgraph.layer import Layer
+from stepgraph.optimizers import Optimizer, OptimizerDescriptor
+from stepgraph.runtime.state import Progress
+from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.types import DataType
+
+if TYPE_CHECKING:
+    from stepgraph.compiled import CompiledGraph
+
+
+def layers_of(graphs: Iterable[CompiledGraph]) -> list[Layer]:
+    """Every layer of the graphs once, a training graph's loss layer behind its nodes."""
+    found: dict[Layer, None] = {}
+    for graph in graphs:
+        found |= dict.fromkeys(node.layer for node in graph.nodes)
+        found |= {} if graph._loss_layer is None else {graph._loss_layer: None}
+    return list(found)
+
+
+def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
+    """What a checkpoint restores by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
+    names: dict[Tensor, str] = {}
+    for layer, name in unique_names(layers_of(graphs)).items():
+        for field, tensor in {**layer.parameters, **layer.statistics, **layer.constants}.items():
+            names.setdefault(tensor, f"{name}.{field}")
+    for graph in graphs:
+        called = {tensor: name for _, name, tensor in graph._feeds}
+        for tensor in graph._parameters:
+            names.setdefault(tensor, f"input.{called.get(tensor, tensor.label)}")
+    found: dict[str, Tensor] = {}
+    for tensor, name in names.items():
+        found[unique(name, found)] = tensor
+    return found
+
+
+class Describer:
+    """Writes graphs down, with the arrays they hold."""
+
+    def __init__(self, graphs: Sequence[CompiledGraph]) -> None:
+        self.graphs, self.encoder = graphs, Encoder()
+        self.optimizers: dict[Optimizer, int] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about the graphs that a file holds."""
+        graphs = [self._graph(graph) for graph in self.graphs]
+        tensors = self._tensors()
+        for graph, described in zip(self.graphs, graphs, strict=True):
+            described["progress"] = self._progress(graph)
+        return {
+            "tensors": tensors,
+            "layers": self.encoder.described,
+            "optimizers": [self._optimizer(optimizer) for optimizer in self.optimizers],
+            "graphs": graphs,
+        }
+
+    def _graph(self, graph: CompiledGraph) -> dict[str, Any]:
+        encoder, feeds = self.encoder, graph._feeds
+        loss, optimizer = graph._loss_layer, graph._optimizer
+        found = {
+            "class": "TrainingGraph" if graph.trains else "InferenceGraph",
+            "adopted": [[self._node(node) for node in one.nodes] for one in graph._graphs],
+            "nodes": [self._node(node) for node in graph._nodes],
+            "loss_layer": None if loss is None else encoder.layer(loss),
+            "optimizer": None if optimizer is None else self.optimizers.setdefault(optimizer, len(self.optimizers)),
+            "inputs": self._names(feeds.inputs),
+            "loss_labels": self._names(feeds.labels),
+            "loss_label_weights": self._names(feeds.weights),
+            "outputs": {name: self._output(graph, tensor) for name, tensor in graph._outputs.items()},
+            "constants": [encoder.tensor(tensor) for tensor in graph._constants],
+        }
+        stopped = sorted(graph._stopped, key=lambda tensor: tensor.tensor_id)
+        for name, tensors in (
+            ("stopped", stopped),
+            ("parameters", graph._parameters),
+            ("user_gradients", getattr(graph, "_user_gradients", ())),
+        ):
+            found[name] = [encoder.tensor(tensor) for tensor in tensors]
+        return {**found, "compiled": self._compilation(graph)}
+
+    def _node(self, node: Node) -> dict[str, Any]:
+        tensor = self.encoder.tensor
+        return {
+            "layer": self.encoder.layer(node.layer),
+            "sources": [tensor(one) for one in node.sources],
+            "labels": [tensor(one) for one in node.labels],
+            "results": [tensor(one) for one in node.results],
+            "disable_update": node.disable_update,
+            "line": node.line,
+        }
+
+    def _names(self, names: Mapping[str, Tensor]) -> dict[str, int]:
+        return {name: self.encoder.tensor(tensor) for name, tensor in names.items()}
+
+    def _output(self, graph: CompiledGraph, tensor: Tensor) -> dict[str, Any]:
+        """An output: a result, a gradient of a tensor, or one node's contribution to it."""
+        nodes = [*graph.nodes, *(() if graph._loss_node is None else (graph._loss_node,))]
+        handles = {} if not hasattr(graph, "_gradients") else graph._gradients.handles
+        key = next((key for key, handle in handles.items() if handle is tensor), None)
+        if key is not None and key.kind == "gradient":
+            return {"gradient": self.encoder.tensor(key.owner)}
+        if key is not None:
+            return {"source_gradient": [nodes.index(key.owner), key.position]}
+        made = next((i for i, node in enumerate(nodes) if tensor in node.results), None)
+        if made is not None and made == len(graph.nodes):
+            return {"loss_result": nodes[made].results.index(tensor)}
+        return {"tensor": self.encoder.tensor(tensor)}
+
+    def _compilation(self, graph: CompiledGraph) -> dict[str, Any] | None:
+        if graph.device is None:
+            return None
+        mixed = graph._compute_type
+        return {"options": int(graph._options), "compute_type": None if mixed is None else str(DataType.of(mixed))}
+
+    def _tensors(self) -> list[dict[str, Any]]:
+        names = {tensor: name for name, tensor in named_tensors(self.graphs).items()}
+        held = {tensor: array for graph in self.graphs for tensor, array in graph._constants.items()}
+        trained = {tensor for graph in self.graphs for tensor in graph._parameters}
+        fed = {tensor for graph in self.graphs for _, _, tensor in graph._feeds} - trained
+        made = {tensor for graph in self.graphs for node in graph.nodes for tensor in node.results}
+        found = []
+        for tensor in self.encoder.tensors:
+            described = {"label": tensor.label, **_descriptor(tensor.descriptor)}
+            described |= {} if tensor.is_updatable else {"is_updatable": False}
+            described |= {"name": names[tensor]} if tensor in names else {}
+            # Data bound to an input belongs to a call, data an input was made with belongs to the graph.
+            is_bound = tensor in fed and tensor.device is not None
+            if tensor in held or (tensor.has_data and tensor not in made and not is_bound):
+                array = held[tensor] if tensor in held else tensor.torch()
+                described["data"] = self.encoder.array(names.get(tensor, f"input.{tensor.label}"), array)
+            found.append(described)
+        return found
+
+    def _optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        settings = {name: self.encoder.value(value) for name, value in optimizer.settings.items()}
+        return {"class": class_name(type(optimizer)), "rule": optimizer.rule, "settings": settings}
+
+    def _progress(self, graph: CompiledGraph) -> dict[str, Any]:
+        number, array, progress = self.encoder.tensors, self.encoder.array, graph._progress()
+        slots = () if graph._optimizer is None else graph._optimizer.slots
+        names = {tensor: name for name, tensor in named_tensors(self.graphs).items()}
+        buffers = {
+            str(number[tensor]): [
+                array(f"{names[tensor]}@{slot}", one) for slot, one in zip(slots, arrays, strict=True)
+            ]
+            for tensor, arrays in progress.buffers.items()
+            if tensor in names and len(arrays) == len(slots)
+        }
+        gradients = {
+            str(number[tensor]): array(f"{names[tensor]}@gradient", one)
+            for tensor, one in progress.gradients.items()
+            if tensor in names
+        }
+        return {
+            "stream": progress.stream,
+            "loss_scale": progress.scale,
+            "time_step": progress.time_step,
+            "buffers": buffers,
+            "gradients": gradients,
+        }
+
+
+def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:
+    found: dict[str, Any] = {"shape": list(descriptor.shape), "data_type": descriptor.data_type.debug_description}
+    if descriptor.sequence_lengths is not None:
+        found["sequence_lengths"] = list(descriptor.sequence_lengths)
+        found["sorted_sequences"] = descriptor.sorted_sequences
+    return found
+
+
+def read_tensor(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Tensor:
+    """A tensor as it was described, with its data."""
+    data = read_array(described, arrays) if "data" in described else None
+    tensor = Tensor(read_descriptor(described), data=data, label=described["label"])
+    tensor.is_updatable = described.get("is_updatable", True)
+    return tensor
+
+
+def read_array(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The array of a described tensor."""
+    array, wanted = arrays[described["data"]], read_descriptor(described)
+    if tuple(array.shape) != wanted.shape or array.dtype != wanted.data_type.torch:
+        raise ValueError(f"the array {described['data']} is {list(array.shape)} {array.dtype}, not {wanted}")
+    return array
+
+
+def read_descriptor(described: Mapping[str, Any]) -> TensorDescriptor:
+    """Shape and type of a described tensor."""
+    return TensorDescriptor(**{f.name: described[f.name] for f in fields(TensorDescriptor) if f.name in described})
+
+
+def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
+    """An optimizer as it was described: shared settings through the descriptor, its own by keyword."""
+    kind = decoder.kind(described["class"], Optimizer)
+    settings = {name: decoder.value(value) for name, value in described["settings"].items()}
+    shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
+    taken = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
+    own = {name: value for name, value in settings.items() if name in taken and name not in shared}
+    optimizer = kind(OptimizerDescriptor(**shared), **own)
+    optimizer.time_step = settings["time_step"]
+    if optimizer.rule != described["rule"]:
+        raise CheckpointError(
+            decoder.where,
+            f"the optimizer {described['class']} became '{optimizer.rule}', it was '{described['rule']}'",
+            fix="use the version of the class that was saved",
+        )
+    return optimizer
+
+
+def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], arrays: Mapping[str, Any]) -> Progress:
+    """Progress as it was described, for those tensors that are there."""
+    stream, scale, time_step = described["stream"], described["loss_scale"], described["time_step"]
+    buffers = {int(number): keys for number, keys in described["buffers"].items()}
+    gradients = {int(number): key for number, key in described["gradients"].items()}
+    return Progress(
+        stream=None if stream is None else _numbers(stream, 2, int),
+        scale=None if scale is None else _numbers(scale, 2, float),
+        time_step=None if time_step is None else _numbers([time_step], 1, int)[0],
+        buffers={tensors[n]: tuple(arrays[key] for key in keys) for n, keys in buffers.items() if n in tensors},
+        gradients={tensors[n]: arrays[key] for n, key in gradients.items() if n in tensors},
+    )
+
+
+def _numbers(given: Any, count: int, kind: type) -> list[Any]:
+    if not isinstance(given, list) or len(given) != count or not all(type(one) is kind for one in given):
+        raise ValueError(f"{given!r} where {count} numbers should be")
+    return given
+
+
+def _parameters(kind: type) -> Iterable[str]:
+    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]

@@ -1,0 +1,187 @@
+"""Whole graphs in a file: saved with everything they hold, loaded by a program that never saw them built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepgraph.checkpoint import files
+from stepgraph.checkpoint.codec import Decoder
+from stepgraph.checkpoint.restoring import understood
+from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_tensor
+from stepgraph.compiled import CompiledGraph
+from stepgraph.compiler.step import gradient, source_gradient
+from stepgraph.device import Device
+from stepgraph.errors import CheckpointError, DataTypeError
+from stepgraph.graph import Graph, make_node
+from stepgraph.inference import InferenceGraph
+from stepgraph.layer import join
+from stepgraph.optimizers import Optimizer
+from stepgraph.tensor import Tensor, TensorParameter
+from stepgraph.training import TrainingGraph
+from stepgraph.types import DataType, GraphCompilationOptions
+
+
+def save(
+    path: str | os.PathLike[str],
+    graph: CompiledGraph,
+    *,
+    keep: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a training or inference graph into a directory; the same as `graph.save(path)`."""
+    if not isinstance(graph, CompiledGraph):
+        kind = type(graph).__name__
+        raise DataTypeError("save", f"{kind} is no graph to save", fix="pass save(path, training)")
+    return graph.save(path, keep=keep, notes=notes)
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: Device | None = None,
+    *,
+    inference: bool = False,
+    custom: Sequence[type] = (),
+) -> Any:
+    """The graph that a checkpoint describes, with all it holds, rebuilt without the program that made it.
+
+    Args:
+        path: a checkpoint, or a folder with a series of them, of which the latest is taken.
+        device: compile for it, in the way the saved graph was compiled; None leaves that to you.
+        inference: make an inference graph, without the loss, whatever was saved.
+        custom: classes of your own that the graph needs (layers, optimizers, their descriptors and enumerations).
+
+    Example:
+        >>> training = load("run/model", Device.any())  # doctest: +SKIP
+        >>> training.execute({"image": pictures}, {"label": classes})  # doctest: +SKIP
+    """
+    content = files.read(files.as_path("load", path))
+    with understood(content):
+        described = content.description["graphs"]
+        if device is None and len(described) > 1:
+            raise CheckpointError(
+                f"{content.path}",
+                f"it holds {len(described)} linked graphs, which are linked once they are compiled",
+                fix="load(path, device)",
+            )
+        graphs = _Builder(content, inference, custom).build()
+        found = graphs[content.description["saved"]]
+        compilations = [_compilation(one["compiled"]) for one in described]
+        if device is not None:
+            for graph, (options, mixed) in zip(graphs, compilations, strict=True):
+                constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
+                graph.compile(device, options, constants, compute_type=mixed)
+            if len(graphs) > 1:
+                graphs[0].link(graphs[1:])  # type: ignore[arg-type]
+        return found
+
+
+def _compilation(saved: Mapping[str, Any] | None) -> tuple[GraphCompilationOptions, DataType | None]:
+    """How a graph was compiled: options and compute type."""
+    if saved is None:
+        return GraphCompilationOptions.NONE, None
+    mixed = saved["compute_type"]
+    return GraphCompilationOptions(saved["options"]), None if mixed is None else DataType[mixed]
+
+
+class _Builder:
+    """Makes the objects of one file: tensors first, then layers as nodes ask for them, then graphs."""
+
+    def __init__(self, content: files.Content, inference: bool, custom: Sequence[type]) -> None:
+        description, arrays = content.description, content.arrays
+        self.content, self.inference = content, inference
+        self.tensors = [read_tensor(one, arrays) for one in description["tensors"]]
+        self.decoder = Decoder(f"{content.path}", description["layers"], self.tensors, arrays, custom)
+        self.graphs: dict[str, Graph] = {}
+        self.optimizers: list[Optimizer] = []
+        if not inference:
+            self.optimizers = [read_optimizer(one, self.decoder) for one in description["optimizers"]]
+
+    def build(self) -> list[TrainingGraph | InferenceGraph]:
+        """All graphs of the file."""
+        return [self._graph(one) for one in self.content.description["graphs"]]
+
+    def _graph(self, described: Mapping[str, Any]) -> TrainingGraph | InferenceGraph:
+        adopted = [self._adopted(nodes) for nodes in described["adopted"]]
+        is_training = described["class"] == TrainingGraph.__name__ and not self.inference
+        graph = self._training(described, adopted) if is_training else InferenceGraph(adopted)
+        self._nodes(graph, described["nodes"])
+        read = {tensor for node in graph.nodes for tensor in node.arguments} if self.inference else set(self.tensors)
+        constants = [t for t in (self.tensors[number] for number in described["constants"]) if t in read]
+        names = [self._names(described[kind], read) for kind in ("inputs", "loss_labels", "loss_label_weights")]
+        graph.add_inputs(*names)
+        if isinstance(graph, TrainingGraph):
+            self._rest(graph, described)
+        made = {tensor for node in graph.nodes for tensor in node.results}
+        outputs = {name: self._output(graph, one) for name, one in described["outputs"].items()}
+        graph.add_outputs({name: t for name, t in outputs.items() if t is not None and (t in made or is_training)})
+        graph._constants = {tensor: tensor.torch() for tensor in constants}
+        return graph
+
+    def _training(self, described: Mapping[str, Any], adopted: Sequence[Graph]) -> TrainingGraph:
+        loss, optimizer = described["loss_layer"], described["optimizer"]
+        return TrainingGraph(
+            adopted,
+            None if loss is None else self.decoder.layer(loss),
+            None if optimizer is None else self.optimizers[optimizer],
+        )
+
+    def _adopted(self, nodes: Sequence[Mapping[str, Any]]) -> Graph:
+        """A graph of these nodes; linked graphs that adopted the same one share it."""
+        key = str([node["results"] for node in nodes])
+        if key not in self.graphs:
+            self.graphs[key] = self._nodes(Graph(), nodes)
+        return self.graphs[key]
+
+    def _nodes(self, graph: Graph, nodes: Sequence[Mapping[str, Any]]) -> Any:
+        """Adds nodes; their shapes are inferred anew and must be those that were saved."""
+        for one in nodes:
+            layer = self.decoder.layer(one["layer"])
+            if self.inference and layer.is_loss:
+                continue
+            sources, labels, results = (
+                [self.tensors[number] for number in one[kind]] for kind in ("sources", "labels", "results")
+            )
+            node = make_node(layer, sources, labels, one["disable_update"], one["line"])
+            if [t.descriptor for t in node.results] != [t.descriptor for t in results]:
+                raise CheckpointError(
+                    f"{self.content.path}",
+                    f"{layer.label} gives {node.results}, it gave {results} when it was saved",
+                    fix="use the version of the class that was saved",
+                )
+            for made, saved in zip(node.results, results, strict=True):
+                saved.hold(None, made._missing)
+            join(layer, graph, layer.layer_id)
+            graph._nodes.append(replace(node, results=tuple(results)))
+        return graph
+
+    def _names(self, names: Mapping[str, int], read: set[Tensor]) -> dict[str, Tensor]:
+        return {name: self.tensors[number] for name, number in names.items() if self.tensors[number] in read}
+
+    def _rest(self, graph: TrainingGraph, described: Mapping[str, Any]) -> None:
+        """What only a training graph has."""
+        graph.set_training_tensor_parameters([TensorParameter(self.tensors[i]) for i in described["parameters"]])
+        graph.stop_gradient([self.tensors[number] for number in described["stopped"]])
+        for number in described["user_gradients"]:
+            graph.allocate_user_gradient(self.tensors[number])
+        progress = read_progress(described["progress"], dict(enumerate(self.tensors)), self.content.arrays)
+        if graph._optimizer is not None:
+            progress.time_version = graph._optimizer.time_version
+        graph._resume(progress)
+
+    def _output(self, graph: TrainingGraph | InferenceGraph, described: Mapping[str, Any]) -> Tensor | None:
+        if "tensor" in described:
+            return self.tensors[described["tensor"]]
+        if not isinstance(graph, TrainingGraph):
+            return None
+        if "gradient" in described:
+            tensor = self.tensors[described["gradient"]]
+            return graph._gradients.handle(gradient(tensor), tensor)
+        nodes = graph._all_nodes()
+        if "loss_result" in described:
+            return nodes[-1].results[described["loss_result"]]
+        node, position = described["source_gradient"]
+        return graph._gradients.handle(source_gradient(nodes[node], position), nodes[node].sources[position])

@@ -1,0 +1,38 @@
+"""What `compile` and `execute` may be asked for, checked and decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.step import Fusion
+from stepgraph.errors import ArgumentError, DataTypeError
+from stepgraph.types import DataType, GraphCompilationOptions
+
+
+def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | None:
+    """The type layers compute in, or None where it is what tensors declare."""
+    if compute_type is None:
+        return None
+    kind = DataType.of(compute_type)
+    if kind not in (DataType.FLOAT16, DataType.BFLOAT16):
+        raise ArgumentError(
+            "compile", f"compute_type is {kind.debug_description}", fix='use "bfloat16" or "float16", or leave it out'
+        )
+    return kind.torch
+
+
+def fusion_of(options: GraphCompilationOptions, device: torch.device) -> Fusion:
+    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it."""
+    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
+        return Fusion.NEVER
+    if GraphCompilationOptions.FUSE_LAYERS in options:
+        return Fusion.FIRST
+    return Fusion.LATER if device.type == "cuda" else Fusion.NEVER
+
+
+def require_options(options: Any, kind: type) -> None:
+    """Refuses options of another kind."""
+    if not isinstance(options, kind):
+        raise DataTypeError("options", f"the options are {options!r}", fix=f"use {kind.__name__}")
