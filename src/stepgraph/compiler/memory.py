@@ -82,21 +82,47 @@ def plan(step: Step, part: Part) -> MemoryPlan:
     )
 
 
-def _timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
-    """Live bytes by kind at each operator."""
+def alive_at_peak(part: Part) -> set[int]:
+    """The storages that are there when a part needs most memory."""
+    births, deaths = _lifetimes(part)
+    changes: dict[int, int] = defaultdict(int)
+    for one, (birth, size, _) in births.items():
+        changes[birth] += size
+        changes[deaths[one] + 1] -= size
+    live = most = peak = 0
+    for time in range(len(part.module.graph.nodes)):
+        live += changes[time]
+        if live > most:
+            most, peak = live, time
+    return {one for one, (birth, *_) in births.items() if birth <= peak <= deaths[one]}
+
+
+def _lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
+    """By storage: the operator that makes it, its size and kind; and the last operator that reads it."""
     nodes = list(part.module.graph.nodes)
     entering = {storage(node) for node in nodes if node.op == "placeholder"}
     births: dict[int, tuple[int, int, str]] = {}
     deaths: dict[int, int] = {}
+    same: dict[int, int] = {}  # the memory that an operator in place writes its result into
     for time, node in enumerate(nodes):
         for used in node.all_input_nodes:
-            for one in _storages(used):
-                deaths[one] = time
+            for one in storages(used):
+                deaths[same.get(one, one)] = time
+        if "in_place" in node.meta:
+            (former,) = storages(node.args[0])
+            same |= dict.fromkeys(storages(node), same.get(former, former))
         if node.op == "call_function":
-            for one, size in _sizes(node).items():
-                if one not in entering and one not in births:
+            for one, size in sizes(node).items():
+                if one not in entering and one not in births and one not in same:
                     births[one] = (time, size, _kind(node))
                     deaths[one] = time
+    return births, deaths
+
+
+def _timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
+    """Live bytes by kind at each operator."""
+    nodes = list(part.module.graph.nodes)
+    births, deaths = _lifetimes(part)
     changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for one, (birth, size, kind) in births.items():
         kind = "workspace" if deaths[one] == birth else kind
@@ -117,11 +143,13 @@ def _kind(node: fx.Node) -> str:
     return _KINDS.get(phase_of(node), "workspace")
 
 
-def _sizes(node: fx.Node) -> dict[int, int]:
+def sizes(node: fx.Node) -> dict[int, int]:
+    """Bytes of the memory behind each of an operator's results."""
     return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in _arrays(node)}
 
 
-def _storages(node: fx.Node) -> list[int]:
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the memory behind all of an operator's results."""
     return [array.untyped_storage()._cdata for array in _arrays(node)]
 
 

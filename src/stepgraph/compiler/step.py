@@ -83,6 +83,7 @@ class Step:
         channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
         tf32: whether float32 products may use a GPU's TF32 units; None leaves it as PyTorch is set.
+        memory_limit: bytes that the whole step may need, parameters and optimizer state included.
         names: how layers and parameters are called in profiles and plans.
     """
 
@@ -103,6 +104,7 @@ class Step:
     channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
     tf32: bool | None = None
+    memory_limit: int | None = None
     names: Mapping[Any, str] = field(default_factory=dict)
 
     @cached_property

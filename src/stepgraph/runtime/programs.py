@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from stepgraph.compiler import phases
+from stepgraph.compiler import phases, recompute
+from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step, value
 from stepgraph.compiler.trace import Program, trace
@@ -41,7 +42,7 @@ class Programs:
                 logger.info("compiling %s for batch size %d", part, batch)
             program = self.program(batch, training=part not in ("inference", "evaluation"))
             for name, one in self._parts(part, program).items():
-                self.executables[name, batch] = Executable(one, program.step)
+                self.executables[name, batch] = Executable(in_place(one), program.step)
         return self.executables[part, batch]
 
     def keeping_anew(self) -> Programs:
@@ -53,7 +54,8 @@ class Programs:
     def _parts(self, part: str, program: Program) -> dict[str, Part]:
         match part:
             case "step" | "inference":
-                return {part: phases.whole(program, self._kept())}
+                whole, limit = phases.whole(program, self._kept()), program.step.memory_limit
+                return {part: whole if limit is None else recompute.fit(program.step, whole, limit)}
             case "evaluation":
                 return {part: phases.whole(program, [value(t) for node in program.step.nodes for t in node.results])}
             case "forward only":

@@ -22,7 +22,7 @@ ON_CPU = CHOICES | dict.fromkeys(operators.WAYS, operators.choose)  # a GPU fuse
 def choose_kernels(module: fx.GraphModule, device: torch.device) -> None:
     """Puts the fastest way in the place of each operator that has several."""
     choices = {"cpu": ON_CPU, "cuda": CHOICES}.get(device.type, {})
-    for node in module.graph.nodes:
+    for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in choices:
             choices[node.target](node)
     module.recompile()

@@ -7,8 +7,7 @@ PyTorch's own operator, so that it can take its place in a traced graph. Adding 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
 FEW = 4  # channels
+PATCHES = 1 << 19  # numbers
 FEWEST, ENOUGH = 8, 1 << 18  # images, and numbers in them, that are measured with
 
 
@@ -44,13 +44,36 @@ def choose_backward(node: fx.Node) -> None:
     if not applies(source, weights, dilation, transposed, groups):
         return
     count = _enough(source)
-    arguments = (gradient[:count], source[:count], weights, stride, padding)
-    of_data = data_ways(source, weights, stride, padding)
-    data = fastest("convolution data", of_data, arguments) if mask[0] else "pytorch"
-    kernel = fastest("convolution weights", WEIGHTS, arguments) if mask[1] else "pytorch"
+    some, rest = gradient[:count], (weights, stride, padding)
+    of_data = data_ways(source, *rest)
+    data = fastest("convolution data", of_data, (some, [count, *source.shape[1:]], *rest)) if mask[0] else "pytorch"
+    kernel = fastest("convolution weights", WEIGHTS, (some, source[:count], *rest)) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
-        node.target, node.args = _backward(data, kernel), (g, x, w, stride, padding, mask)
-        node.meta["workspace"] = workspace(kernel, source, weights, stride, padding)
+        others = (w, stride, padding)
+        calls = {
+            1: (WEIGHTS[kernel], (g, x, *others)),
+            0: (DATA[data], (g, list(source.shape), *others)),
+            2: (_bias_gradient, (g,)),
+        }
+        found = _separate(node, calls)
+        if 1 in found:
+            found[1].meta["workspace"] = workspace(kernel, source, weights, stride, padding)
+
+
+def _separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:
+    """One operator for each gradient instead of one for all: what only one of them reads is freed earlier."""
+    found = {}
+    results = {user.args[1]: user for user in node.users}
+    for index, (way, arguments) in calls.items():
+        if index in results and node.meta["val"][index] is not None:
+            with node.graph.inserting_before(node):
+                found[index] = node.graph.call_function(way, arguments)
+            found[index].meta = dict(node.meta) | {"val": node.meta["val"][index]}
+            results[index].replace_all_uses_with(found[index])
+    for user in results.values():
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    return found
 
 
 def applies(x: Array, weights: Array, dilation: Sequence[int], transposed: bool, groups: int) -> bool:
@@ -71,24 +94,6 @@ def _enough(images: Array) -> int:
     return len(images) if images.is_cuda else min(len(images), max(FEWEST, ENOUGH // images[0].numel()))
 
 
-@cache
-def _backward(data: str, kernel: str) -> Way:
-    """All gradients of a convolution, each in its own way."""
-    data_way, weights_way = DATA[data], WEIGHTS[kernel]
-
-    def backward(
-        g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int], mask: Sequence[bool]
-    ) -> list[Array | None]:
-        return [
-            data_way(g, x, w, stride, padding) if mask[0] else None,
-            weights_way(g, x, w, stride, padding) if mask[1] else None,
-            g.sum((0, 2, 3)) if mask[2] else None,
-        ]
-
-    backward.__name__ = backward.__qualname__ = f"backward_{data}_{kernel}"
-    return backward
-
-
 def _array(node: Any) -> Any:
     return None if node is None else node.meta["val"]
 
@@ -106,31 +111,47 @@ def _nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding:
 
 def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
     outputs, _, height, width = w.shape
-    rows, shape = _patches(x, height, width, stride, padding)
     flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
-    y = rows @ flat if b is None else torch.addmm(b, rows, flat)
-    images = y.view(*shape, outputs).permute(0, 3, 1, 2)
-    return images if x.is_cuda else images.contiguous()  # CUDA has channels last everywhere
+    found = None
+    for start, images in _portions(x, _at_once(x, w, stride, padding)):
+        rows, (n, *extents) = _patches(images, height, width, stride, padding)
+        y = (rows @ flat if b is None else torch.addmm(b, rows, flat)).view(n, *extents, outputs).permute(0, 3, 1, 2)
+        if x.is_cuda:  # all at once, and channels last
+            return y
+        found = x.new_empty(len(x), outputs, *extents) if found is None else found
+        found[start : start + n] = y
+        del rows, y  # before the next ones are made
+    assert found is not None
+    return found
 
 
-# Gradient of the source: functions of (gradient, x, weights, stride, padding)
+# Gradient of the source: functions of (gradient, the source's extents, weights, stride, padding)
 
 
-def _data_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+def _data_pytorch(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     mask = [True, False, False]
-    return aten.convolution_backward(g, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[0]
+    return aten.convolution_backward(g, _shaped(g, size), w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[0]
 
 
-def _data_native(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    mask = [True, False, False]
-    return aten._slow_conv2d_backward.output_mask(g.contiguous(), x, w, w.shape[2:], stride, padding, mask)[0]
+def _data_native(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    mask, kernel = [True, False, False], w.shape[2:]
+    return aten._slow_conv2d_backward.output_mask(g.contiguous(), _shaped(g, size), w, kernel, stride, padding, mask)[0]
 
 
-def _data_flipped(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+def _data_flipped(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     """With stride 1, the gradient is a convolution with the kernel turned around."""
     turned = w.flip(2, 3).transpose(0, 1).contiguous()
     rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
     return aten._nnpack_spatial_convolution(g.contiguous(), turned, None, rest, [1, 1])
+
+
+def _shaped(g: Array, size: Sequence[int]) -> Array:
+    """Stands for a source of which only the extents are read; it has no memory to speak of."""
+    return g.new_empty(1).expand(*size)
+
+
+def _bias_gradient(g: Array) -> Array:
+    return g.sum((0, 2, 3))
 
 
 # Gradient of the weights: functions of (gradient, x, weights, stride, padding)
@@ -143,9 +164,34 @@ def _weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], paddin
 
 def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     outputs, inputs, height, width = w.shape
-    rows, _ = _patches(x, height, width, stride, padding)
-    product = g.permute(0, 2, 3, 1).reshape(-1, outputs).t() @ rows
-    return product.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+    total = None
+    for start, images in _portions(x, _at_once(x, w, stride, padding)):
+        rows, _ = _patches(images, height, width, stride, padding)
+        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
+        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
+        del rows, by_output  # before the next ones are made
+    assert total is not None
+    return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+
+
+def _portions(x: Array, count: int) -> Iterator[tuple[int, Array]]:
+    """`count` images at a time, and the number of the first."""
+    for start in range(0, len(x), count):
+        yield start, x[start : start + count]
+
+
+def _at_once(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
+    """How many images' patches are made at once: what fits into a cache, and a bound on the memory it takes."""
+    if x.is_cuda:
+        return len(x)
+    return max(1, PATCHES // (_windows(x, w, stride, padding) * w[0].numel()))
+
+
+def _windows(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
+    """How many places of an image the kernel visits."""
+    sizes = zip(x.shape[2:], w.shape[2:], stride, padding, strict=True)
+    rows, columns = ((extent + 2 * added - size) // step + 1 for extent, size, step, added in sizes)
+    return rows * columns
 
 
 def _patches(
@@ -186,8 +232,9 @@ def workspace(way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequ
     """Bytes a way needs beside its arguments and its result."""
     if way != "gemm":
         return 0
-    outputs, channels, height, width = w.shape
-    h, wide = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
-    windows = ((h - height) // stride[0] + 1) * ((wide - width) // stride[1] + 1)
-    # Patches live together with the padded image first, then with the reordered result or gradient.
-    return 4 * x.shape[0] * (windows * height * width * channels + max(h * wide * channels, windows * outputs))
+    outputs, channels = w.shape[:2]
+    count, windows = min(len(x), _at_once(x, w, stride, padding)), _windows(x, w, stride, padding)
+    padded = (x.shape[2] + 2 * padding[0]) * (x.shape[3] + 2 * padding[1]) * channels
+    # Patches live together with the padded image first, then with the reordered result or gradient; at the end the
+    # gradient of the weights is there twice, the second time in their order.
+    return 4 * max(count * (windows * w[0].numel() + max(padded, windows * outputs)), w.numel())

@@ -1,0 +1,245 @@
+"""Recomputation: results of the forward pass that are dropped and computed once more when the gradient needs them.
+
+A result that the gradient pass reads lives from its own moment to that one. Dropped after its last use in the forward
+pass, and computed again from what is there anyway just before the gradient needs it, it takes no memory in between.
+The same operators on the same numbers give the same numbers: training is what it was, only slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from stepgraph.compiler import memory
+from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.passes import mutates
+from stepgraph.compiler.phases import Part, storage
+from stepgraph.compiler.step import Step
+from stepgraph.compiler.trace import phase_of
+from stepgraph.compiler.walk import FORWARD
+
+aten = torch.ops.aten
+# What takes long: recomputed only where dropping everything else is not enough.
+PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+}  # fmt: skip
+
+
+SMALL = 1 << 12  # bytes that are not worth it
+
+
+def fit(step: Step, part: Part, limit: int) -> Part:
+    """The part, recomputing what lets its plan fit into `limit` bytes; if nothing does, what comes closest.
+
+    First it is what takes little time, largest first. If that is not enough, the forward pass is cut into segments:
+    only what goes from one to the next is kept, and a segment is run again before its gradients.
+    """
+    best, least = _cheapest(step, part, limit)
+    return best if least <= limit else _segmented(step, part, limit, best, least)
+
+
+def _segmented(step: Step, part: Part, limit: int, best: Part, least: int) -> Part:
+    """Keeps what goes from segment to segment; then joins or splits segments, one at a time, while that helps."""
+    everything = {one for node in _waiting(part) for one in memory.storages(node)}
+    cuts = _cuts(part)
+    kept, choices = frozenset(cuts), [frozenset(cuts)]
+    while least > limit and choices:
+        tried = {some: _recomputing(part, everything - some, costly=True) for some in choices}
+        needed = {some: memory.plan(step, one).total for some, one in tried.items()}
+        kept = min(choices, key=needed.__getitem__)
+        if needed[kept] >= least:
+            break
+        best, least = tried[kept], needed[kept]
+        choices = [kept ^ {one} for one in cuts]
+    return best
+
+
+def _cheapest(step: Step, part: Part, limit: int) -> tuple[Part, int]:
+    """Drops one result after the other, of those that wait while most memory is needed, until the plan fits."""
+    best = in_place(part)
+    least = memory.plan(step, best).total
+    dropped: set[int] = set()
+    refused: set[int] = set()
+    while least > limit:
+        candidates = _largest_at_peak(best, part, dropped | refused, least - limit)
+        if not candidates:
+            break
+        tried = _recomputing(part, dropped | candidates, costly=False)
+        needed = memory.plan(step, tried).total
+        if needed > least:
+            refused |= candidates
+            continue
+        dropped |= candidates
+        best, least = tried, needed
+    return best, least
+
+
+def _largest_at_peak(part: Part, original: Part, known: Collection[int], excess: int) -> set[int]:
+    """The largest cheap results that wait for the gradient pass at the peak, as many as together make `excess`."""
+    alive = memory.alive_at_peak(part)
+    sizes = {
+        one: _size(node)
+        for node in _waiting(original)
+        if (one := storage(node)) in alive and one not in known and not _is_costly(node)
+    }
+    chosen: set[int] = set()
+    for one in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if excess <= 0:
+            break
+        chosen.add(one)
+        excess -= sizes[one]
+    return chosen
+
+
+def _cuts(part: Part) -> list[int]:
+    """Results through which everything passes that later layers of the forward pass read, in order."""
+    nodes = [node for node in part.module.graph.nodes if node.op == "call_function" and phase_of(node) == FORWARD]
+    waiting = {storage(node) for node in _waiting(part)}
+    last: dict[int, int] = {}
+    for time, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            if source.op == "call_function":
+                for one in memory.storages(source):
+                    last[one] = time
+    found: list[int] = []
+    live: set[int] = set()
+    for time, node in enumerate(nodes):
+        large = (one for one, size in memory.sizes(node).items() if size > SMALL)
+        live = {one for one in (*live, *large) if last.get(one, -1) > time}
+        if len(live) == 1 and (one := next(iter(live))) in waiting and one not in found:
+            found.append(one)
+    return found
+
+
+def _waiting(part: Part) -> Iterator[fx.Node]:
+    """Results of the forward pass that the gradient pass reads."""
+    entering = {storage(node) for node in part.module.graph.nodes if node.op == "placeholder"}
+    for node in part.nodes:
+        crosses = phase_of(node) == FORWARD and any(_is_later(user) for user in node.users)
+        own = isinstance(node.meta.get("val"), torch.Tensor) and storage(node) not in entering
+        if crosses and own and _size(node) > SMALL:
+            yield node
+
+
+def _size(node: fx.Node) -> int:
+    return node.meta["val"].untyped_storage().nbytes()
+
+
+def _is_later(node: fx.Node) -> bool:
+    return node.op != "output" and phase_of(node) != FORWARD
+
+
+def _is_costly(node: fx.Node) -> bool:
+    """Whether this operator is a product; what stands in for one is a function of our own."""
+    maker = node.args[0] if node.target is getitem else node
+    target = maker.target if isinstance(maker, fx.Node) else None
+    return target in PRODUCTS or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
+
+
+def _recomputing(part: Part, dropped: set[int], costly: bool) -> Part:
+    """The part with these results computed again for the gradient pass, except those that cannot be."""
+    while True:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(part.module.graph, {}))
+        again = _Again(graph, dropped, costly)
+        try:
+            for node in list(graph.nodes):
+                if node.op == "call_function" and _is_later(node):
+                    again.prepare(node)
+        except _Needed as needed:
+            dropped = dropped - {needed.storage}
+            continue
+        return in_place(replace(part, module=fx.GraphModule(part.module, graph)))
+
+
+class _Needed(Exception):
+    """A result must be kept after all."""
+
+    def __init__(self, storage: int | None) -> None:
+        self.storage = storage
+
+
+class _Again:
+    """Second copies of operators, made when the gradient pass first asks for them."""
+
+    def __init__(self, graph: fx.Graph, dropped: set[int], costly: bool) -> None:
+        self.graph, self.dropped, self.costly = graph, dropped, costly
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.order = {node: time for time, node in enumerate(graph.nodes)}
+        read = {storage(source) for node in graph.nodes if _is_later(node) for source in node.all_input_nodes}
+        self.saved = read - dropped
+        changing = [node for node in reversed(graph.nodes) if mutates(node)]
+        self.changed = {storage(one): self.order[node] for node in changing for one in node.all_input_nodes}
+
+    def prepare(self, user: fx.Node) -> None:
+        """Lets an operator of the gradient pass read copies of what was dropped."""
+        wanted = [one for one in user.all_input_nodes if storage(one) in self.dropped and not _is_later(one)]
+        for node in wanted:
+            self._copy(node, user)
+        user.args = fx.map_arg(user.args, lambda one: self.copies[one] if one in wanted else one)
+        if self.costly:  # where memory is that short, what takes little time does not wait for a second reader
+            self.copies = {node: twin for node, twin in self.copies.items() if _is_costly(node)}
+
+    def _copy(self, node: fx.Node, user: fx.Node) -> None:
+        """A second `node` just before `user`, from sources that are there or are copied too."""
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            missing = [one for one in current.all_input_nodes if not self._is_there(one)]
+            if missing and self._may_repeat(current, user):
+                stack += missing
+                continue
+            stack.pop()
+            if current not in self.copies:
+                if not self._may_repeat(current, user):
+                    raise _Needed(storage(current) if storage(current) in self.dropped else storage(node))
+                self._repeat(current, user)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        if node.op == "placeholder" or node in self.copies:
+            return True
+        return storage(node) is not None and storage(node) in self.saved
+
+    def _may_repeat(self, node: fx.Node, user: fx.Node) -> bool:
+        """Not what changes arrays, nor what takes long unless it must, nor what was computed from other numbers."""
+        if node.op != "call_function" or mutates(node) or (_is_costly(node) and not self.costly):
+            return False
+        sources = [one for one in node.all_input_nodes if one not in self.copies]
+        return all(self.changed.get(storage(one), len(self.order)) > self.order[user] for one in sources)
+
+    def _repeat(self, node: fx.Node, user: fx.Node) -> None:
+        with self.graph.inserting_before(user):
+            twin = self.graph.node_copy(node, lambda one: self.copies.get(one, one))
+        twin.meta = dict(node.meta) | {"custom": dict(user.meta.get("custom", {}), layer=_layer(node))}
+        twin.meta["val"] = _described(twin, node)
+        self.copies[node] = twin
+
+
+def _layer(node: fx.Node) -> Any:
+    return node.meta.get("custom", {}).get("layer", "")
+
+
+def _described(twin: fx.Node, node: fx.Node) -> Any:
+    """The second result without memory, in storage of its own, or its sources' where it is a view: plans go by it."""
+    source = twin.args[0]
+    if node.target is getitem and isinstance(source, fx.Node):
+        return source.meta["val"][twin.args[1]]
+    if isinstance(node.meta["val"], torch.Tensor) and storage(node) in map(storage, node.all_input_nodes):
+        arguments, settings = fx.map_arg((twin.args, twin.kwargs), lambda one: one.meta["val"])
+        with node.meta["val"].fake_mode:  # type: ignore[attr-defined]
+            return node.target(*arguments, **settings)  # type: ignore[operator]
+    return pytree.tree_map_only(torch.Tensor, _anew, node.meta["val"])
+
+
+def _anew(array: Any) -> torch.Tensor:
+    with array.fake_mode:
+        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=array.device)
