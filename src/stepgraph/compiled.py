@@ -92,6 +92,11 @@ class CompiledGraph(Graph):
         """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
         return list(self._programs.executables)
 
+    @property
+    def loss_labels(self) -> Names:
+        """The loss labels declared so far, by name."""
+        return dict(self._feeds.labels)
+
     def add_inputs(
         self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
     ) -> None:
@@ -150,6 +155,8 @@ class CompiledGraph(Graph):
             tensor.place(self.device)
         for node in self._compiled:
             node.layer.device_type = self.device.actual_device_type  # type: ignore[misc]
+            for tensor in (*node.arguments, *node.results):
+                tensor.device = self.device
 
     def _chosen(self, device: Device | None) -> Device:
         chosen = device or self.device

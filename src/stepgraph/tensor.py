@@ -205,6 +205,15 @@ class Tensor:
         return None if array is None else self._as_numpy(array)
 
     @property
+    def memory(self) -> TensorData | None:
+        """The host memory behind `data`, with what the caller's buffer holds past the tensor; None without data."""
+        if self._host is None:
+            return None if self._value is None else TensorData(self._value.detach().cpu().contiguous())
+        start = self._host.storage_offset() * self._host.element_size()
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._host.untyped_storage())
+        return TensorData(whole[start:])
+
+    @property
     def has_data(self) -> bool:
         """Whether there is a value to read."""
         return self._value is not None
@@ -398,6 +407,12 @@ class TensorParameter:
     @is_updatable.setter
     def is_updatable(self, value: bool) -> None:
         self.tensor.is_updatable = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorParameter) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return hash(self.tensor)
 
     def __repr__(self) -> str:
         return f"TensorParameter({self.tensor!r}, is_updatable={self.is_updatable})"
