@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from stepgraph import errors
@@ -69,10 +70,17 @@ def refuse(call: str, error: Exception) -> None:
     _log_once(f"{call} refused: {reason}")
 
 
-def handler_failed(error: Exception) -> None:
-    """A completion handler raised: the work is done all the same, so the call stays accepted."""
-    _last.error = MLCError(error)
-    logger.error("a completion handler raised", exc_info=error)
+def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:
+    """The program's own function, called from here. What it raises is logged: the work is done all the same."""
+
+    def call(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            _last.error = MLCError(error)
+            logger.error("a %s raised", name, exc_info=error)
+
+    return call
 
 
 def shown(value: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 import stepgraph as sg
 from stepgraph.errors import DataTypeError, StepgraphError
-from stepgraph.mlc.refusals import MLCError, handler_failed, shown
+from stepgraph.mlc.refusals import MLCError, guarded, shown
 from stepgraph.types import RawEnum
 
 MAX_DIMENSIONS = 4  # stepgraph itself goes up to 5
@@ -145,15 +145,10 @@ def _by_name(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
 def _handler(value: Any) -> Callable[..., None]:
     if not callable(value):
         raise TypeError
-    from stepgraph.mlc.face import face_of
+    from stepgraph.mlc.face import face_of  # faces are made from tables of these kinds
 
-    def completion(tensor: Any, error: Exception | None, seconds: float) -> None:
-        try:
-            value(face_of(tensor), None if error is None else MLCError(error), seconds)
-        except Exception as problem:
-            handler_failed(problem)
-
-    return completion
+    handler = guarded(value, "completion handler")
+    return lambda tensor, error, seconds: handler(face_of(tensor), None if error is None else MLCError(error), seconds)
 
 
 def optional(kind: Kind, *, makes_empty: bool = False, nil: Callable[[], Any] | None = None) -> Kind:
@@ -206,7 +201,6 @@ DATAS = Kind("a list of MLCTensorData", lambda value: [_memory(one) for one in _
 BUFFER = Kind("memory to write to, such as a bytearray or an array", _memory)
 DATA_BY_NAME = Kind("a dictionary of MLCTensorData by name", lambda value: _by_name(_memory, value))
 HANDLER = Kind("a function (resultTensor, error, executionTime) or None", lambda v: None if v is None else _handler(v))
-FUNCTION = Kind("a function", lambda value: value if callable(value) else operator.index(None))  # type: ignore[arg-type]
 
 DATA_TYPE = one_of(sg.DataType)
 REDUCTION = one_of(sg.ReductionType)

@@ -11,6 +11,7 @@ import numpy as np
 
 import stepgraph as sg
 from stepgraph.errors import DataError, StateError
+from stepgraph.mlc.refusals import guarded
 from stepgraph.mlc.table import Class, Row, call, make, native_name, read, reads, unavailable, write
 from stepgraph.mlc.values import (
     BOOL,
@@ -19,7 +20,6 @@ from stepgraph.mlc.values import (
     DATA_TYPE,
     DATAS,
     DEVICE,
-    FUNCTION,
     INT,
     INTS,
     MAX_DIMENSIONS,
@@ -34,6 +34,14 @@ from stepgraph.mlc.values import (
     optional,
 )
 
+
+def deallocator(value: Any) -> Callable[..., None]:
+    """A function that is called when memory is no longer used."""
+    if not callable(value):
+        raise TypeError
+    return guarded(value, "deallocator")
+
+
 DESCRIPTOR = an(sg.TensorDescriptor)
 RANDOM = one_of(sg.RandomInitializerType)
 # The sequence factories take MLCRandomInitializerTypeInvalid for "no initializer".
@@ -42,6 +50,7 @@ SCALE = Kind(
     "an MLCTensor or a number", lambda value: (NUMBER if isinstance(value, int | float) else TENSOR).convert(value)
 )
 DEVICE_DATA = optional(list_of(an(sg.TensorOptimizerDeviceData)))
+DEALLOCATOR = Kind("a function (bytes, length)", deallocator)
 SIZES: dict[str, Any] = {"width": INT, "height": INT, "channels": INT, "batch_size": INT}
 STEPS: dict[str, Any] = {"length": INT, "channels": INT, "batch_size": INT}
 SEQUENCES: dict[str, Any] = {"lengths": INTS, "sorted_sequences": BOOL, "channels": INT, "batch_size": INT}
@@ -164,7 +173,7 @@ MLC_TENSOR_DATA = Class(
             view,
             buffer=BUFFER,
             length=INT,
-            deallocator=FUNCTION,
+            deallocator=DEALLOCATOR,
             note="called with the buffer and the length when the object goes away",
         ),
         *unavailable(note="no bytes"),
