@@ -67,7 +67,7 @@ def refuse(call: str, error: Exception) -> None:
     """Keeps the reason of a refused call, and logs each distinct one once."""
     _last.error = MLCError(error)
     reason = " ".join(line.strip() for line in str(_last.error).splitlines())
-    _log_once(f"{call} refused: {reason}")
+    _log_once(f"refused {reason}" if reason.startswith(f"{call}: ") else f"refused {call}: {reason}")
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:

@@ -131,8 +131,10 @@ def _flags(kind: type[IntFlag], value: Any) -> IntFlag:
 def _memory(value: Any) -> Any:
     """Raw memory: an `MLCTensorData`, or any bytes-like object or array."""
     native = unwrapped(value)
+    if isinstance(native, NSData):
+        return sg.TensorData(native.view(np.ndarray))
     if isinstance(native, sg.TensorData | bytes | bytearray | memoryview | np.ndarray):
-        return native.view(np.ndarray) if isinstance(native, NSData) else native
+        return native
     raise TypeError
 
 
