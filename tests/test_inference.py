@@ -365,3 +365,15 @@ def test_loss_node_before_the_last_layer_is_the_loss_and_the_last_layer_the_resu
     assert execution.loss == pytest.approx(F.mse_loss(out, torch.tensor(Y)).item(), rel=1e-6)
     assert execution.result is shares
     assert_close([shares], [out.softmax(1)])
+
+
+def test_compiling_gives_every_tensor_its_device() -> None:
+    x, graph = sg.Tensor((2, 3)), sg.Graph()
+    y = graph.node(sg.ActivationLayer.relu(), x)
+    inference = sg.InferenceGraph([graph])
+    assert x.device is y.device is None and inference.loss_labels == {}
+    inference.compile(sg.Device.cpu())
+    assert x.device == y.device == inference.device
+    labels = sg.Tensor((2, 3))
+    inference.add_inputs({"x": x}, loss_labels={"y": labels})
+    assert inference.loss_labels == {"y": labels}

@@ -144,6 +144,8 @@ class TrainingGraph(TrainingRecipe):
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
+            for handle in self._user_gradients.values():
+                handle.device = self.device
             if self._state is None or self._state.device != self.device:
                 self._state = TrainingState(self._require_compiled("compile"))
             self._restart()
@@ -181,6 +183,7 @@ class TrainingGraph(TrainingRecipe):
         if tensor not in self._user_gradients:
             is_new = tensor not in self._seeded()
             handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
+            handle.device = self.device
             with self._all_or_nothing():
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:

@@ -41,7 +41,7 @@ def test_linear_regression(kind: str) -> None:
 
 
 def test_digits_mlp() -> None:
-    found = digits_mlp.run(MLCompute.MLCDevice.cpuDevice(), steps=200)
+    found = digits_mlp.run(MLCompute.MLCDevice.cpuDevice())
     losses = np.array(found["losses"])
     assert losses.min() > 1.4612 - 1e-4 and losses.max() < 2.4612  # two softmaxes confine it
     assert found["accuracies"][0] > 0.85 and found["test"] > 0.95
