@@ -1,5 +1,6 @@
 """Whole sequences of calls at the face, and how faces and native objects belong together."""
 
+import array
 import copy
 from typing import Any
 
@@ -79,9 +80,13 @@ def test_bytes_of_tensors() -> None:
     made = tensor([4], given)
     found = made.data()
     assert len(found) == found.length() == 16 and bytes(found) == given.tobytes() and found
-    assert found == given.tobytes() and found != b"other" and isinstance(found.bytes(), memoryview)
-    again = M.MLCTensor.tensorWithShape_data_dataType_([4], found, M.MLCDataTypeFloat32)  # NSData is data, too
-    assert np.array_equal(floats(again), given)
+    same = given.tobytes()
+    assert found == same and (found != same) is False and found != b"other" and isinstance(found.bytes(), memoryview)
+    for buffer in (found, given, given.tobytes(), bytearray(given), memoryview(given), array.array("f", given)):
+        again = M.MLCTensor.tensorWithShape_data_dataType_([4], buffer, M.MLCDataTypeFloat32)  # all of them are data
+        assert np.array_equal(floats(again), given), type(buffer)
+    wrapped = M.MLCTensorData.dataWithBytesNoCopy_length_(array.array("f", [1, 2]), 8)
+    assert np.frombuffer(wrapped.bytes(), np.float32).tolist() == [1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- sequences

@@ -60,7 +60,7 @@ def kit() -> Kit:
 @pytest.mark.parametrize("table", CLASSES, ids=lambda table: table.name)
 def test_each_member_answers(table: Any, kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
-    for module in ("face", "names"):
+    for module in ("build", "names"):
         monkeypatch.setattr(f"stepgraph.mlc.{module}.refuse", lambda call, error: refused.append(f"{call}: {error}"))
     kind = getattr(MLCompute, table.name)
     for row in table.rows:

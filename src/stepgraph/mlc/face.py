@@ -1,19 +1,20 @@
 """Faces: thin objects that show a stepgraph object under Apple's names. They hold it, and nothing else.
 
-A class of faces is made from its table (`table.py`) by `build`. `face_of` finds the face of a native object: the same
-one for as long as anybody holds it, so that `is` means in a program what it meant there.
+`build.py` makes a class of faces from its table. `face_of` finds the face of a native object: the same one for as long
+as anybody holds it, so that `is` means in a program what it meant there.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from stepgraph.errors import StateError
 from stepgraph.mlc.refusals import refuse
-from stepgraph.mlc.table import Class, Row
+
+if TYPE_CHECKING:
+    from stepgraph.mlc.table import Class
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
 _classes: dict[type, type[Face]] = {}
@@ -104,6 +105,11 @@ def hold(face: Face, native: Any) -> None:
         _faces[id(native)] = face
 
 
+def register(native: type, kind: type[Face]) -> None:
+    """Makes `kind` the class of faces for objects of a native class and of those made from it."""
+    _classes.setdefault(native, kind)
+
+
 def face_of(native: Any) -> Any:
     """The face of a stepgraph object; what has no face is given back as it is."""
     with _lock:
@@ -116,56 +122,3 @@ def face_of(native: Any) -> Any:
         face = kind.alloc()
         hold(face, native)
         return face
-
-
-def build(table: Class, base: type[Face]) -> type[Face]:
-    """The class of faces that a table describes."""
-    members: dict[str, Any] = {"__slots__": (), "__doc__": f"{table.native_name} under Apple's names.", "table": table}
-    for row in table.rows:
-        if row.kind not in ("new", "init"):  # every object has them from the base
-            members[row.spelling] = _class_method(row) if row.is_class_method else _method(row)
-    made = type(table.name, (base,), members)
-    if table.native is not None:
-        _classes.setdefault(table.native, made)
-    return made
-
-
-def _method(row: Row) -> Any:
-    def method(self: Face, *arguments: Any, **named: Any) -> Any:
-        call = f"{type(self).__name__}.{row.spelling}"
-        try:
-            if self.native is None:
-                if row.kind == "property" and not arguments and not named:
-                    return copy.copy(row.empty)
-                problem = f"this {type(self).__name__} is empty"
-                raise StateError(call, problem, fix="make it with a factory method of its class")
-            answer = row.function(self.native, **row.taken(call, arguments, named))
-            if row.kind == "replacing setter":
-                hold(self, answer)
-            return row.given(answer, face_of)
-        except Exception as error:  # nothing is raised through this boundary, whatever a program passes
-            refuse(call, error)
-            return row.refused()
-
-    return _documented(method, row)
-
-
-def _class_method(row: Row) -> Any:
-    def method(cls: type[Face], *arguments: Any, **named: Any) -> Any:
-        call = f"{cls.__name__}.{row.spelling}"
-        try:
-            taken = row.taken(call, arguments, named)
-            if any(taken.get(name, 0) is None for name in row.makes_empty):
-                return cls.alloc()
-            return row.given(row.function(cls.table.native, **taken), face_of)
-        except Exception as error:
-            refuse(call, error)
-            return row.refused()
-
-    return classmethod(_documented(method, row))
-
-
-def _documented(method: Any, row: Row) -> Any:
-    method.__name__ = method.__qualname__ = row.spelling
-    method.__doc__ = f"`{row.selector}`: stepgraph's `{row.native}`."
-    return method

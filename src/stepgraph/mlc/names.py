@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NewType
 
-from stepgraph.mlc.face import Face, build
+from stepgraph.mlc.build import build
+from stepgraph.mlc.face import Face
 from stepgraph.mlc.refusals import refuse
 from stepgraph.mlc.table import Class
 from stepgraph.mlc.tables import descriptors, graphs, layers, losses, optimizers, parameterized, tensors

@@ -6,14 +6,15 @@ takes (`values.py`):
     make("descriptorWithShape:dataType:", shape=SHAPE, data_type=DATA_TYPE)
 
 is `TensorDescriptor(shape=…, data_type=…)` in the table of `MLCTensorDescriptor`. The rows make the classes
-(`face.py`), the documentation (`page.py`) and the test that walks every symbol.
+(`build.py`), the documentation (`page.py`) and the test that walks every symbol.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,11 +75,11 @@ class Row:
         pairs = zip(self.takes.items(), arguments, strict=True)
         return {name: kind.take(call, name, value) for (name, kind), value in pairs}
 
-    def given(self, answer: Any, face_of: Callable[[Any], Any]) -> Any:
+    def given(self, answer: Any) -> Any:
         """What the caller gets."""
         if self.refusal in (NO, VOID):
             return True if self.refusal == NO else None
-        return give(answer if self.shown is None else self.shown(answer), face_of)
+        return give(answer if self.shown is None else self.shown(answer))
 
     def refused(self) -> Any:
         """What the caller gets from a refused call."""
@@ -112,10 +113,7 @@ def snake(name: str) -> str:
 def read(name: str, member: str = "", *, empty: Any = None, note: str = "", **settings: Any) -> Row:
     """A property. `member` is stepgraph's name where it is not the same in snake_case."""
     member = member or snake(name)
-    if member.endswith("()"):
-        function: Callable[..., Any] = lambda native: getattr(native, member[:-2])()  # noqa: E731
-    else:
-        function = lambda native: getattr(native, member)  # noqa: E731
+    function = operator.attrgetter(member)
     return Row(name, "property", f".{member}", function, swift=name, empty=empty, note=note, **settings)
 
 
@@ -127,17 +125,8 @@ def reads(names: str, *, empty: Any = None) -> tuple[Row, ...]:
 def write(name: str, kind: Kind, *, replacing: bool = False) -> Row:
     """The setter of a property; `replacing` where the native object is a value that cannot change."""
     selector, member = f"set{name[0].upper()}{name[1:]}:", snake(name)
-    if replacing:
-        return Row(selector, "replacing setter", f".{member} =", partial(_replace, member), {"value": kind}, VOID, name)
-    return Row(
-        selector,
-        "setter",
-        f".{member} =",
-        lambda native, value: setattr(native, member, value),
-        {"value": kind},
-        VOID,
-        name,
-    )
+    how, function = ("replacing setter", _replace) if replacing else ("setter", _assign)
+    return Row(selector, how, f".{member} =", partial(function, member), {"value": kind}, VOID, name)
 
 
 def make(
@@ -151,16 +140,14 @@ def make(
     kinds = {name: kind for name, kind in takes.items() if isinstance(kind, Kind)}
     fixed = {name: value for name, value in takes.items() if name not in kinds}
     if isinstance(target, str):
-        function: Callable[..., Any] = partial(_make, target, fixed)
         name = f"<class>.{target}" if target else "<class>"
     else:
-        made = target
-        function = lambda native, **taken: made(**taken, **fixed)  # noqa: E731
-        name = getattr(target, "native_name", getattr(target, "__name__", "<class>"))
+        name = getattr(target, "native_name", target.__name__)
     parameters = ", ".join([*kinds, *(f"{one}={value!s}" for one, value in fixed.items())])
     empties = tuple(one for one, kind in kinds.items() if kind.makes_empty)
     swift = swift or _swift_initializer(selector)
     written = name if "(" in name else f"{name}({parameters})"
+    function = partial(_make, target, fixed)
     return Row(selector, "class method", written, function, kinds, NIL, swift, note, makes_empty=empties)
 
 
@@ -182,8 +169,8 @@ def call(
 ) -> Row:
     """A method. `target` is a method of the native object, or a function of the native object and the arguments."""
     if isinstance(target, str):
-        member = target or snake(selector.rstrip(":"))
-        function: Callable[..., Any] = lambda native, **taken: getattr(native, member)(**taken)  # noqa: E731
+        member = target or snake(selector)
+        function: Callable[..., Any] = partial(_call, member)
     else:
         member, function = getattr(target, "native_name", target.__name__), target
     native = f".{member}({', '.join(takes)})"
@@ -205,13 +192,20 @@ def native_name(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return name_it
 
 
-def _make(member: str, fixed: Mapping[str, Any], native: Any, **taken: Any) -> Any:
-    return (getattr(native, member) if member else native)(**taken, **fixed)
+def _make(target: str | Callable[..., Any], fixed: Mapping[str, Any], native: Any, **taken: Any) -> Any:
+    made = target if callable(target) else getattr(native, target) if target else native
+    return made(**taken, **fixed)
+
+
+def _call(member: str, native: Any, **taken: Any) -> Any:
+    return getattr(native, member)(**taken)
+
+
+def _assign(member: str, native: Any, value: Any) -> None:
+    setattr(native, member, value)
 
 
 def _replace(member: str, native: Any, value: Any) -> Any:
-    from dataclasses import replace
-
     return replace(native, **{member: value})
 
 

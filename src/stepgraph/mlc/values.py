@@ -9,9 +9,11 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import stepgraph as sg
 from stepgraph.errors import DataTypeError, StepgraphError
+from stepgraph.mlc.face import Face, face_of
 from stepgraph.mlc.refusals import MLCError, guarded, shown
 from stepgraph.types import RawEnum
 
@@ -52,10 +54,13 @@ class NSData(np.ndarray):
     def __eq__(self, other: object) -> Any:
         return self.tobytes() == bytes(other) if isinstance(other, bytes | bytearray | memoryview | NSData) else False
 
+    def __ne__(self, other: object) -> Any:
+        return not self == other
+
     __hash__ = None
 
 
-def give(value: Any, face_of: Callable[[Any], Any]) -> Any:
+def give(value: Any) -> Any:
     """A result as PyObjC would give it: raw values, single precision, lists, bytes, faces."""
     if value is None or isinstance(value, bool | str | memoryview | NSData):
         return value
@@ -66,13 +71,13 @@ def give(value: Any, face_of: Callable[[Any], Any]) -> Any:
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8).view(NSData)
     if isinstance(value, list | tuple):
-        return [give(one, face_of) for one in value]
+        return [give(one) for one in value]
     return face_of(value)
 
 
 def unwrapped(value: Any) -> Any:
     """The native object behind a face; anything else as it is, so that both styles mix."""
-    return value.native if hasattr(type(value), "table") else value
+    return value.native if isinstance(value, Face) else value
 
 
 def _whole(value: Any) -> int:
@@ -133,9 +138,9 @@ def _memory(value: Any) -> Any:
     native = unwrapped(value)
     if isinstance(native, NSData):
         return sg.TensorData(native.view(np.ndarray))
-    if isinstance(native, sg.TensorData | bytes | bytearray | memoryview | np.ndarray):
+    if isinstance(native, sg.TensorData | bytes | bytearray | memoryview | np.ndarray | torch.Tensor):
         return native
-    raise TypeError
+    return sg.TensorData(np.frombuffer(native, np.uint8))  # anything else with the buffer protocol, or a TypeError
 
 
 def _by_name(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
@@ -147,8 +152,6 @@ def _by_name(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
 def _handler(value: Any) -> Callable[..., None]:
     if not callable(value):
         raise TypeError
-    from stepgraph.mlc.face import face_of  # faces are made from tables of these kinds
-
     handler = guarded(value, "completion handler")
     return lambda tensor, error, seconds: handler(face_of(tensor), None if error is None else MLCError(error), seconds)
 

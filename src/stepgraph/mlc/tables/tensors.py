@@ -59,7 +59,8 @@ SEQUENCES: dict[str, Any] = {"lengths": INTS, "sorted_sequences": BOOL, "channel
 @native_name("TensorData(buffer)")
 def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None) -> sg.TensorData:
     """The first `length` bytes of a buffer, shared with it where it may be written."""
-    memory = np.frombuffer(buffer, np.uint8) if length else np.empty(0, np.uint8)
+    whole = buffer if isinstance(buffer, sg.TensorData) else sg.TensorData(buffer if length else bytearray())
+    memory = np.asarray(whole.bytes)
     if not 0 <= length <= memory.size:
         raise DataError(
             "TensorData", f"{length} bytes are asked for, the memory has {memory.size}", fix="ask for fewer"
