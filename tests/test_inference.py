@@ -373,7 +373,7 @@ def test_compiling_gives_every_tensor_its_device() -> None:
     inference = sg.InferenceGraph([graph])
     assert x.device is y.device is None and inference.loss_labels == {}
     inference.compile(sg.Device.cpu())
-    assert x.device == y.device == inference.device
+    assert x.device == y.device == inference.device and inference.inputs == {x.label: x}
     labels = sg.Tensor((2, 3))
     inference.add_inputs({"x": x}, loss_labels={"y": labels})
     assert inference.loss_labels == {"y": labels}

@@ -93,6 +93,11 @@ class CompiledGraph(Graph):
         return list(self._programs.executables)
 
     @property
+    def inputs(self) -> Names:
+        """The inputs by name: declared ones and, once compiled, those that were found."""
+        return dict(self._feeds.inputs)
+
+    @property
     def loss_labels(self) -> Names:
         """The loss labels declared so far, by name."""
         return dict(self._feeds.labels)
@@ -155,6 +160,10 @@ class CompiledGraph(Graph):
             tensor.place(self.device)
         for node in self._compiled:
             node.layer.device_type = self.device.actual_device_type  # type: ignore[misc]
+
+    def _tell_device(self) -> None:
+        """Every tensor of a graph that has been compiled knows its device."""
+        for node in self._compiled:
             for tensor in (*node.arguments, *node.results):
                 tensor.device = self.device
 

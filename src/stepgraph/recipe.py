@@ -65,6 +65,11 @@ class TrainingRecipe(CompiledGraph):
         assert self._loss_node is not None
         return (*self.nodes, self._loss_node)
 
+    def _tell_device(self) -> None:
+        super()._tell_device()
+        for handle in self._user_gradients.values():
+            handle.device = self.device
+
     def _trainable(self) -> tuple[Tensor, ...]:
         """Tensors this graph updates."""
         candidates = [t for node in self._compiled if not node.disable_update for t in node.layer.parameters.values()]

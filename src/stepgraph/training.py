@@ -144,11 +144,10 @@ class TrainingGraph(TrainingRecipe):
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
-            for handle in self._user_gradients.values():
-                handle.device = self.device
             if self._state is None or self._state.device != self.device:
                 self._state = TrainingState(self._require_compiled("compile"))
             self._restart()
+            self._tell_device()
 
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""

@@ -278,3 +278,20 @@ def test_a_user_gradient_allocated_before_compiling_can_be_written() -> None:
     handle = kit.declared.allocateUserGradientForTensor_(kit.out)
     assert handle.bindAndWriteData_toDevice_(data(Y), CPU) is False  # in no compiled graph yet
     assert kit.training.device() == handle.device() and handle.bindAndWriteData_toDevice_(data(Y), CPU) is True
+
+
+@pytest.mark.parametrize("key", ["sortedSequenceLengths", "sortedSequenceLength"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_lengths_of_sequences_by_the_framework_s_key(key: str, declared: bool) -> None:
+    sizes = M.MLCLSTMDescriptor.descriptorWithInputSize_hiddenSize_layerCount_(1, 1, 1)
+    ones = [[tensor([1], 1.0) for _ in range(4)] for _ in range(2)]
+    layer = M.MLCLSTMLayer.layerWithDescriptor_inputWeights_hiddenWeights_biases_(sizes, *ones, None)
+    graph, x, lengths = M.MLCGraph.graph(), tensor([2, 3, 1]), tensor([2], kind=M.MLCDataTypeInt32)
+    result = graph.nodeWithLayer_sources_(layer, [x, lengths])
+    inference = M.MLCInferenceGraph.graphWithGraphObjects_([graph])
+    assert inference.addInputs_({"x": x, key: lengths} if declared else {"x": x})
+    assert inference.compileWithOptions_device_(0, CPU)
+    given = {"x": data(np.ones(6)), key: data([3, 1], np.int32)}
+    assert inference.executeWithInputsData_batchSize_options_completionHandler_(given, 0, 0, None)
+    found = floats(result).reshape(2, 3)
+    assert found[0].all() and found[1].tolist() == [found[0, 0], 0, 0]

@@ -30,6 +30,7 @@ from stepgraph.mlc.values import (
 )
 
 NAMES, DATA = optional(TENSOR_BY_NAME, nil=dict), optional(DATA_BY_NAME, nil=dict)
+SEQUENCE_LENGTHS = ("sortedSequenceLengths", "sortedSequenceLength")
 GRAPHS = list_of(an(sg.Graph))
 CALL: dict[str, Any] = {"batch_size": INT, "options": EXECUTE_OPTIONS}
 DONE: dict[str, Any] = {"completion": HANDLER}
@@ -64,13 +65,24 @@ def compile_with(
 
 
 @native_name("execute")
+def execute(graph: Any, inputs_data: dict[str, Any], **settings: Any) -> Any:
+    """A call whose data may name the lengths of an LSTM's sequences by the framework's own keys."""
+    for key in SEQUENCE_LENGTHS:
+        if key in inputs_data and key not in graph.inputs:
+            lengths = {node.sources[-1] for node in graph.nodes if isinstance(node.layer, sg.LSTMLayer)}
+            names = [name for name, tensor in graph.inputs.items() if tensor in lengths and name not in inputs_data]
+            inputs_data = {names[0] if one == key and names else one: data for one, data in inputs_data.items()}
+    return graph.execute(inputs_data, **settings)
+
+
+@native_name("execute")
 def evaluate(graph: sg.InferenceGraph, **settings: Any) -> Any:
     """The forms with loss labels, refused where none were declared."""
     if not graph.loss_labels:
         raise StateError(
             "execute", "no loss labels were declared", fix="declare them with addInputs_lossLabels_lossLabelWeights_"
         )
-    return graph.execute(**settings)
+    return execute(graph, **settings)
 
 
 MLC_GRAPH = Class(
@@ -228,7 +240,7 @@ MLC_INFERENCE_GRAPH = Class(
         call("linkWithGraphs:", "link", graphs=list_of(an(sg.InferenceGraph)), swift="link(with:)"),
         call(
             "executeWithInputsData:batchSize:options:completionHandler:",
-            "execute",
+            execute,
             **INPUTS,
             **CALL,
             **DONE,
@@ -236,7 +248,7 @@ MLC_INFERENCE_GRAPH = Class(
         ),
         call(
             "executeWithInputsData:outputsData:batchSize:options:completionHandler:",
-            "execute",
+            execute,
             **INPUTS,
             **OUTPUTS,
             **CALL,
@@ -348,7 +360,7 @@ MLC_TRAINING_GRAPH = Class(
         ),
         call(
             "executeWithInputsData:lossLabelsData:lossLabelWeightsData:batchSize:options:completionHandler:",
-            "execute",
+            execute,
             **INPUTS,
             **LABELS,
             **CALL,
@@ -358,7 +370,7 @@ MLC_TRAINING_GRAPH = Class(
         ),
         call(
             "executeWithInputsData:lossLabelsData:lossLabelWeightsData:outputsData:batchSize:options:completionHandler:",
-            "execute",
+            execute,
             **INPUTS,
             **LABELS,
             **OUTPUTS,
