@@ -1,6 +1,7 @@
 """`InferenceGraph`: every member, and the parameters it shares with a training graph."""
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -377,3 +378,25 @@ def test_compiling_gives_every_tensor_its_device() -> None:
     labels = sg.Tensor((2, 3))
     inference.add_inputs({"x": x}, loss_labels={"y": labels})
     assert inference.loss_labels == {"y": labels}
+
+
+def test_a_completion_is_called_at_once_where_the_caller_has_waited() -> None:
+    class Event:
+        """A device's event that has happened."""
+
+        def synchronize(self) -> None: ...
+
+    threads: list[int] = []
+    called = threading.Event()
+
+    def completion(*_: object) -> None:
+        threads.append(threading.get_ident())
+        called.set()
+
+    execution = sg.Execution(sg.Device.cpu(), timed=False)
+    execution._events = [Event(), Event()]  # type: ignore[list-item]
+    execution.announce(completion, waited=True)
+    assert threads == [threading.get_ident()]
+    called.clear()
+    execution.announce(completion)
+    assert called.wait(30) and threads[1] != threads[0]

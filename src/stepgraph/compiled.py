@@ -290,9 +290,10 @@ class CompiledGraph(Graph):
                 execution.fail(error)
                 if completion is None:
                     raise
-        if ExecutionOptions.SYNCHRONOUS in options and execution.error is None:
+        synchronous = ExecutionOptions.SYNCHRONOUS in options
+        if synchronous and execution.error is None:
             execution.wait()
-        execution.announce(completion)
+        execution.announce(completion, waited=synchronous)
         return execution
 
     # Keeping results

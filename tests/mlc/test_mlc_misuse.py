@@ -85,6 +85,25 @@ def test_garbage_for_every_selector_of_graphs(name: str) -> None:
     assert refused > 100 and accepted < refused / 4, (refused, accepted)
 
 
+@pytest.mark.parametrize("table", CLASSES, ids=lambda table: table.name)
+def test_what_every_object_has_is_refused_as_well(table: Any) -> None:
+    kind = getattr(M, table.name)
+    made = kind.new()
+    calls = (kind.alloc, kind.new, made.init, made.copy, made.copyWithZone_, made.isKindOfClass_, made.isEqual_)
+    for call in (*calls, made.description):
+        assert call(1, 2, 3) is None and M.lastError() is not None
+    assert made.copyWithZone_() is made.isKindOfClass_() is made.isKindOfClass_("MLCTensor") is None
+    assert made.init() is made and made.isEqual_(made) and not made.isEqual_(Broken())
+    assert kind.new() is not made and made.isKindOfClass_(kind) and table.name in made.description()
+
+
+def test_errors_that_cannot_be_told_are_told_by_their_kind() -> None:
+    class Mute(Exception):
+        __str__ = __repr__ = Broken.__repr__  # type: ignore[assignment]
+
+    assert "Mute" in M.MLCError(Mute()).localizedDescription()
+
+
 def bad_programs(kit: Kit) -> dict[str, Any]:
     """Calls in the wrong order, unknown tensors, short buffers; the graph at hand is compiled and has had a step."""
     t, other = kit.training, tensor([4, 3])

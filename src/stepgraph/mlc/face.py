@@ -6,9 +6,11 @@ as anybody holds it, so that `is` means in a program what it meant there.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stepgraph.errors import StateError
 from stepgraph.mlc.refusals import refuse
@@ -21,6 +23,20 @@ _classes: dict[type, type[Face]] = {}
 _lock = threading.RLock()
 
 
+def answering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that answers nil where it cannot be carried out, a wrong number of arguments included."""
+
+    @functools.wraps(function)
+    def answer(receiver: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(receiver, *arguments, **named)
+        except Exception as error:
+            refuse(f"{receiver.table.name}.{function.__name__}", error)
+            return None
+
+    return answer
+
+
 class Face:
     """Base of all faces, with what PyObjC gives every object. `native` is the stepgraph object, None if empty."""
 
@@ -30,45 +46,49 @@ class Face:
     native: Any
 
     @classmethod
-    def alloc(cls) -> Self:
+    @answering
+    def alloc(cls) -> Face:
         """An object that waits for `init`."""
         face = cls.__new__(cls)
         object.__setattr__(face, "native", None)
         return face
 
-    def init(self) -> Self:
+    @answering
+    def init(self) -> Face:
         """The object that `new` gives: an empty one where the class has no default."""
         if self.native is None and self.table.new is not None:
             hold(self, self.table.new())
         return self
 
     @classmethod
-    def new(cls) -> Self:
+    @answering
+    def new(cls) -> Face:
         """`alloc().init()`."""
         return cls.alloc().init()
 
-    def copy(self) -> Face | None:
+    @answering
+    def copy(self) -> Face:
         """A copy, where the class has copies (`NSCopying`), else nil."""
-        try:
-            if self.native is None or self.table.copy is None:
-                raise StateError(self.table.name, "there is nothing to copy", fix="make a new object")
-            return face_of(self.table.copy(self.native))
-        except Exception as error:
-            refuse(f"{self.table.name}.copy", error)
-            return None
+        if self.native is None or self.table.copy is None:
+            raise StateError(self.table.name, "there is nothing to copy", fix="make a new object")
+        return face_of(self.table.copy(self.native))
 
-    def copyWithZone_(self, zone: Any = None) -> Face | None:
+    @answering
+    def copyWithZone_(self, zone: Any) -> Face:
         """`copy`, under its Objective-C name."""
         return self.copy()
 
-    def isKindOfClass_(self, kind: Any) -> bool:
+    @answering
+    def isKindOfClass_(self, kind: type) -> bool:
         """`isinstance`."""
-        return isinstance(kind, type) and isinstance(self, kind)
+        return isinstance(self, kind)
 
+    @answering
     def isEqual_(self, other: Any) -> bool:
         """`==`."""
         return self == other
 
+    @answering
     def description(self) -> str:
         """`str()`."""
         return str(self)
@@ -81,10 +101,10 @@ class Face:
     def __hash__(self) -> int:
         return id(self) if self.native is None else hash(self.native)
 
-    def __copy__(self) -> Face | None:
+    def __copy__(self) -> Any:
         return self.copy()
 
-    def __deepcopy__(self, memo: Any) -> Face | None:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self.copy()
 
     def __setattr__(self, name: str, value: Any) -> None:

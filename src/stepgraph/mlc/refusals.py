@@ -37,7 +37,9 @@ class MLCError:
 
     def localizedDescription(self) -> str:
         """What is wrong, the values, and what to do about it."""
-        return f"{type(self.native).__name__}: {self.native}" if self.code() == 0 else str(self.native)
+        if self.code() > 0:
+            return str(self.native)
+        return f"{type(self.native).__name__}: {shown(self.native)}"  # somebody else's, perhaps broken
 
     def __str__(self) -> str:
         return self.localizedDescription()

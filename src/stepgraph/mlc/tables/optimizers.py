@@ -60,7 +60,7 @@ MLC_OPTIMIZER_DESCRIPTOR = Class(
             **PENALTY,
         ),
     ),
-    new=lambda: ZEROS,
+    new=lambda: copy.copy(ZEROS),
     copy=copy.copy,
 )
 
