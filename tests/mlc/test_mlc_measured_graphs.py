@@ -189,3 +189,85 @@ def test_values_of_activations() -> None:
     assert inference.executeWithInputsData_batchSize_options_completionHandler_({"x": data([1, 2, 3, 4])}, 0, 0, None)
     for i, (kind, _, wanted) in enumerate(VALUES):
         assert np.allclose(floats(made[str(i)]), wanted, rtol=0, atol=1e-5), kind
+
+
+# ------------------------------------------------------------------------------------- seen in programs that ran there
+
+
+def run(training: Any, inputs: Any, labels: Any, batch: int) -> Any:
+    """One synchronous step; the handler's tensor."""
+    got: list[Any] = []
+    execute = training.executeWithInputsData_lossLabelsData_lossLabelWeightsData_batchSize_options_completionHandler_
+    assert execute(inputs, labels, None, batch, M.MLCExecutionOptionsSynchronous, lambda *given: got.append(given)), (
+        str(M.lastError())
+    )
+    assert got[0][1] is None
+    return got[0][0]
+
+
+def test_either_graph_may_be_compiled_first() -> None:
+    for first in ("inference", "training"):
+        kit = Kit()
+        getattr(kit, first)
+        assert kit.training.device() == kit.inference.device() == CPU
+        kit.step()
+        execute = kit.inference.executeWithInputsData_batchSize_options_completionHandler_
+        assert execute({"x": data(X)}, 4, 0, None)
+        wanted = X @ floats(kit.weights).reshape(2, 3).T + floats(kit.biases)
+        assert np.allclose(floats(kit.out).reshape(4, 2), wanted, atol=1e-5)  # the weights after the step
+
+
+def test_running_statistics_are_in_the_caller_s_memory() -> None:
+    mean, variance = np.zeros(3, np.float32), np.ones(3, np.float32)
+    tensors = [
+        M.MLCTensor.tensorWithShape_data_dataType_([1, 3, 1, 1], one, M.MLCDataTypeFloat32) for one in (mean, variance)
+    ]
+    make = M.MLCBatchNormalizationLayer.layerWithFeatureChannelCount_mean_variance_beta_gamma_varianceEpsilon_momentum_
+    graph, x, y = M.MLCGraph.graph(), tensor([4, 3]), tensor([4, 3])
+    graph.nodeWithLayer_source_(make(3, *tensors, None, None, 1e-5, 0.9), x)
+    loss = M.MLCLossLayer.meanSquaredErrorLossWithReductionType_weight_(M.MLCReductionTypeMean, 1.0)
+    training = M.MLCTrainingGraph.graphWithGraphObjects_lossLayer_optimizer_([graph], loss, None)
+    assert training.addInputs_lossLabels_({"x": x}, {"y": y}) and training.compileWithOptions_device_(0, CPU)
+    run(training, {"x": data(X)}, {"y": data(np.zeros((4, 3)))}, 4)
+    training.synchronizeUpdates()
+    assert np.allclose(mean, 0.1 * X.mean(0), atol=1e-6)
+    assert np.allclose(variance, 0.9 + 0.1 * X.var(0), atol=1e-6)  # the biased variance
+
+
+def test_one_hot_labels_of_whole_numbers() -> None:
+    found = []
+    for kind, number in ((M.MLCDataTypeFloat32, np.float32), (M.MLCDataTypeInt64, np.int64)):
+        kit = Kit()
+        loss = M.MLCLossLayer.softmaxCrossEntropyLossWithReductionType_labelSmoothing_classCount_weight_(
+            M.MLCReductionTypeNone, 0.0, 2, 1.0
+        )
+        training, y = (
+            M.MLCTrainingGraph.graphWithGraphObjects_lossLayer_optimizer_([kit.graph], loss, kit.adam),
+            tensor([4, 2], kind=kind),
+        )
+        assert training.addInputs_lossLabels_({"x": kit.x}, {"y": y}) and training.compileWithOptions_device_(0, CPU)
+        found.append(floats(run(training, {"x": data(X)}, {"y": data(np.eye(2)[[0, 1, 1, 0]], number)}, 4)))
+    assert found[0].shape == (4,) and np.array_equal(*found)
+
+
+def test_a_yolo_loss_has_one_number_for_each_sample() -> None:
+    anchors = np.array([1, 1, 2, 2], np.float32)
+    settings = M.MLCYOLOLossDescriptor.descriptorWithAnchorBoxes_anchorBoxCount_(anchors.tobytes(), 2)
+    settings.setShouldRescore_(False)
+    graph, x, y = M.MLCGraph.graph(), tensor([3, 14, 2, 2]), tensor([3, 14, 2, 2])
+    graph.nodeWithLayer_source_(M.MLCActivationLayer.linearLayerWithScale_bias_(1.0, 0.0), x)
+    layer = M.MLCYOLOLossLayer.layerWithDescriptor_(settings)
+    training = M.MLCTrainingGraph.graphWithGraphObjects_lossLayer_optimizer_([graph], layer, None)
+    assert training.addInputs_lossLabels_({"x": x}, {"y": y}) and training.compileWithOptions_device_(0, CPU)
+    result = run(training, {"x": data(np.zeros((3, 14, 2, 2)))}, {"y": data(np.zeros((3, 14, 2, 2)))}, 3)
+    # Nothing is there: every cell's two anchors cost 5 log 2 each.
+    assert (
+        np.allclose(floats(result), 5 * 4 * 2 * np.log(2), rtol=1e-5)
+        and layer.yoloLossDescriptor().shouldRescore() is False
+    )
+
+
+def test_layer_normalization_wants_its_shape() -> None:
+    make = M.MLCLayerNormalizationLayer.layerWithNormalizedShape_beta_gamma_varianceEpsilon_
+    assert make([4], tensor([4], 0.0), tensor([4], 1.0), 1e-5).normalizedShape() == [4]
+    assert make([4], tensor([3], 0.0), tensor([4], 1.0), 1e-5) is None

@@ -1,6 +1,9 @@
 """Real programs that drove ML Compute, ported line by line (`examples/mlc`), reach the numbers they reached."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,3 +216,12 @@ def test_image_fitting_begins_well() -> None:
 def test_image_fitting() -> None:
     found = image_fitting.run(MLCompute.MLCDevice.cpuDevice())
     assert found["errors"][-1] < 0.05 and np.abs(found["learned"] - found["image"]).mean() < 0.05
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples" / "mlc").glob("*.py")), ids=lambda p: p.stem
+)
+def test_examples_run_as_scripts(example: Path) -> None:
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr

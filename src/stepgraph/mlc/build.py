@@ -16,16 +16,16 @@ def build(table: Class, base: type[Face]) -> type[Face]:
     members: dict[str, Any] = {"__slots__": (), "__doc__": f"{table.native_name} under Apple's names.", "table": table}
     for row in table.rows:
         if row.kind not in ("new", "init"):  # every object has them from the base
-            members[row.spelling] = _class_method(row) if row.is_class_method else _method(row)
+            make = _class_method if row.is_class_method else _method
+            members[row.spelling] = make(row, f"{table.name}.{row.spelling}")
     made = type(table.name, (base,), members)
     if table.native is not None:
         register(table.native, made)
     return made
 
 
-def _method(row: Row) -> Any:
+def _method(row: Row, call: str) -> Any:
     def method(self: Face, *arguments: Any, **named: Any) -> Any:
-        call = f"{type(self).__name__}.{row.spelling}"
         try:
             if self.native is None:
                 if row.kind == "property" and not arguments and not named:
@@ -43,12 +43,11 @@ def _method(row: Row) -> Any:
     return _documented(method, row)
 
 
-def _class_method(row: Row) -> Any:
+def _class_method(row: Row, call: str) -> Any:
     def method(cls: type[Face], *arguments: Any, **named: Any) -> Any:
-        call = f"{cls.__name__}.{row.spelling}"
         try:
             taken = row.taken(call, arguments, named)
-            if any(taken.get(name, 0) is None for name in row.makes_empty):
+            if row.makes_empty and any(taken[name] is None for name in row.makes_empty):
                 return cls.alloc()
             return row.given(row.function(cls.table.native, **taken))
         except Exception as error:

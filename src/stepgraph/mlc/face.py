@@ -136,9 +136,14 @@ def face_of(native: Any) -> Any:
         face = _faces.get(id(native))
         if face is not None and face.native is native:
             return face
-        kind = next((_classes[base] for base in type(native).__mro__ if base in _classes), None)
+        kind = _classes.get(type(native)) or _nearest(type(native))
         if kind is None:
             return native
-        face = kind.alloc()
-        hold(face, native)
+        face = kind.__new__(kind)
+        object.__setattr__(face, "native", native)
+        _faces[id(native)] = face
         return face
+
+
+def _nearest(native: type) -> type[Face] | None:
+    return next((_classes[base] for base in native.__mro__ if base in _classes), None)

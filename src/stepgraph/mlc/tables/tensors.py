@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import stepgraph as sg
-from stepgraph.errors import DataError, StateError
+from stepgraph.errors import ArgumentError, DataError, StateError
 from stepgraph.mlc.refusals import guarded
 from stepgraph.mlc.table import Class, Row, call, make, native_name, read, reads, unavailable, write
 from stepgraph.mlc.values import (
@@ -59,14 +59,17 @@ SEQUENCES: dict[str, Any] = {"lengths": INTS, "sorted_sequences": BOOL, "channel
 @native_name("TensorData(buffer)")
 def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None) -> sg.TensorData:
     """The first `length` bytes of a buffer, shared with it where it may be written."""
-    whole = buffer if isinstance(buffer, sg.TensorData) else sg.TensorData(buffer if length else bytearray())
-    memory = np.asarray(whole.bytes)
-    if not 0 <= length <= memory.size:
-        raise DataError(
-            "TensorData", f"{length} bytes are asked for, the memory has {memory.size}", fix="ask for fewer"
-        )
+    if length < 0:
+        raise ArgumentError("TensorData", f"length is {length}", fix="give a number of bytes ≥ 0")
     free = None if deallocator is None else partial(deallocator, buffer, length)
-    return sg.TensorData(memory[:length], deallocator=free)
+    whole = buffer if isinstance(buffer, sg.TensorData) else sg.TensorData(buffer if length else bytearray())
+    if length > whole.length:
+        raise DataError(
+            "TensorData", f"{length} bytes are asked for, the memory has {whole.length}", fix="ask for fewer"
+        )
+    if length == whole.length and whole is not buffer and free is None:
+        return whole
+    return sg.TensorData(np.asarray(whole.bytes)[:length], deallocator=free)
 
 
 @native_name("bind_and_write_data")
