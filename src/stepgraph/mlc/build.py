@@ -13,18 +13,21 @@ from stepgraph.mlc.table import Class, Row
 
 def build(table: Class, base: type[Face]) -> type[Face]:
     """The class of faces that a table describes."""
-    members: dict[str, Any] = {"__slots__": (), "__doc__": f"{table.native_name} under Apple's names.", "table": table}
+    members: dict[str, Any] = {"__slots__": (), "__module__": "stepgraph.mlc", "table": table}
+    members["__doc__"] = f"stepgraph's `{table.native_name}` under Apple's names."
     for row in table.rows:
         if row.kind not in ("new", "init"):  # every object has them from the base
             make = _class_method if row.is_class_method else _method
-            members[row.spelling] = make(row, f"{table.name}.{row.spelling}")
+            members[row.spelling] = make(row, table)
     made = type(table.name, (base,), members)
     if table.native is not None:
         register(table.native, made)
     return made
 
 
-def _method(row: Row, call: str) -> Any:
+def _method(row: Row, table: Class) -> Any:
+    call = f"{table.name}.{row.spelling}"
+
     def method(self: Face, *arguments: Any, **named: Any) -> Any:
         try:
             if self.native is None:
@@ -40,10 +43,12 @@ def _method(row: Row, call: str) -> Any:
             refuse(call, error)
             return row.refused()
 
-    return _documented(method, row)
+    return _documented(method, row, table)
 
 
-def _class_method(row: Row, call: str) -> Any:
+def _class_method(row: Row, table: Class) -> Any:
+    call = f"{table.name}.{row.spelling}"
+
     def method(cls: type[Face], *arguments: Any, **named: Any) -> Any:
         try:
             taken = row.taken(call, arguments, named)
@@ -54,10 +59,10 @@ def _class_method(row: Row, call: str) -> Any:
             refuse(call, error)
             return row.refused()
 
-    return classmethod(_documented(method, row))
+    return classmethod(_documented(method, row, table))
 
 
-def _documented(method: Any, row: Row) -> Any:
-    method.__name__ = method.__qualname__ = row.spelling
-    method.__doc__ = f"`{row.selector}`: stepgraph's `{row.native}`."
+def _documented(method: Any, row: Row, table: Class) -> Any:
+    method.__name__, method.__qualname__ = row.spelling, f"{table.name}.{row.spelling}"
+    method.__doc__ = f"`{row.selector}`: stepgraph's `{row.native.replace('<class>', table.native_name)}`."
     return method
