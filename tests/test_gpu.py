@@ -180,6 +180,17 @@ def test_completion_is_called_once_after_the_work() -> None:
     assert execution.wait().done and execution.time > 0
 
 
+def test_a_synchronous_call_has_called_its_completion() -> None:
+    net, threads = Digits(gpu()), []
+    (x, y), *_ = batches(1)
+    options = sg.ExecutionOptions.SYNCHRONOUS
+    for _ in range(3):
+        net.training.execute(
+            {"x": x}, {"y": y}, options=options, completion=lambda *_: threads.append(threading.get_ident())
+        )
+    assert threads == [threading.get_ident()] * 3
+
+
 def test_memory_is_flat_over_steps() -> None:
     net, data = Digits(gpu()), batches(4)
     for x, y in data:

@@ -1,6 +1,7 @@
 """`InferenceGraph`: every member, and the parameters it shares with a training graph."""
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -365,3 +366,37 @@ def test_loss_node_before_the_last_layer_is_the_loss_and_the_last_layer_the_resu
     assert execution.loss == pytest.approx(F.mse_loss(out, torch.tensor(Y)).item(), rel=1e-6)
     assert execution.result is shares
     assert_close([shares], [out.softmax(1)])
+
+
+def test_compiling_gives_every_tensor_its_device() -> None:
+    x, graph = sg.Tensor((2, 3)), sg.Graph()
+    y = graph.node(sg.ActivationLayer.relu(), x)
+    inference = sg.InferenceGraph([graph])
+    assert x.device is y.device is None and inference.loss_labels == {}
+    inference.compile(sg.Device.cpu())
+    assert x.device == y.device == inference.device and inference.inputs == {x.label: x}
+    labels = sg.Tensor((2, 3))
+    inference.add_inputs({"x": x}, loss_labels={"y": labels})
+    assert inference.loss_labels == {"y": labels}
+
+
+def test_a_completion_is_called_at_once_where_the_caller_has_waited() -> None:
+    class Event:
+        """A device's event that has happened."""
+
+        def synchronize(self) -> None: ...
+
+    threads: list[int] = []
+    called = threading.Event()
+
+    def completion(*_: object) -> None:
+        threads.append(threading.get_ident())
+        called.set()
+
+    execution = sg.Execution(sg.Device.cpu(), timed=False)
+    execution._events = [Event(), Event()]  # type: ignore[list-item]
+    execution.announce(completion, waited=True)
+    assert threads == [threading.get_ident()]
+    called.clear()
+    execution.announce(completion)
+    assert called.wait(30) and threads[1] != threads[0]

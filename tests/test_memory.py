@@ -17,6 +17,9 @@ from stepgraph.compiler.kernels import convolution
 # from examples.digits_cnn import build_network
 
 
+PLAIN = sg.GraphCompilationOptions.NONE
+
+
 def small_network(batch: int = 32) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tensor]:
     sg.set_seed(1)
     x, y = sg.Tensor((batch, 64)), sg.Tensor((batch,), "int64")
@@ -122,3 +125,68 @@ def test_unread_results_are_freed_and_say_so() -> None:
     training.execute({"x": zeros}, {"y": np.zeros(32, np.int64)})
     assert hidden.numpy().shape == (32, 128)
     assert torch.equal(hidden.torch(), torch.from_numpy(hidden.data))
+
+
+def residual_network(
+    batch: int = 8, options: sg.GraphCompilationOptions = PLAIN, **settings: object
+) -> sg.TrainingGraph:
+    """A small ResNet with dropout: normalization, additions, and a mask that cannot be drawn again."""
+    sg.set_seed(5)
+    x, y = sg.Tensor.image(16, 16, 3, batch), sg.Tensor((batch,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.ConvolutionLayer.create(3, 16, 3), x)
+    for _ in range(4):
+        inner = hidden
+        for _ in range(2):
+            inner = graph.node(sg.ConvolutionLayer.create(16, 16, 3, biases=False), inner)
+            inner = graph.node(sg.ActivationLayer.relu(), graph.node(sg.BatchNormalizationLayer.create(16), inner))
+        hidden = graph.node(sg.ArithmeticLayer.add(), hidden, graph.node(sg.DropoutLayer(0.1), inner))
+    graph.node(sg.FullyConnectedLayer.create(16 * 256, 10), graph.reshape((batch, -1), hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(learning_rate=0.01))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), options, **settings)
+    return training
+
+
+def losses(training: sg.TrainingGraph, batch: int = 8) -> list[float]:
+    generator = np.random.default_rng(0)
+    data = {"x": generator.standard_normal((batch, 3, 16, 16)).astype(np.float32)}
+    return [training.execute(data, {"y": np.arange(batch) % 10}).loss for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [(PLAIN, 0.9)] + [(sg.GraphCompilationOptions.DETERMINISTIC, share) for share in (0.8, 0.6, 0.5)],
+)
+def test_a_limited_step_computes_the_same_in_less_memory(options: sg.GraphCompilationOptions, share: float) -> None:
+    plain = residual_network(options=options)
+    limit = int(share * plain.memory_plan.total)
+    limited = residual_network(options=options, memory_limit=limit)
+    assert limited.memory_plan.total <= limit
+    assert losses(limited) == losses(plain)  # the same operators on the same numbers, bit for bit
+    images, labels = np.zeros((8, 3, 16, 16), np.float32), np.zeros(8, np.int64)
+    measured = measured_peak(lambda: limited.execute({"x": images}, {"y": labels}))
+    assert limited.memory_plan.intermediates == pytest.approx(measured, rel=0.15)
+
+
+def test_what_cannot_fit_is_refused_with_the_batch_that_would() -> None:
+    fixed = {"options": sg.GraphCompilationOptions.DETERMINISTIC}
+    plain = residual_network(16, **fixed)
+    limit = plain.memory_plan.total // 4
+    with pytest.raises(sg.MemoryLimitError, match="use a batch of at most") as refused:
+        residual_network(16, memory_limit=limit, **fixed)
+    largest = int(str(refused.value).split("at most ")[1].rstrip(".\n"))
+    assert 1 <= largest < 16
+    assert residual_network(largest, memory_limit=limit, **fixed).memory_plan.total <= limit
+    with pytest.raises(MemoryError, match="no batch fits"):
+        residual_network(16, memory_limit=1000)
+    before = plain.memory_plan
+    with pytest.raises(sg.MemoryLimitError):
+        plain.compile(sg.Device.cpu(), memory_limit=1000)
+    assert plain.memory_plan == before and np.isfinite(losses(plain, 16)).all()  # still compiled as it was
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "2 GB", True])
+def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
+    with pytest.raises((sg.ArgumentError, sg.DataTypeError), match="memory_limit"):
+        residual_network(memory_limit=limit)

@@ -395,3 +395,22 @@ class TestTensorData:
         del data
         gc.collect()
         assert (calls, view.nbytes) == ([1], 4)
+
+
+def test_memory_is_the_whole_buffer_behind_the_data() -> None:
+    buffer = np.arange(6, dtype=np.float32)
+    tensor = sg.Tensor((2, 2), data=sg.TensorData(buffer))
+    memory = tensor.memory
+    assert memory is not None and memory.length == 24 and bytes(memory.bytes) == buffer.tobytes()
+    memory.array(torch.float32)[5] = 9
+    assert buffer[5] == 9  # shared
+    assert sg.Tensor((2,)).memory is None
+    part = sg.Tensor((2,), data=sg.TensorData(buffer[4:]))
+    assert part.memory is not None and part.memory.length == 8
+
+
+def test_parameters_of_one_tensor_are_equal() -> None:
+    layer = sg.FullyConnectedLayer.create(3, 2)
+    assert layer.weights_parameter == layer.weights_parameter == sg.TensorParameter(layer.weights)
+    assert layer.weights_parameter not in (layer.biases_parameter, layer.weights)
+    assert len({layer.weights_parameter, sg.TensorParameter(layer.weights)}) == 1

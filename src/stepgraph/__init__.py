@@ -111,6 +111,7 @@ from stepgraph.errors import (
     ShapeError as ShapeError,
     StateError as StateError,
     StepgraphError as StepgraphError,
+    MemoryLimitError as MemoryLimitError,
     StorageError as StorageError,
     UnknownNameError as UnknownNameError,
 )

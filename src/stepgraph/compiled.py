@@ -83,6 +83,7 @@ class CompiledGraph(Graph):
         self._options = GraphCompilationOptions.NONE
         self._compute_type: torch.dtype | None = None
         self._tf32: bool | None = None
+        self._memory_limit: int | None = None
         self._compiled: tuple[Node, ...] = ()
         self._held: tuple[Tensor, ...] = ()
         self._programs = Programs(self._step, self._kept_keys)
@@ -236,6 +237,12 @@ class CompiledGraph(Graph):
         for node in self._compiled:
             node.layer.device_type = self.device.actual_device_type  # type: ignore[misc]
 
+    def _tell_device(self) -> None:
+        """Every tensor of a graph that has been compiled knows its device."""
+        for node in self._compiled:
+            for tensor in (*node.arguments, *node.results):
+                tensor.device = self.device
+
     def _chosen(self, device: Device | None) -> Device:
         chosen = device or self.device
         if chosen is None:
@@ -336,7 +343,7 @@ class CompiledGraph(Graph):
 
     def _memory(self) -> list[torch.Tensor | None]:
         """What tells whether `_arrays` would find others than before."""
-        return [tensor.memory for tensor in self._held]
+        return [tensor.current for tensor in self._held]
 
     def _arrays(self) -> Found:
         """Arrays that stay between calls."""
@@ -371,9 +378,10 @@ class CompiledGraph(Graph):
                 execution.fail(error)
                 if completion is None:
                     raise
-        if ExecutionOptions.SYNCHRONOUS in options and execution.error is None:
+        synchronous = ExecutionOptions.SYNCHRONOUS in options
+        if synchronous and execution.error is None:
             execution.wait()
-        execution.announce(completion)
+        execution.announce(completion, waited=synchronous)
         return execution
 
     # Keeping results
@@ -390,8 +398,9 @@ class CompiledGraph(Graph):
             chooses_kernels=GraphCompilationOptions.DETERMINISTIC not in self._options,
             # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
             channels_last=device.type == "cuda" and GraphCompilationOptions.DETERMINISTIC not in self._options,
-            fusion=fusion_of(self._options, device),
+            fusion=fusion_of(self._options, device, planned=self._memory_limit is not None),
             tf32=self._tf32,
+            memory_limit=self._memory_limit,
             names=draw.parameter_names(self._compiled),
         )
 

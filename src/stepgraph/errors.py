@@ -62,6 +62,10 @@ class StateError(StepgraphError, RuntimeError):
     """A call came at a moment when it cannot be carried out."""
 
 
+class MemoryLimitError(StepgraphError, MemoryError):
+    """A graph does not fit into the memory it was given."""
+
+
 class DeviceError(StepgraphError, RuntimeError):
     """A device is missing or cannot do what was asked."""
 

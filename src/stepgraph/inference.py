@@ -55,6 +55,7 @@ class InferenceGraph(CompiledGraph):
             self._prepare(device, options, input_tensors, input_tensors_data)
             executable = self._programs.executable("inference", self._feeds.batch)
             self._plan = memory.plan(executable.step, executable.part)
+            self._tell_device()
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from stepgraph.compiled import CompiledGraph
+from stepgraph.compiler import memory
+from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.step import Step
-from stepgraph.errors import DataTypeError, StateError
+from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.graph import Graph, Node, make_node
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.programs import Programs
 from stepgraph.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
@@ -80,6 +83,11 @@ class TrainingRecipe(CompiledGraph):
         assert self._loss_node is not None
         return (*self.nodes, self._loss_node)
 
+    def _tell_device(self) -> None:
+        super()._tell_device()
+        for handle in self._user_gradients.values():
+            handle.device = self.device
+
     def _trainable(self) -> tuple[Tensor, ...]:
         """Tensors this graph updates."""
         candidates = [t for node in self._compiled if not node.disable_update for t in node.layer.parameters.values()]
@@ -117,6 +125,31 @@ class TrainingRecipe(CompiledGraph):
             return False
         made = {t for node in self._compiled for t in node.results}
         return bool(self._wanted() or made & self._read_elsewhere())
+
+    def _settings(self) -> dict[str, Any]:
+        """How the graph was compiled, to compile it the same way again."""
+        return {"compute_type": self._compute_type, "tf32": self._tf32, "memory_limit": self._memory_limit}
+
+    def _require_fit(self) -> None:
+        """Refuses a plan that needs more than the limit, and tells which batch would fit."""
+        limit, needed, batch = self._memory_limit, self._plan.total, self._feeds.batch
+        if limit is None or needed <= limit:
+            return
+        largest = largest_batch(self._needed, batch, needed, limit)
+        raise MemoryLimitError(
+            f"{type(self).__name__}.compile",
+            f"the step needs {needed:,} bytes, also when it computes again what it can; the limit is {limit:,}",
+            for_good=f"{needed - self._plan.intermediates:,} bytes of parameters, statistics and optimizer state",
+            fix=f"use a batch of at most {largest}" if largest else "no batch fits: raise the limit",
+        )
+
+    def _needed(self, batch: int) -> int | None:
+        """Bytes of the step for another batch size; None where the graph cannot run with it."""
+        try:
+            executable = Programs(self._step, self._kept_keys).executable("step", batch)
+        except StepgraphError:
+            return None
+        return memory.plan(executable.step, executable.part).total
 
     def _step(self, batch: int, training: bool) -> Step:
         plain = super()._step(batch, training)

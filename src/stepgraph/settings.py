@@ -23,9 +23,21 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
     return kind.torch
 
 
-def fusion_of(options: GraphCompilationOptions, device: torch.device) -> Fusion:
-    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it."""
-    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
+def limited(memory_limit: int | None) -> int | None:
+    """Bytes a graph may need, or None."""
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
+        raise DataTypeError("compile", f"memory_limit is {memory_limit!r}", fix="give a whole number of bytes")
+    if memory_limit is not None and memory_limit <= 0:
+        raise ArgumentError("compile", f"memory_limit is {memory_limit}", fix="give a positive number of bytes")
+    return memory_limit
+
+
+def fusion_of(options: GraphCompilationOptions, device: torch.device, *, planned: bool) -> Fusion:
+    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it.
+
+    A step that must keep to a plan (`planned`) is not fused: PyTorch's compiler makes plans of its own.
+    """
+    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC) or planned:
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST

@@ -205,6 +205,15 @@ class Tensor:
         return None if array is None else self._as_numpy(array)
 
     @property
+    def memory(self) -> TensorData | None:
+        """The host memory behind `data`, with what the caller's buffer holds past the tensor; None without data."""
+        if self._host is None:
+            return None if self._value is None else TensorData(self._value.detach().cpu().contiguous())
+        start = self._host.storage_offset() * self._host.element_size()
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._host.untyped_storage())
+        return TensorData(whole[start:])
+
+    @property
     def has_data(self) -> bool:
         """Whether there is a value to read."""
         return self._value is not None
@@ -220,11 +229,6 @@ class Tensor:
             raise StateError(self.where, f"there is no data: {self._missing}", fix="execute first, or give data")
         # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
         return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
-
-    @property
-    def memory(self) -> Array | None:
-        """The array behind the current value: another one when the tensor was bound anew."""
-        return self._value
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared where it lives there, else copied."""
@@ -322,6 +326,11 @@ class Tensor:
 
     # What the compiler and the runtime do to a tensor. Users read `data`, `numpy()` or `torch()`.
 
+    @property
+    def current(self) -> Array | None:
+        """The array behind the value: another one when the tensor was bound anew."""
+        return self._value
+
     def place(self, device: Device) -> Array:
         """The value on `device`, moved there once; the host keeps its own copy except on the CPU."""
         value = self.torch()
@@ -403,6 +412,12 @@ class TensorParameter:
     @is_updatable.setter
     def is_updatable(self, value: bool) -> None:
         self.tensor.is_updatable = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorParameter) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return hash(self.tensor)
 
     def __repr__(self) -> str:
         return f"TensorParameter({self.tensor!r}, is_updatable={self.is_updatable})"

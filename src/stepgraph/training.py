@@ -22,7 +22,7 @@ from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, seeds, starts_at, summed
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.settings import mixed
+from stepgraph.settings import limited, mixed
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -34,9 +34,7 @@ class TrainingGraph(TrainingRecipe):
 
     Args:
         graphs: graphs whose nodes are adopted, in order. Further nodes may be added to the training graph itself.
-        loss_layer: compares the last result with the declared labels. None where loss nodes are in the graph, or
-        where
-            gradients come from outside.
+        loss_layer: compares the last result with the labels. None where loss nodes or outside code do.
         optimizer: updates the parameters. None computes gradients only; `compile_optimizer` may add one later.
 
     Example:
@@ -107,9 +105,7 @@ class TrainingGraph(TrainingRecipe):
             if self.device is not None:
                 constants = {str(t.tensor_id): t for t in self._constants if t not in self._parameters}
                 data = {name: self._constants[t].cpu() for name, t in constants.items()}
-                self.compile(
-                    self.device, self._options, constants, data, compute_type=self._compute_type, tf32=self._tf32
-                )
+                self.compile(self.device, self._options, constants, data, **self._settings())
 
     def compile(
         self,
@@ -120,6 +116,7 @@ class TrainingGraph(TrainingRecipe):
         *,
         compute_type: DataType | torch.dtype | str | None = None,
         tf32: bool | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
 
@@ -135,9 +132,11 @@ class TrainingGraph(TrainingRecipe):
                 losses and what you read stay float32. float16 scales the loss and skips updates that are not finite.
             tf32: whether a GPU may multiply float32 matrices on its TF32 units, with 10 bits of mantissa; None leaves
                 it as PyTorch is set (`torch.backends`: by default convolutions may, matrix products may not).
+            memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
+                dropped and computed again, at the cost of time; what still does not fit is refused.
         """
         with self._all_or_nothing():
-            self._compute_type, self._tf32 = mixed(compute_type), tf32
+            self._compute_type, self._tf32, self._memory_limit = mixed(compute_type), tf32, limited(memory_limit)
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
@@ -146,6 +145,7 @@ class TrainingGraph(TrainingRecipe):
             self._restart()
             if self._pending is not None:
                 self._resume(self._pending)
+            self._tell_device()
 
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""
@@ -180,6 +180,7 @@ class TrainingGraph(TrainingRecipe):
         if tensor not in self._user_gradients:
             is_new = tensor not in self._seeded()
             handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
+            handle.device = self.device
             with self._all_or_nothing():
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:
@@ -426,6 +427,7 @@ class TrainingGraph(TrainingRecipe):
         self._updatable = tuple(t.is_updatable for t in self._held)
         executable = self._programs.executable("step", self._feeds.batch)
         self._plan = memory.plan(executable.step, executable.part)
+        self._require_fit()
         self._forget_passes()
 
     def _again(self, reason: str) -> None:

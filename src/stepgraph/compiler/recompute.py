@@ -7,7 +7,7 @@ The same operators on the same numbers give the same numbers: training is what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -45,6 +45,17 @@ def fit(step: Step, part: Part, limit: int) -> Part:
     """
     best, least = _cheapest(step, part, limit)
     return best if least <= limit else _segmented(step, part, limit, best, least)
+
+
+def largest_batch(needed: Callable[[int], int | None], batch: int, of_batch: int, limit: int) -> int:
+    """The most rows that fit, or 0: memory goes with the batch, so two sizes tell; the guess is then looked at."""
+    one = needed(1) if batch > 1 else None
+    if one is None or one > limit:
+        return 0
+    guess = min(batch - 1, 1 + (limit - one) * (batch - 1) // max(1, of_batch - one))
+    while guess > 1 and ((found := needed(guess)) is None or found > limit):
+        guess -= max(1, guess // 16)
+    return guess
 
 
 def _segmented(step: Step, part: Part, limit: int, best: Part, least: int) -> Part:

@@ -64,11 +64,11 @@ class Execution:
         self._events = []
         self._elapsed = time.perf_counter() - self._started
 
-    def announce(self, completion: Completion | None) -> None:
-        """Calls `completion` exactly once, when the work is done."""
+    def announce(self, completion: Completion | None, waited: bool = False) -> None:
+        """Calls `completion` exactly once, when the work is done; at once if the caller has waited for that."""
         if completion is None:
             return
-        if self._events:
+        if self._events and not waited:
             threading.Thread(target=self._announce, args=(completion,), daemon=True).start()
         else:
             self._announce(completion)

@@ -1,0 +1,149 @@
+"""Faces: thin objects that show a stepgraph object under Apple's names. They hold it, and nothing else.
+
+`build.py` makes a class of faces from its table. `face_of` finds the face of a native object: the same one for as long
+as anybody holds it, so that `is` means in a program what it meant there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stepgraph.errors import StateError
+from stepgraph.mlc.refusals import refuse
+
+if TYPE_CHECKING:
+    from stepgraph.mlc.table import Class
+
+_faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
+_classes: dict[type, type[Face]] = {}
+_lock = threading.RLock()
+
+
+def answering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that answers nil where it cannot be carried out, a wrong number of arguments included."""
+
+    @functools.wraps(function)
+    def answer(receiver: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(receiver, *arguments, **named)
+        except Exception as error:
+            refuse(f"{receiver.table.name}.{function.__name__}", error)
+            return None
+
+    return answer
+
+
+class Face:
+    """Base of all faces, with what PyObjC gives every object. `native` is the stepgraph object, None if empty."""
+
+    __slots__ = ("__weakref__", "native")
+
+    table: ClassVar[Class]
+    native: Any
+
+    @classmethod
+    @answering
+    def alloc(cls) -> Face:
+        """An object that waits for `init`."""
+        face = cls.__new__(cls)
+        object.__setattr__(face, "native", None)
+        return face
+
+    @answering
+    def init(self) -> Face:
+        """The object that `new` gives: an empty one where the class has no default."""
+        if self.native is None and self.table.new is not None:
+            hold(self, self.table.new())
+        return self
+
+    @classmethod
+    @answering
+    def new(cls) -> Face:
+        """`alloc().init()`."""
+        return cls.alloc().init()
+
+    @answering
+    def copy(self) -> Face:
+        """A copy, where the class has copies (`NSCopying`), else nil."""
+        if self.native is None or self.table.copy is None:
+            raise StateError(self.table.name, "there is nothing to copy", fix="make a new object")
+        return face_of(self.table.copy(self.native))
+
+    @answering
+    def copyWithZone_(self, zone: Any) -> Face:
+        """`copy`, under its Objective-C name."""
+        return self.copy()
+
+    @answering
+    def isKindOfClass_(self, kind: type) -> bool:
+        """`isinstance`."""
+        return isinstance(self, kind)
+
+    @answering
+    def isEqual_(self, other: Any) -> bool:
+        """`==`."""
+        return self == other
+
+    @answering
+    def description(self) -> str:
+        """`str()`."""
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Face):
+            return NotImplemented
+        return self is other or (self.native is not None and bool(self.native == other.native))
+
+    def __hash__(self) -> int:
+        return id(self) if self.native is None else hash(self.native)
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.copy()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`tensor.label = "x"` is `tensor.setLabel_("x")`."""
+        setter = getattr(self, f"set{name[:1].upper()}{name[1:]}_", None)
+        if setter is None:
+            raise AttributeError(f"{type(self).__name__} has no property {name!r} that can be set")
+        setter(value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'(empty)' if self.native is None else self.native!r}>"
+
+
+def hold(face: Face, native: Any) -> None:
+    """Makes `native` the object behind `face`."""
+    with _lock:
+        object.__setattr__(face, "native", native)
+        _faces[id(native)] = face
+
+
+def register(native: type, kind: type[Face]) -> None:
+    """Makes `kind` the class of faces for objects of a native class and of those made from it."""
+    _classes.setdefault(native, kind)
+
+
+def face_of(native: Any) -> Any:
+    """The face of a stepgraph object; what has no face is given back as it is."""
+    with _lock:
+        face = _faces.get(id(native))
+        if face is not None and face.native is native:
+            return face
+        kind = _classes.get(type(native)) or _nearest(type(native))
+        if kind is None:
+            return native
+        face = kind.__new__(kind)
+        object.__setattr__(face, "native", native)
+        _faces[id(native)] = face
+        return face
+
+
+def _nearest(native: type) -> type[Face] | None:
+    return next((_classes[base] for base in native.__mro__ if base in _classes), None)

@@ -1,0 +1,134 @@
+"""The documentation page *Coming from ML Compute*, written from the tables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+from stepgraph.mlc.coverage import symbols
+from stepgraph.mlc.names import CLASSES
+from stepgraph.mlc.table import Class, Row
+from stepgraph.mlc.tables.enumerations import ENUMERATIONS, Enumeration
+
+_HEAD = """# Coming from ML Compute
+
+`import stepgraph.mlc as MLCompute` runs a PyObjC program that drives ML Compute on Linux, CUDA or a Mac. All
+{count} public symbols are here, spelled as PyObjC spells them; this page lists them, and is written from the tables
+that make the module (`python -m stepgraph.mlc --page`). `docs/porting-from-swift.md` shows whole programs.
+
+## Conventions
+
+- Selectors have `_` for `:`. Properties are methods without arguments (`tensor.descriptor().shape()`), setters are
+  `setX_`; `tensor.label = "x"` works, too. `alloc().init()` and `new()` are there for every class.
+- Constants are module names with Apple's raw values. Numbers read back in single precision. `NSData` is a
+  bytes-like array with `bytes()` and `length()`; dictionaries and lists are Python's own.
+- A completion handler is a function `(resultTensor, error, executionTime)`. On the CPU it has run when the call
+  returns. What it raises is logged, and the call stays accepted.
+- **Nothing is raised.** A refused call answers nil (`None`), NO (`False`) or an empty list, changes nothing, and is
+  logged once for each reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) gives the reason of this
+  thread's last refusal: `localizedDescription()`, `code()`, `domain()`, and `native`, the stepgraph exception. A
+  wrong number of arguments is refused like anything else.
+- `face.native` is the stepgraph object; the same object has the same face. stepgraph's own objects may be passed
+  wherever a face is expected, so both styles mix in one program.
+- A training step of a small convolutional network takes 1 to 4% longer through the face than called natively
+  (`python -m benchmarks.face`, one CPU core).
+
+## What differs from the original on purpose
+
+| subject | here |
+|---|---|
+| shapes the original did not check (reshape, split lengths, weights, concatenation) | checked: nil or NO |
+| convolution and normalization with unfit tensors | nil, not an empty layer |
+| short data | refused; longer data is fine, the first bytes count |
+| gradient pass without a forward pass, update without gradients | NO (the original accepted both and did nothing) |
+| results after a whole `execute` | the loss, what it read, the last result and declared outputs; others have no data |
+| Glorot and Xavier initializers | textbook ranges; unseeded runs differ |
+| comparison results | booleans |
+| quantization | works; the newest original gives zeros |
+| copies of matrix product and YOLO descriptors | complete; the original lost settings |
+| embedding | on any device, anywhere in a graph |
+| reduction of a loss by anything but None, Sum, Mean | refused when the descriptor is made |
+| `NSRangeException` and its like | nil or NO |
+"""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    parts = [_HEAD.format(count=len(symbols())), *(_class(one) for one in CLASSES), "## Enumerations\n"]
+    parts += [_enumeration(one) for one in ENUMERATIONS]
+    return "\n".join([*parts, _functions()])
+
+
+def _table(rows: Iterator[tuple[str, str, str, str, str]]) -> str:
+    head = ("Swift", "Objective-C", "PyObjC", "stepgraph", "notes")
+    lines = [head, ("---",) * 5, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _code(name: str) -> str:
+    return name if name in ("", "–") else f"`{name}`"
+
+
+def _class(table: Class) -> str:
+    title = f"## {table.name}\n\n"
+    kind = f"A `{table.base}`. " if table.base != "NSObject" else ""
+    native = f"{kind}stepgraph's `{table.native_name}`." if table.native else f"{kind}Functions of stepgraph."
+    note = f" {table.note[0].upper()}{table.note[1:]}." if table.note else ""
+    setters = {row.selector for row in table.rows if row.kind.endswith("setter")}
+    rows = (_row(table, row, setters) for row in table.rows if row.selector not in setters)
+    return f"{title}{native}{note}\n\n{_table(rows)}" if table.rows else f"{title}{native}{note}\n"
+
+
+def _row(table: Class, row: Row, setters: set[str]) -> tuple[str, str, str, str, str]:
+    setter = f"set{row.selector[:1].upper()}{row.selector[1:]}:"
+    spelling = f"`{row.spelling}()`" if row.kind in ("property", "class property") else f"`{row.spelling}`"
+    if setter in setters:
+        spelling += f", `{setter.replace(':', '_')}`"
+    native = _written(table, row)
+    return _code(row.swift), f"`{row.selector}`", spelling, _code(native), row.note
+
+
+def _written(table: Class, row: Row) -> str:
+    """How a stepgraph program writes it: `name=` for what must be given by name."""
+    found = re.fullmatch(r"(<class>)?\.?(\w*)\((.*)\)", row.native)
+    if found is None or not row.takes:
+        return row.native.replace("<class>", table.native_name)
+    target = getattr(table.native, found[2], None) if found[2] else table.native
+    known = inspect.signature(target).parameters if target is not None else {}
+    by_name = {one for one, parameter in known.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    hidden = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    given = [f"{one}=" if one in by_name or (hidden and one not in known) else one for one in found[3].split(", ")]
+    given.sort(key=lambda one: "=" in one)
+    return f"{row.native.replace('<class>', table.native_name).partition('(')[0]}({', '.join(given)})"
+
+
+def _enumeration(one: Enumeration) -> str:
+    values = one.values()
+    rows = (
+        (
+            _code(one.swift(suffix)),
+            f"`{one.name}{suffix}`",
+            f"`{one.name}{suffix}`",
+            "–" if member.isdigit() else f"`{one.native.__name__}.{member}`",
+            f"raw value {values[one.name + suffix]}",
+        )
+        for suffix, member in one.pairs
+    )
+    return f"### {one.name}\n\nstepgraph's `{one.native.__name__}`.\n\n{_table(rows)}"
+
+
+def _functions() -> str:
+    rows = (
+        (
+            f"`{one.name}.debugDescription`",
+            f"`{one.name}DebugDescription`",
+            f"`{one.name}DebugDescription`",
+            f"`{one.native.__name__}.debug_description`",
+            "a value outside gives the first constant's",
+        )
+        for one in ENUMERATIONS
+        if one.is_described
+    )
+    handler = "`MLCGraphCompletionHandler` is the type of completion handlers: stepgraph's `completion=` arguments.\n"
+    return f"## Functions and blocks\n\n{_table(rows)}\n{handler}"

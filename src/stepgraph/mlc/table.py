@@ -1,0 +1,222 @@
+"""The language of the tables: one row for each selector, saying which member of stepgraph it is.
+
+A row names its arguments in the selector's order by stepgraph's own parameter names, each with the kind of value it
+takes (`values.py`):
+
+    make("descriptorWithShape:dataType:", shape=SHAPE, data_type=DATA_TYPE)
+
+is `TensorDescriptor(shape=…, data_type=…)` in the table of `MLCTensorDescriptor`. The rows make the classes
+(`build.py`), the documentation (`page.py`) and the test that walks every symbol.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from stepgraph.errors import ArgumentError
+from stepgraph.mlc.values import Kind, give
+
+# What a refused call answers. ASKED is NO, too, for a method whose answer is not whether it was accepted.
+NIL, NO, NOTHING_IN_IT, VOID, ASKED = "nil", "NO", "[]", "void", "NO or YES"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One symbol of a class.
+
+    Args:
+        selector: Objective-C's name.
+        kind: property, setter, replacing setter, class property, class method, method, new or init.
+        native: stepgraph's name for it, as a reader would write it.
+        function: what is called, with the native object or class first.
+        takes: the kinds of its arguments by stepgraph's names, in the selector's order.
+        refusal: what a refused call answers.
+        swift: Swift's name.
+        note: what differs.
+        empty: what a property of an empty object answers.
+        makes_empty: arguments that give an empty object where they are nil.
+        shown: how a result is changed before it is shown.
+    """
+
+    selector: str
+    kind: str
+    native: str
+    function: Callable[..., Any]
+    takes: Mapping[str, Kind] = field(default_factory=dict)
+    refusal: str = NIL
+    swift: str = ""
+    note: str = ""
+    empty: Any = None
+    makes_empty: tuple[str, ...] = ()
+    shown: Callable[[Any], Any] | None = None
+
+    @property
+    def spelling(self) -> str:
+        """PyObjC's name."""
+        return self.selector.replace(":", "_")
+
+    @property
+    def is_class_method(self) -> bool:
+        """Whether it is called on the class."""
+        return self.kind in ("class method", "class property", "new")
+
+    def taken(self, call: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as stepgraph takes them, by name."""
+        if named or len(arguments) != len(self.takes):
+            given = f"{len(arguments)} arguments" + f" and the names {', '.join(named)}" * bool(named)
+            raise ArgumentError(
+                call, f"{given} were given, {len(self.takes)} are needed", fix="give one for each colon"
+            )
+        pairs = zip(self.takes.items(), arguments, strict=True)
+        return {name: kind.take(call, name, value) for (name, kind), value in pairs}
+
+    def given(self, answer: Any) -> Any:
+        """What the caller gets."""
+        if self.refusal in (NO, VOID):
+            return True if self.refusal == NO else None
+        return give(answer if self.shown is None else self.shown(answer))
+
+    def refused(self) -> Any:
+        """What the caller gets from a refused call."""
+        if self.refusal == NOTHING_IN_IT:
+            return []
+        return False if self.refusal in (NO, ASKED) else None
+
+
+class Class(NamedTuple):
+    """One class: its native class, its rows, and what `new` and `copy` give."""
+
+    name: str
+    native: type | None
+    base: str
+    rows: tuple[Row, ...]
+    new: Callable[[], Any] | None = None
+    copy: Callable[[Any], Any] | None = None
+    note: str = ""
+
+    @property
+    def native_name(self) -> str:
+        """stepgraph's name for it."""
+        return "stepgraph" if self.native is None else self.native.__name__
+
+
+def snake(name: str) -> str:
+    """`usesAMSGrad` as `uses_ams_grad`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def read(name: str, member: str = "", *, empty: Any = None, note: str = "", **settings: Any) -> Row:
+    """A property. `member` is stepgraph's name where it is not the same in snake_case."""
+    member = member or snake(name)
+    function = operator.attrgetter(member)
+    return Row(name, "property", f".{member}", function, swift=name, empty=empty, note=note, **settings)
+
+
+def reads(names: str, *, empty: Any = None) -> tuple[Row, ...]:
+    """Properties under stepgraph's own names."""
+    return tuple(read(name, empty=empty) for name in names.split())
+
+
+def write(name: str, kind: Kind, *, replacing: bool = False) -> Row:
+    """The setter of a property; `replacing` where the native object is a value that cannot change."""
+    selector, member = f"set{name[0].upper()}{name[1:]}:", snake(name)
+    how, function = ("replacing setter", _replace) if replacing else ("setter", _assign)
+    return Row(selector, how, f".{member} =", partial(function, member), {"value": kind}, VOID, name)
+
+
+def make(
+    selector: str, target: str | Callable[..., Any] = "", /, *, swift: str = "", note: str = "", **takes: Any
+) -> Row:
+    """A class method that makes something.
+
+    `target` is a class method of the native class, the class itself if empty, or a function of the arguments. Arguments
+    that are no kinds but plain values are fixed: the caller does not give them.
+    """
+    kinds = {name: kind for name, kind in takes.items() if isinstance(kind, Kind)}
+    fixed = {name: value for name, value in takes.items() if name not in kinds}
+    if isinstance(target, str):
+        name = f"<class>.{target}" if target else "<class>"
+    else:
+        name = getattr(target, "native_name", target.__name__)
+    parameters = ", ".join([*kinds, *(f"{one}={value!s}" for one, value in fixed.items())])
+    empties = tuple(one for one, kind in kinds.items() if kind.makes_empty)
+    swift = swift or _swift_initializer(selector)
+    written = name if "(" in name else f"{name}({parameters})"
+    function = partial(_make, target, fixed)
+    return Row(selector, "class method", written, function, kinds, NIL, swift, note, makes_empty=empties)
+
+
+def share(selector: str, member: str, *, swift: str, note: str = "") -> Row:
+    """A class property that makes a layer."""
+    row = make(selector, member, swift=swift, note=note)
+    return Row(row.selector, "class property", row.native, row.function, swift=swift, note=note)
+
+
+def call(
+    selector: str,
+    target: str | Callable[..., Any] = "",
+    /,
+    *,
+    refusal: str = NO,
+    swift: str = "",
+    note: str = "",
+    **takes: Kind,
+) -> Row:
+    """A method. `target` is a method of the native object, or a function of the native object and the arguments."""
+    if isinstance(target, str):
+        member = target or snake(selector)
+        function: Callable[..., Any] = partial(_call, member)
+    else:
+        member, function = getattr(target, "native_name", target.__name__), target
+    native = f".{member}({', '.join(takes)})"
+    return Row(selector, "method", native, function, takes, refusal, swift or selector, note)
+
+
+def unavailable(*kinds: str, note: str = "an empty object") -> tuple[Row, ...]:
+    """`new` and `init`, which the headers hide and which answer all the same."""
+    return tuple(Row(one, one, "–", lambda native: None, note=note, swift="–") for one in kinds or ("new", "init"))
+
+
+def native_name(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Says in the documentation which member of stepgraph an adapting function stands for."""
+
+    def name_it(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.native_name = name  # type: ignore[attr-defined]
+        return function
+
+    return name_it
+
+
+def _make(target: str | Callable[..., Any], fixed: Mapping[str, Any], native: Any, **taken: Any) -> Any:
+    made = target if callable(target) else getattr(native, target) if target else native
+    return made(**taken, **fixed)
+
+
+def _call(member: str, native: Any, **taken: Any) -> Any:
+    return getattr(native, member)(**taken)
+
+
+def _assign(member: str, native: Any, value: Any) -> None:
+    setattr(native, member, value)
+
+
+def _replace(member: str, native: Any, value: Any) -> Any:
+    return replace(native, **{member: value})
+
+
+def _swift_initializer(selector: str) -> str:
+    """`tensorWithShape:dataType:` as `init(shape:dataType:)`, the way Swift imports factories."""
+    found = re.fullmatch(
+        r"(?:descriptor|layer|tensor|optimizer|device|data|parameter|graph)With([A-Z]\w*:.*)", selector
+    )
+    if found is None:
+        return "init()" if selector in ("layer", "descriptor", "graph") else selector
+    labels = found[1]
+    head = re.match(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]", labels)
+    assert head is not None
+    return f"init({labels[: head.end()].lower()}{labels[head.end() :]})"

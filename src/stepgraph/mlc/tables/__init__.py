@@ -1,0 +1,1 @@
+"""The tables, a family a file."""
