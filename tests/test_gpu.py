@@ -248,7 +248,7 @@ def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
         sg.set_seed(3)
         x, y = sg.Tensor((4, 7, 5)), sg.Tensor((4, 7, 12 if bidirectional else 6))
         graph = sg.Graph()
-        layer = sg.LSTMLayer.create(5, 6, layer_count=2, bidirectional=bidirectional, batch_first=True)
+        layer = sg.LSTMLayer.create(5, 6, layer_count=2, is_bidirectional=bidirectional, batch_first=True)
         graph.node(layer, x)
         training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.5))
         training.add_inputs({"x": x}, {"y": y})

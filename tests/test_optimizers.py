@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.kernels.update import reference, update
+from stepgraph.compiler.kernels.update import named, reference, update
 from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule
 
 RULES: dict[str, Callable[[sg.OptimizerDescriptor], sg.Optimizer]] = {
@@ -96,8 +97,9 @@ def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> 
     norm = torch.tensor(optimizer.custom_global_norm or 2.0) if optimizer.needs_global_norm else None
     for finite in (None, torch.tensor(True), torch.tensor(False)):
         found, expected = (copy.deepcopy((parameters, states)) for _ in range(2))
-        update(optimizer, found[0], gradients, found[1], numbers, norm=norm, finite=finite)
-        reference(optimizer, expected[0], gradients, expected[1], numbers, norm=norm, finite=finite)
+        by_name = partial(named, optimizer, numbers)
+        update(optimizer, found[0], gradients, found[1], numbers, by_name, norm=norm, finite=finite)
+        reference(optimizer, expected[0], gradients, expected[1], by_name(), norm=norm, finite=finite)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
         stands_still = finite is not None and not finite
         assert all(torch.equal(a, b) == stands_still for a, b in zip(found[0], parameters, strict=True))

@@ -70,7 +70,10 @@ def test_gradients_are_float32_and_unscaled() -> None:
 
 
 def test_activations_take_half_the_memory() -> None:
-    assert Network("bfloat16").training.memory_plan.activations < 0.75 * Network(None).training.memory_plan.activations
+    # With PyTorch's own kernels: a chosen one may need a workspace that moves the peak elsewhere.
+    same = sg.GraphCompilationOptions.DETERMINISTIC
+    half, full = (Network(kind, same).training.memory_plan for kind in ("bfloat16", None))
+    assert half.activations < 0.75 * full.activations
 
 
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved() -> None:

@@ -191,6 +191,9 @@ class Optimizer:
             gradient = gradient + n.regularization_scale * parameter
         return gradient
 
+    def derive(self, n: SimpleNamespace) -> None:
+        """Adds to the live numbers what follows from them and is the same for every parameter."""
+
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
     ) -> tuple[torch.Tensor, Arrays]:
@@ -296,17 +299,20 @@ class AdamOptimizer(Optimizer):
             raise ArgumentError("AdamOptimizer", f"time_step is {value}", fix="the first update has time_step 1")
         super().__setattr__(name, value)
 
+    def derive(self, n: SimpleNamespace) -> None:
+        """The step size, corrected for averages that began at zero."""
+        n.rate = n.learning_rate * (1 - n.beta2**n.time_step) ** 0.5 / (1 - n.beta1**n.time_step)
+
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
     ) -> tuple[torch.Tensor, Arrays]:
         """One step of Adam."""
-        rate = n.learning_rate * (1 - n.beta2**n.time_step) ** 0.5 / (1 - n.beta1**n.time_step)
         momentum = n.beta1 * state[0] + (1 - n.beta1) * gradient
         velocity = n.beta2 * state[1] + (1 - n.beta2) * gradient.square()
         if not self.uses_ams_grad:
-            return parameter - rate * momentum / (velocity.sqrt() + n.epsilon), (momentum, velocity)
+            return parameter - n.rate * momentum / (velocity.sqrt() + n.epsilon), (momentum, velocity)
         largest = torch.maximum(state[2], velocity)
-        return parameter - rate * momentum / (largest.sqrt() + n.epsilon), (momentum, velocity, largest)
+        return parameter - n.rate * momentum / (largest.sqrt() + n.epsilon), (momentum, velocity, largest)
 
 
 class AdamWOptimizer(AdamOptimizer):

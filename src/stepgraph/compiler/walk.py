@@ -86,6 +86,7 @@ class _Walk:
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     waiting: list[Tensor] = field(default_factory=list)
     claimed: set[int] = field(default_factory=set)
+    named: SimpleNamespace | None = None
     drew: bool = False
 
     # Forward
@@ -250,11 +251,16 @@ class _Walk:
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
         with _tagged(name, UPDATE), torch.no_grad():
-            kernels.update(optimizer, parameters, gradients, states, self.arrays[NUMBERS], norm=norm, finite=finite)
+            numbers = self.arrays[NUMBERS]
+            kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, norm=norm, finite=finite)
 
     def _numbers(self) -> SimpleNamespace:
+        """The optimizer's numbers by name, looked up once in a run."""
         assert self.step.optimizer is not None
-        return kernels.named(self.step.optimizer, self.arrays[NUMBERS])
+        if self.named is None:
+            with _tagged("optimizer", UPDATE):
+                self.named = kernels.named(self.step.optimizer, self.arrays[NUMBERS])
+        return self.named
 
     def _tag(self, node: Node, phase: str) -> Any:
         return _tagged(self.step.names.get(node.layer, node.layer.label), phase)

@@ -24,14 +24,15 @@ def update(
     gradients: Arrays,
     states: Sequence[Arrays],
     numbers: torch.Tensor,
+    named: Callable[[], SimpleNamespace],
     *,
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
     """Updates parameters and states in place, by the fastest implementation for where they live.
 
-    `states` has one list for each of the optimizer's slots; `norm` is the global norm where the optimizer needs
-    one; where `finite` is False nothing changes.
+    `states` has one list for each of the optimizer's slots; `numbers` are the live numbers, and `named` gives them by
+    name; `norm` is the global norm where the optimizer needs one; where `finite` is False nothing changes.
     """
     if numbers.device.type == "cpu" and optimizer.rule in FUSED:
         flat = [array for slot in states for array in slot]
@@ -45,7 +46,7 @@ def update(
             parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
         )
     else:
-        reference(optimizer, parameters, gradients, states, numbers, norm=norm, finite=finite)
+        reference(optimizer, parameters, gradients, states, named(), norm=norm, finite=finite)
 
 
 def reference(
@@ -53,13 +54,12 @@ def reference(
     parameters: Arrays,
     gradients: Arrays,
     states: Sequence[Arrays],
-    numbers: torch.Tensor,
+    n: SimpleNamespace,
     *,
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
     """Updates in place by the optimizer's own rule, one parameter at a time."""
-    n = named(optimizer, numbers)
     for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         state = [slot[i] for slot in states]
         prepared = optimizer.prepare(parameter, gradient, norm, n)
@@ -69,8 +69,24 @@ def reference(
 
 
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
-    """The live numbers as device scalars, by name."""
-    return SimpleNamespace(**dict(zip(optimizer.live, numbers.unbind(), strict=True)))
+    """The live numbers and what follows from them as device scalars, by name."""
+    n = SimpleNamespace(**dict(zip(optimizer.live, numbers.unbind(), strict=True)))
+    optimizer.derive(n)
+    if not numbers.is_cuda:
+        return n
+    names, values = zip(*vars(n).items(), strict=True)
+    return SimpleNamespace(**dict(zip(names, settled(torch.stack(values).float()).unbind(), strict=True)))
+
+
+@torch.library.custom_op("stepgraph::settled", mutates_args=())
+def settled(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, computed once: a compiler that fuses would compute powers anew for every element it updates."""
+    return numbers.clone()
+
+
+@settled.register_fake
+def _(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(numbers)
 
 
 def number_type(device: torch.device) -> torch.dtype:
