@@ -254,7 +254,7 @@ def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
         training.add_inputs({"x": x}, {"y": y})
         training.compile(device, UNFUSED)
         generator = np.random.default_rng(0)
-        data = generator.standard_normal((4, 7, 5)), generator.standard_normal(y.shape)
+        data = [generator.standard_normal(shape).astype(np.float32) for shape in (x.shape, y.shape)]
         return [training.execute({"x": data[0]}, {"y": data[1]}).loss for _ in range(10)]
 
     np.testing.assert_allclose(losses(gpu()), losses(sg.Device.cpu()), rtol=1e-5)
