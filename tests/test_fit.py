@@ -97,6 +97,8 @@ def test_an_epoch_may_end_within_a_group() -> None:
     training = network()
     history = sg.fit(training, arrays(), epochs=1, accumulate=4, progress="quiet")  # 6 batches: 4 and 2
     assert history["step"] == [2] and training.optimizer.time_step == 3
+    with pytest.raises(ValueError, match="there is no data for it"):  # nothing stays bound
+        sg.fit(training, {"x": arrays()[0]}, progress="quiet")
 
 
 def test_schedules_set_the_rate_of_each_update_and_compile_nothing() -> None:
@@ -108,6 +110,14 @@ def test_schedules_set_the_rate_of_each_update_and_compile_nothing() -> None:
     expected = [0.125, 0.25, 0.375, 0.5] + [0.25 * (1 + math.cos(math.pi * n / 6)) for n in range(6)]
     assert [rate for _, _, rate in history.steps] == pytest.approx(expected)
     assert training.executables == compiled and training.optimizer.learning_rate == history["rate"][-1]
+
+
+def test_a_schedule_that_needs_the_number_of_updates_says_so() -> None:
+    batches = [arrays(BATCH)] * 2
+    training, schedule = network(), sg.WarmupCosine(0.5, warmup=1)
+    assert [rate for _, _, rate in sg.fit(training, batches, schedule=schedule, progress="quiet").steps] == [0.5, 0.5]
+    with pytest.raises(ValueError, match="does not tell how many updates"):
+        sg.fit(training, lambda epoch: iter(batches), schedule=schedule, progress="quiet")
 
 
 def test_it_ends_when_nothing_gets_better() -> None:

@@ -152,6 +152,9 @@ class Samples(torch.utils.data.Dataset):
         (Samples(), TypeError, "Samples gives single samples"),
         ([(X[:0], Y[:0])], ValueError, "a batch has no rows"),
         ([(X[:4], Y[:2])], ValueError, "too short"),
+        ([], ValueError, "there are no batches"),
+        ([X, Y], ValueError, "'y': there is no data for it"),
+        ({}, ValueError, "there is no data for it"),
         ([("text", Y)], TypeError, "str is not an array"),
     ],
 )

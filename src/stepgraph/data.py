@@ -19,7 +19,7 @@ import torch
 
 from stepgraph import buffers
 from stepgraph.compiled import CompiledGraph
-from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, UnknownNameError
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, StateError, UnknownNameError
 from stepgraph.tensor import Tensor
 
 KINDS = ("input", "loss label", "loss label weight")
@@ -44,6 +44,8 @@ class Feeds:
 
     def __init__(self, graph: CompiledGraph, what: str) -> None:
         self.what, self.declared = what, graph._feeds.batch
+        if not graph._feeds.tensors:
+            raise StateError(what, "the graph takes no data: all its inputs are held", fix="call execute in a loop")
         self.first = graph._feeds.tensors[0]
         groups = (graph.inputs, graph.loss_labels, graph.loss_label_weights)
         fed = set(graph._feeds.tensors)
@@ -73,6 +75,8 @@ class Feeds:
         parts = self.named(item, only_known)
         candidates = [(t, parts[k][name]) for k, names in enumerate(self.kinds) for name, t in names.items()
                       if name in parts[k]]  # fmt: skip
+        if not candidates:
+            raise DataError(self.what, "a batch is empty", fix=GIVE)
         tensor, values = next((pair for pair in candidates if pair[0] is self.first), candidates[0])
         rows = row_count(values, tensor)
         if rows == 0:
@@ -117,7 +121,7 @@ class Feeds:
                         self.where(kind, name),
                         "there is no data for it",
                         needed=tensor.descriptor,
-                        fix="give it by name",
+                        fix="give (inputs, labels), or all by name",
                     )
 
     def _known(self) -> str:
@@ -193,6 +197,8 @@ class Stream:
         for item in islice(iter(self.open(number)), skip, None):
             yield self.feeds.batch(item, self.only_known)
             count += 1
+        if count == 0:
+            raise DataError(self.feeds.what, f"there are no batches in epoch {number + 1}", fix=GIVE)
         self._walked = count
 
 
@@ -263,6 +269,8 @@ def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
                 )
             found[kind][name] = array = _whole(values, tensor, where)
             counts[f"{KINDS[kind]} '{name}'"] = len(array)
+    if not counts:
+        raise DataError(feeds.what, "there are no arrays", fix=GIVE)
     if len(set(counts.values())) > 1:
         raise ShapeError(feeds.what, "the arrays have different numbers of rows", fix="give as many of each", **counts)
 

@@ -180,7 +180,7 @@ class _Run:
         self.read_at = time.perf_counter()
         self.schedule = settings.schedule
         if isinstance(self.schedule, WarmupCosine) and self.schedule.steps is None:
-            self.schedule = replace(self.schedule, steps=self._total())
+            self.schedule = replace(self.schedule, steps=self._known_total())
 
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Epoch after epoch, until there are enough, nothing gets better, or somebody wants it to end."""
@@ -198,6 +198,7 @@ class _Run:
             self.history.stopped = "no improvement" if self._gave_up() else "finished"
         finally:
             self.screen.end()
+            self.graph.release()
 
     def _train_epoch(self, interrupted: Callable[[], bool]) -> None:
         place, settings = self.place, self.settings
@@ -289,6 +290,12 @@ class _Run:
         """Updates of the whole run, where the data tells how many batches it has."""
         batches = self.train.batches
         return None if batches is None else -(-batches // self.settings.accumulate) * self.settings.epochs
+
+    def _known_total(self) -> int:
+        total = self._total()
+        if total is None:
+            raise ArgumentError("fit", "the data does not tell how many updates there will be", fix="give steps=")
+        return total
 
     # Checkpoints
 

@@ -33,6 +33,7 @@ class Trained:
         if learns and training.optimizer is None:
             raise StateError("fit", "the graph has no optimizer", fix="give TrainingGraph an optimizer")
         self.prediction, self.labels = losses[-1].sources[0], (*losses[-1].labels, None)[0]
+        self._bound: set[Tensor] = set()
         layer = losses[-1].layer
         # The gradient of a mean counts each row by its share of the batch; others are sums already.
         self.is_mean = not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
@@ -100,9 +101,16 @@ class Trained:
             tally.add_loss(value, rows)
         return tally
 
+    def release(self) -> None:
+        """Forgets data that was bound for an update: a later call must not take it for its own."""
+        for tensor in self._bound:
+            tensor.hold(None, "it was bound for one update of fit")
+        self._bound.clear()
+
     def _forward(self, batch: Batch) -> Execution:
         for names, part in zip(self._names(), batch.parts, strict=True):
             tensors = {name: names[name] for name in part}
+            self._bound.update(tensors.values())
             self.training.bind_and_write_data(part, tensors, self.device, batch_size=batch.rows, synchronous=False)
         return self.training.execute_forward(batch.rows)
 
