@@ -2,8 +2,8 @@
 
     python examples/save_and_resume.py
 
-It ends with an error if the resumed run differs from the uninterrupted one, or recognizes less than 95% of digits it has
-not seen.
+It ends with an error if the resumed run differs from the uninterrupted one, or recognizes less than 95% of digits it
+has not seen.
 """
 
 import sys
