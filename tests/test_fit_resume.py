@@ -131,6 +131,26 @@ def test_an_interruption_while_validating_repeats_only_the_validation(tmp_path: 
     assert parameters(resumed) == parameters(whole)
 
 
+def test_an_interruption_between_accumulated_batches_makes_no_update_of_some(tmp_path: Path) -> None:
+    x, y = arrays()
+    batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+
+    def interrupting(epoch: int) -> Any:
+        for i, batch in enumerate(batches):
+            if i == 2 and epoch == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    settings: dict[str, Any] = {"epochs": 3, "accumulate": 4, "prefetch": 0, "progress": "quiet"}
+    kept: dict[str, Any] = {"checkpoints": tmp_path, "resume": True}
+    history = sg.fit(network(), interrupting, **settings, **kept)
+    assert history.stopped == "interrupted" and len(history.steps) == 2
+    whole, resumed = network(), network()
+    uninterrupted = sg.fit(whole, batches, **settings)
+    assert numbers(sg.fit(resumed, batches, **settings, **kept)) == numbers(uninterrupted)
+    assert parameters(resumed) == parameters(whole)
+
+
 def test_the_second_ctrl_c_ends_at_once() -> None:
     def twice(prediction: torch.Tensor, labels: torch.Tensor) -> float:
         signal.raise_signal(signal.SIGINT)
