@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_step, memory, peers, scaling, step
+from benchmarks import first_step, fit, memory, peers, scaling, step
 from benchmarks.models import MODELS, SMALL
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +70,11 @@ def test_the_measured_peak_has_all_that_lasts_and_agrees_with_the_plan() -> None
     numbers = 4 * MODELS["mlp"].parameter_count
     assert all(size > 3 * numbers for size in found["measured"].values())  # parameters and Adam's two moments
     assert found["planned"] > 3 * numbers and abs(found["error"]) < 0.15
+
+
+def test_fit_and_a_loop_by_hand_take_turns() -> None:
+    found = fit.measure(SMALL["tiny"], "cpu", steps=3, rounds=2, metrics=[], progress="quiet")
+    assert set(found) == {"by hand", "fit"} and all(len(times) == 2 and min(times) > 0 for times in found.values())
 
 
 def test_a_first_step_has_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,10 @@ from stepgraph.graph import Graph as Graph
 from stepgraph.training import TrainingGraph as TrainingGraph
 from stepgraph.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
+from stepgraph.fit import evaluate as evaluate, fit as fit
+from stepgraph.history import History as History
+from stepgraph.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
+from stepgraph.schedule import WarmupCosine as WarmupCosine
 from stepgraph.portable import load as load, save as save
 from stepgraph.checkpoint.files import latest as latest
 from stepgraph.checkpoint.report import RestoreReport as RestoreReport

@@ -1,0 +1,386 @@
+"""What a training loop is fed with, as batches by name: arrays, tables, loaders, whatever gives batches.
+
+Rows in memory (`Rows`) are cut and shuffled here; what comes in batches already (`Stream`) keeps its own order.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepgraph import buffers
+from stepgraph.compiled import CompiledGraph
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, StateError, UnknownNameError
+from stepgraph.tensor import Tensor
+
+KINDS = ("input", "loss label", "loss label weight")
+GIVE = "give arrays (inputs, labels), a dictionary of arrays, or an iterable of such batches"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Data of one call: inputs, labels and label weights, each by name."""
+
+    parts: tuple[Mapping[str, Any], ...]
+    rows: int
+
+    def pinned(self) -> Batch:
+        """The same in memory that a GPU reads while the program goes on."""
+        parts = ({name: _pin(values) for name, values in part.items()} for part in self.parts)
+        return Batch(tuple(parts), self.rows)
+
+
+class Feeds:
+    """The names a graph takes data for, and how a user's batch is read as data by name."""
+
+    def __init__(self, graph: CompiledGraph, what: str) -> None:
+        self.what, self.declared = what, graph._feeds.batch
+        if not graph._feeds.tensors:
+            raise StateError(what, "the graph takes no data: all its inputs are held", fix="call execute in a loop")
+        self.first = graph._feeds.tensors[0]
+        groups = (graph.inputs, graph.loss_labels, graph.loss_label_weights)
+        fed = set(graph._feeds.tensors)
+        self.kinds = [{name: t for name, t in names.items() if t in fed} for names in groups]
+
+    def named(self, item: Any, only_known: bool = False) -> tuple[dict[str, Any], ...]:
+        """Inputs, labels and label weights of what a user calls a batch, or the whole of the data."""
+        if isinstance(item, Mapping):
+            found = [{name: item[name] for name in names if name in item} for names in self.kinds]
+            unknown = [name for name in item if not any(name in names for names in self.kinds)]
+            if unknown and not only_known:
+                raise UnknownNameError(
+                    self.what, f"the graph has no input or label '{unknown[0]}'", known=self._known(), fix="rename it"
+                )
+        else:
+            given = item if isinstance(item, tuple | list) else (item,)
+            if not 1 <= len(given) <= 3:
+                raise DataError(
+                    self.what, f"a batch has {len(given)} parts", fix="give (inputs, labels) or a dictionary"
+                )
+            found = [self._part(i, part) for i, part in enumerate((*given, None, None)[:3])]
+        self._require_all(found)
+        return tuple(found)
+
+    def batch(self, item: Any, only_known: bool = False) -> Batch:
+        """One batch, with as many rows as its first input has."""
+        parts = self.named(item, only_known)
+        candidates = [(t, parts[k][name]) for k, names in enumerate(self.kinds) for name, t in names.items()
+                      if name in parts[k]]  # fmt: skip
+        if not candidates:
+            raise DataError(self.what, "a batch is empty", fix=GIVE)
+        tensor, values = next((pair for pair in candidates if pair[0] is self.first), candidates[0])
+        rows = row_count(values, tensor)
+        if rows == 0:
+            raise DataError(self.what, "a batch has no rows", fix="leave empty batches out")
+        return Batch(parts, rows)
+
+    def tensor(self, kind: int, name: str) -> Tensor:
+        """The tensor behind a name."""
+        return self.kinds[kind][name]
+
+    def where(self, kind: int, name: str) -> str:
+        """How messages name one array."""
+        return f"{self.what}, {KINDS[kind]} '{name}'"
+
+    def _part(self, kind: int, part: Any) -> dict[str, Any]:
+        """Data of one kind: by name, or an array where there is one name only."""
+        names = self.kinds[kind]
+        if part is None:
+            return {}
+        if isinstance(part, Mapping):
+            for name in part:
+                if name not in names:
+                    raise UnknownNameError(
+                        self.what, f"the graph has no {KINDS[kind]} '{name}'", known=self._known(), fix="rename it"
+                    )
+            return dict(part)
+        if len(names) != 1:
+            known = ", ".join(f"'{name}'" for name in names) or "none"
+            raise DataError(
+                self.what,
+                f"one array was given as {KINDS[kind]}, the graph has {len(names)}",
+                names=known,
+                fix="give a dictionary by name",
+            )
+        return {next(iter(names)): part}
+
+    def _require_all(self, found: list[dict[str, Any]]) -> None:
+        for kind, names in enumerate(self.kinds):
+            for name, tensor in names.items():
+                if name not in found[kind] and not tensor.has_data:
+                    raise DataError(
+                        self.where(kind, name),
+                        "there is no data for it",
+                        needed=tensor.descriptor,
+                        fix="give (inputs, labels), or all by name",
+                    )
+
+    def _known(self) -> str:
+        return ", ".join(f"'{name}'" for names in self.kinds for name in names)
+
+
+@dataclass
+class Rows:
+    """Data whose rows can be taken by number: shuffled and cut into batches here.
+
+    Args:
+        feeds: the names.
+        count: number of rows.
+        take: the item of some rows, given as a slice or an array of numbers.
+        batch_size: rows of a batch; the last one of an epoch has what is left.
+        shuffle: whether each epoch has an order of its own.
+    """
+
+    feeds: Feeds
+    count: int
+    take: Callable[[Any], Any]
+    batch_size: int
+    shuffle: bool
+    repeats: bool = True
+    wants_a_thread: bool = False
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of an epoch."""
+        return math.ceil(self.count / self.batch_size)
+
+    def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `skip` on; their order depends on `seed` and `number` alone."""
+        order = np.random.default_rng((*seed, number)).permutation(self.count) if self.shuffle else None
+        for start in range(skip * self.batch_size, self.count, self.batch_size):
+            stop = min(start + self.batch_size, self.count)
+            rows = slice(start, stop) if order is None else order[start:stop]
+            yield self.feeds.batch(self.take(rows), only_known=True)
+
+
+@dataclass
+class Stream:
+    """Data that comes in batches, in an order of its own.
+
+    Args:
+        feeds: the names.
+        open: the batches of an epoch, by its number.
+        known: number of batches, where it is known beforehand.
+        repeats: whether there is a second epoch.
+        only_known: whether names that the graph does not have are left out silently, as with columns of a table.
+    """
+
+    feeds: Feeds
+    open: Callable[[int], Iterable[Any]]
+    known: int | None = None
+    repeats: bool = True
+    only_known: bool = False
+    generator: Any = None
+    wants_a_thread: bool = True
+    _walked: int | None = field(default=None, init=False)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of an epoch: told by the data, or counted in the epoch before."""
+        return self.known if self._walked is None else self._walked
+
+    def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `skip` on; those before are drawn and dropped."""
+        if isinstance(self.generator, torch.Generator):
+            mixed = np.random.SeedSequence((*seed, number)).generate_state(1)[0]
+            self.generator.manual_seed(int(mixed))
+        count = skip
+        for item in islice(iter(self.open(number)), skip, None):
+            yield self.feeds.batch(item, self.only_known)
+            count += 1
+        if count == 0:
+            raise DataError(self.feeds.what, f"there are no batches in epoch {number + 1}", fix=GIVE)
+        self._walked = count
+
+
+Source = Rows | Stream
+
+
+def source(
+    graph: CompiledGraph,
+    data: Any,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    what: str = "data",
+    strict: bool = True,
+) -> Source:
+    """The data of a loop, whatever it is. What can be known to be wrong with it is refused here.
+
+    Args:
+        graph: whose names the data is for.
+        data: see `fit`.
+        batch_size: rows of a batch, where the data does not come in batches.
+        shuffle: whether rows are.
+        what: how messages call the data.
+        strict: whether a batch size for data that comes in batches is refused.
+    """
+    feeds = Feeds(graph, what)
+    size = batch_size or feeds.declared
+    if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a dataset's table
+        return _checked(Rows(feeds, len(data), lambda rows: _columns(data, rows), size, shuffle, wants_a_thread=True))
+    if isinstance(data, Mapping | tuple | np.ndarray | torch.Tensor) or hasattr(data, "__dlpack__"):
+        return _arrays(feeds, data, size, shuffle)
+    if hasattr(data, "column_names") and hasattr(data, "iter"):  # a dataset that is read as a stream
+
+        def opened(epoch: int) -> Any:
+            if hasattr(data, "set_epoch"):
+                data.set_epoch(epoch)
+            return data.iter(batch_size=size)
+
+        return Stream(feeds, opened, only_known=True)
+    if batch_size is not None and strict:
+        kind = type(data).__name__
+        raise ArgumentError(
+            what, f"batch_size is {batch_size}, but {kind} comes in batches of its own", fix="leave it out"
+        )
+    if isinstance(data, torch.utils.data.Dataset) and not hasattr(data, "__iter__"):
+        kind = type(data).__name__
+        raise DataTypeError(what, f"{kind} gives single samples", fix="wrap it: DataLoader(dataset, batch_size=…)")
+    if callable(data):
+        return Stream(feeds, data)
+    if not isinstance(data, Iterable):
+        raise DataTypeError(what, f"{type(data).__name__} is not data", fix=GIVE)
+    repeats = not isinstance(data, Iterator)
+    return Stream(feeds, lambda epoch: data, _length(data), repeats, generator=getattr(data, "generator", None))
+
+
+def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
+    """Arrays that hold all rows, checked before the first step: a mistake in them should not wait for an epoch."""
+    parts = feeds.named(data)
+    found: list[dict[str, Any]] = [{}, {}, {}]
+    counts: dict[str, int] = {}
+    for kind, part in enumerate(parts):
+        for name, values in part.items():
+            tensor, where = feeds.tensor(kind, name), feeds.where(kind, name)
+            if tensor.shape[0] != feeds.declared:
+                raise ShapeError(
+                    where,
+                    f"it has {tensor.shape[0]} rows in a batch, the first input has {feeds.declared}",
+                    fix="give an iterable of batches, or make it a constant of compile",
+                )
+            found[kind][name] = array = _whole(values, tensor, where)
+            counts[f"{KINDS[kind]} '{name}'"] = len(array)
+    if not counts:
+        raise DataError(feeds.what, "there are no arrays", fix=GIVE)
+    if len(set(counts.values())) > 1:
+        raise ShapeError(feeds.what, "the arrays have different numbers of rows", fix="give as many of each", **counts)
+
+    def take(rows: Any) -> tuple[dict[str, Any], ...]:
+        return tuple({name: _taken(array, rows) for name, array in part.items()} for part in found)
+
+    return _checked(Rows(feeds, next(iter(counts.values())), take, batch_size, shuffle))
+
+
+def _whole(values: Any, tensor: Tensor, where: str) -> Any:
+    """An array with one row for each sample, of the tensor's shape and type."""
+    if isinstance(values, list | tuple):
+        return buffers.read(values, (len(values), *tensor.shape[1:]), tensor.data_type, where)
+    array = values if isinstance(values, torch.Tensor | np.ndarray) else np.asarray(values)
+    if array.ndim == 0 or (len(array) and array.ndim == 1 and math.prod(tensor.shape[1:]) != 1):
+        wanted = ("rows", *tensor.shape[1:])
+        raise ShapeError(where, f"the array has shape {tuple(array.shape)}", needed=wanted, fix="reshape it")
+    if len(array):
+        buffers.read(array[:1], (1, *tensor.shape[1:]), tensor.data_type, where)  # raises where type or shape differ
+    return array
+
+
+def _checked(rows: Rows) -> Rows:
+    if rows.count == 0:
+        raise DataError(rows.feeds.what, "there are no rows", fix=GIVE)
+    return rows
+
+
+def _taken(array: Any, rows: Any) -> Any:
+    if isinstance(rows, slice):
+        return array[rows]
+    if isinstance(array, torch.Tensor):
+        return array.index_select(0, torch.from_numpy(rows).to(array.device))
+    return array.take(rows, axis=0)  # lets other threads run, which indexing does not
+
+
+def _columns(table: Any, rows: Any) -> dict[str, Any]:
+    """Some rows of a table as columns."""
+    return dict(table[rows] if isinstance(rows, slice) else table[rows.tolist()])
+
+
+def row_count(values: Any, tensor: Tensor) -> int:
+    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them one behind the other."""
+    shape = getattr(values, "shape", None)
+    if shape is None and isinstance(values, list | tuple):
+        return len(values)
+    if shape is None:
+        return _length_in_bytes(values, tensor) // (tensor.data_type.element_size * math.prod(tensor.shape[1:]))
+    if len(shape) == 0:
+        return 1
+    return int(shape[0]) // math.prod(tensor.shape[1:]) if len(shape) == 1 else int(shape[0])
+
+
+def _length_in_bytes(values: Any, tensor: Tensor) -> int:
+    try:
+        return values.length if isinstance(values, buffers.TensorData) else memoryview(values).nbytes
+    except TypeError:
+        raise DataTypeError(tensor.where, f"{type(values).__name__} is not an array", fix=GIVE) from None
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _pin(values: Any) -> Any:
+    if not isinstance(values, torch.Tensor | np.ndarray):
+        return values
+    array = buffers.as_array(values, "data")
+    return array.pin_memory() if array.device.type == "cpu" and not array.is_pinned() else array
+
+
+def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """The same batches, up to `count` of them made ahead by a thread that ends with this iterator."""
+    if count == 0:
+        yield from batches
+        return
+    waiting: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(count)
+    over = threading.Event()
+
+    def hand(batch: Batch | None, error: BaseException | None = None) -> None:
+        while not over.is_set():
+            try:
+                return waiting.put((batch, error), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            with closing(batches):  # type: ignore[type-var]
+                for batch in batches:
+                    hand(batch)
+                    if over.is_set():
+                        return
+            hand(None)
+        except BaseException as error:
+            hand(None, error)
+
+    thread = threading.Thread(target=work, name="stepgraph data", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = waiting.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        over.set()
+        thread.join(timeout=1)  # it ends when the batch it is at is made

@@ -1,0 +1,407 @@
+"""A training loop: epochs over data, validation, schedules, accumulation, checkpoints, and a history of it all.
+
+It uses nothing that a program of your own could not use: `execute`, the three phases, `learning_rate`, `save`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.checkpoint.files import as_path, check_keep, latest, read
+from stepgraph.data import Source, source
+from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
+from stepgraph.history import History, plain, real
+from stepgraph.metrics import Metric, Tally, by_name
+from stepgraph.progress import Quiet, display
+from stepgraph.schedule import Schedule, WarmupCosine
+from stepgraph.trained import Trained, read_losses, until
+from stepgraph.training import TrainingGraph
+
+Metrics = Metric | Sequence[Metric] | Mapping[str, Metric]
+
+
+def fit(
+    training: TrainingGraph,
+    data: Any,
+    *,
+    epochs: int = 1,
+    validation: Any = None,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    schedule: Schedule | None = None,
+    metrics: Metrics = (),
+    accumulate: int = 1,
+    watch: str = "loss",
+    better: str = "auto",
+    patience: int | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    keep: int = 3,
+    save_every: int | None = None,
+    resume: bool = False,
+    prefetch: int | None = None,
+    progress: str = "auto",
+) -> History:
+    """Trains a compiled graph. Ctrl-C ends it after the step, with a checkpoint; a second one at once.
+
+    Args:
+        training: a compiled training graph with a loss and an optimizer. Clipping is the optimizer's.
+        data: arrays, as `(inputs, labels)` or `(inputs, labels, label weights)`, each part an array or a dictionary by
+            name, or one dictionary by name; a dataset with columns; or batches of that form: a list, a `DataLoader`,
+            any iterable, or a function of the epoch that gives one.
+        epochs: how often to go through the data, in all: those before a `resume` count.
+        validation: data of the same kinds, evaluated in inference mode after each epoch.
+        batch_size: rows of a batch, for arrays and datasets; the graph's own by default. The last batch may be short.
+        shuffle: a new order of the rows in each epoch, drawn from the graph's seed. Batches keep their own order.
+        schedule: the learning rate of update n, from 0: any function of n, or `WarmupCosine`.
+        metrics: functions `(prediction, labels) → number`, alone, in a list or by name.
+        accumulate: batches whose gradients make one update. A mean loss has the mean over all their rows.
+        watch: the loss or a metric that tells which epoch is best; that of the validation data where there is any.
+        better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
+        patience: end after so many epochs without a better one.
+        checkpoints: a folder: a series of which the newest `keep` stay, and the best epoch in `best`.
+        keep: how many checkpoints of the series stay.
+        save_every: save after so many updates too, not only after each epoch.
+        resume: go on from the latest checkpoint of the folder, if there is one.
+        prefetch: batches made ahead by a thread; by default 2 where it pays, 0 for arrays on the CPU.
+        progress: `"rich"`, `"plain"`, `"quiet"`, or `"auto"`: rich on a terminal, else plain.
+
+    Example:
+        >>> history = fit(training, (pictures, classes), epochs=5, metrics=[accuracy])  # doctest: +SKIP
+        >>> history["accuracy"]  # doctest: +SKIP
+        [0.91, 0.95, 0.96, 0.97, 0.97]
+    """
+    graph, named = Trained(training), by_name(metrics)
+    settings = _Settings(
+        epochs=_count("epochs", epochs, 0),
+        accumulate=_count("accumulate", accumulate, 1),
+        schedule=_checked_schedule(schedule),
+        watch=_watched(watch, named),
+        higher=_higher(better, watch),
+        patience=_optional_count("patience", patience, 1),
+        folder=None if checkpoints is None else as_path("fit", checkpoints),
+        keep=check_keep(keep) or 1,
+        save_every=_optional_count("save_every", save_every, 1),
+        prefetch=_optional_count("prefetch", prefetch, 0),
+    )
+    train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
+    test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
+    _require_repeating(epochs, train, test)
+    run = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device))
+    run.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
+    if resume:
+        run.go_on()
+    with _interruptible() as interrupted:
+        run.run(interrupted)
+    return run.history
+
+
+def evaluate(
+    training: TrainingGraph,
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    metrics: Metrics = (),
+    prefetch: int | None = None,
+) -> dict[str, Any]:
+    """The loss and metrics of data, in inference mode; nothing is learned.
+
+    Example:
+        >>> evaluate(training, (pictures, classes), metrics=[accuracy])  # doctest: +SKIP
+        {'loss': 0.11, 'accuracy': 0.97}
+    """
+    graph, named = Trained(training, learns=False), by_name(metrics)
+    batches = source(training, data, _optional_count("batch_size", batch_size, 1))
+    tally = graph.evaluated(batches, named, _optional_count("prefetch", prefetch, 0))
+    return tally.values()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `fit` was asked for, checked."""
+
+    epochs: int
+    accumulate: int
+    schedule: Schedule | None
+    watch: str
+    higher: bool
+    patience: int | None
+    folder: Path | None
+    keep: int
+    save_every: int | None
+    prefetch: int | None
+
+
+@dataclass
+class _Place:
+    """Where a run is: beside the graph's own state, what a checkpoint must hold to go on bit for bit."""
+
+    origin: int  # position of the graph's random stream when the run began: a second run has another order
+    epoch: int = 0
+    batch: int = 0  # batches of this epoch that were used
+    step: int = 0  # updates of the run
+    seconds: float = 0.0  # of this epoch
+    best: float | None = None
+    waited: int = 0  # epochs since the best
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+class _Run:
+    """The loop."""
+
+    seldom = (64, 0.25)  # losses are read when there are so many, or after so many seconds: reading waits for a GPU
+
+    def __init__(
+        self,
+        graph: Trained,
+        settings: _Settings,
+        train: Source,
+        test: Source | None,
+        metrics: Mapping[str, Metric],
+        screen: Quiet,
+    ) -> None:
+        self.graph, self.settings, self.train, self.test = graph, settings, train, test
+        self.metrics, self.screen = metrics, screen
+        self.optimizer = graph.optimizer
+        self.seed, origin = graph.stream
+        self.place, self.history, self.tally = _Place(origin), History(), Tally(metrics)
+        self.unread: list[_Unread] = []
+        self.read_at = time.perf_counter()
+        self.schedule = settings.schedule
+        if isinstance(self.schedule, WarmupCosine) and self.schedule.steps is None:
+            self.schedule = replace(self.schedule, steps=self._known_total())
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Epoch after epoch, until there are enough, nothing gets better, or somebody wants it to end."""
+        self.screen.begin(self.place.step)
+        try:
+            while self.place.epoch < self.settings.epochs and not self._gave_up():
+                began = time.perf_counter() - self.place.seconds
+                self._train_epoch(interrupted)
+                tally = None if interrupted() else self._validate(interrupted)
+                self.place.seconds = time.perf_counter() - began
+                if interrupted():
+                    self._stop()
+                    return
+                self._close_epoch(tally)
+            self.history.stopped = "no improvement" if self._gave_up() else "finished"
+        finally:
+            self.screen.end()
+            self.graph.release()
+
+    def _train_epoch(self, interrupted: Callable[[], bool]) -> None:
+        place, settings = self.place, self.settings
+        epoch = self.train.epoch(place.epoch, (self.seed, place.origin), place.batch)
+        with self.graph.fed(epoch, self.train, settings.prefetch) as batches:
+            coming = until(batches, interrupted)
+            while group := list(islice(coming, settings.accumulate)):
+                if interrupted() and len(group) < settings.accumulate:
+                    break  # a whole update or none
+                if self.schedule is not None:
+                    self._set_rate(self.schedule(place.step))
+                tally = self.tally if self.metrics else None
+                losses = self.graph.update(group, tally)
+                place.step, place.batch = place.step + 1, place.batch + len(group)
+                self.unread.append(_Unread(place.step, self.optimizer.learning_rate, losses))
+                self._look_at_losses()
+                if settings.save_every and place.step % settings.save_every == 0:
+                    self._save()
+        self._read_losses()
+
+    def _validate(self, interrupted: Callable[[], bool]) -> Tally | None:
+        if self.test is None:
+            return None
+        return self.graph.evaluated(self.test, self.metrics, self.settings.prefetch, interrupted)
+
+    def _close_epoch(self, tested: Tally | None) -> None:
+        place, folder = self.place, self.settings.folder
+        found = {} if tested is None else {f"validation {name}": value for name, value in tested.values().items()}
+        times = {"rate": self.optimizer.learning_rate, "seconds": place.seconds}
+        row = {"epoch": place.epoch + 1, "step": place.step, **self.tally.values(), **found, **times}
+        self.history.epochs.append(row)
+        value = row[self.settings.watch if tested is None else f"validation {self.settings.watch}"]
+        is_best = self._is_better(value)
+        if is_best:
+            place.best, place.waited, self.history.best_epoch = value, 0, row["epoch"]
+        else:
+            place.waited += 1
+        place.epoch, place.batch, place.seconds, self.tally = place.epoch + 1, 0, 0.0, Tally(self.metrics)
+        if folder is not None and is_best:
+            self.graph.training.save(folder / "best", notes=self._notes())
+        self._save()
+        self.screen.epoch(row)
+
+    def _is_better(self, value: float) -> bool:
+        best = self.place.best
+        if best is None or best != best:  # noqa: PLR0124  anything is better than NaN
+            return True
+        return value > best if self.settings.higher else value < best
+
+    def _gave_up(self) -> bool:
+        return self.settings.patience is not None and self.place.waited >= self.settings.patience
+
+    def _stop(self) -> None:
+        self.history.stopped = "interrupted"
+        self._save()
+        where = "" if self.settings.folder is None else f", saved in {self.settings.folder}"
+        self.screen.line(f"interrupted in epoch {self.place.epoch + 1} after step {self.place.step}{where}")
+
+    def _set_rate(self, rate: float) -> None:
+        if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
+            self.optimizer.learning_rate = rate
+
+    # Reading losses, seldom
+
+    def _look_at_losses(self) -> None:
+        if len(self.unread) >= self.seldom[0] or time.perf_counter() - self.read_at > self.seldom[1]:
+            recent = self._read_losses()
+            rate = self.optimizer.learning_rate
+
+            def numbers() -> dict[str, Any]:
+                return {**self.tally.values(), "loss": recent, "rate": rate}
+
+            self.screen.step(self.place.epoch + 1, self.place.step, self._total(), numbers)
+
+    def _read_losses(self) -> float:
+        """Brings all losses home that were not read yet; their mean."""
+        values = iter(read_losses([loss for one in self.unread for loss, _ in one.losses]))
+        means = []
+        for one in self.unread:
+            found = [(next(values), rows) for _, rows in one.losses]
+            for loss, rows in found:
+                self.tally.add_loss(loss, rows)
+            means.append(sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found))
+            self.history.add_step(one.step, means[-1], one.rate)
+        self.unread, self.read_at = [], time.perf_counter()
+        return sum(means) / len(means) if means else float("nan")
+
+    def _total(self) -> int | None:
+        """Updates of the whole run, where the data tells how many batches it has."""
+        batches = self.train.batches
+        return None if batches is None else -(-batches // self.settings.accumulate) * self.settings.epochs
+
+    def _known_total(self) -> int:
+        total = self._total()
+        if total is None:
+            raise ArgumentError("fit", "the data does not tell how many updates there will be", fix="give steps=")
+        return total
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        if self.settings.folder is not None:
+            self._read_losses()
+            self.graph.training.save(self.settings.folder, keep=self.settings.keep, notes=self._notes())
+
+    def _notes(self) -> dict[str, Any]:
+        state = {"place": asdict(self.place), "tally": self.tally.state()}
+        return {"fit": {**plain(state), "history": self.history.state()}}
+
+    def go_on(self) -> None:
+        """Takes the latest checkpoint over, if there is one."""
+        folder, shape = self.settings.folder, self.place.shape
+        if folder is None:
+            raise ArgumentError("fit", "resume needs checkpoints to go on from", fix="give checkpoints=folder")
+        if latest(folder) is None:
+            return
+        notes = read(folder).description["notes"].get("fit")
+        if notes is None:
+            raise CheckpointError(f"{folder}", "its latest checkpoint is not one of fit", fix="give another folder")
+        place = _Place(**real(notes["place"]))
+        if place.batch and place.shape != shape:
+            raise CheckpointError(
+                f"{folder}",
+                f"it was saved within an epoch, which cannot go on with other batches: {shape}",
+                saved=place.shape,
+                fix="give the same batch_size, shuffle and accumulate",
+            )
+        self.graph.training.restore(folder)
+        self.seed, _ = self.graph.stream
+        self.place, self.history = place, History.from_state(notes["history"])
+        self.place.shape = shape
+        self.tally.resume(real(notes["tally"]))
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """The losses of one update, with the rows of their batches, still where they were computed."""
+
+    step: int
+    rate: float
+    losses: list[tuple[torch.Tensor, int]]
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks once; the second time it does what it did before."""
+    asked = threading.Event()
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if in_main else None
+    if before is None or before == signal.SIG_IGN:
+        yield asked.is_set
+        return
+
+    def ask(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Checking what was asked for
+
+
+def _count(name: str, given: Any, least: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise ArgumentError("fit", f"{name} is {given!r}", fix=f"give a whole number ≥ {least}")
+    return int(given)
+
+
+def _optional_count(name: str, given: Any, least: int) -> int | None:
+    return None if given is None else _count(name, given, least)
+
+
+def _checked_schedule(schedule: Any) -> Schedule | None:
+    if schedule is not None and not callable(schedule):
+        raise DataTypeError(
+            "fit", f"schedule is {schedule!r}, not a function", fix="give a function of the update's number"
+        )
+    return schedule
+
+
+def _watched(watch: str, metrics: Mapping[str, Metric]) -> str:
+    if watch not in ("loss", *metrics):
+        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(("loss", *metrics)), fix="use one of them")
+    if getattr(metrics.get(watch), "adds_up", False):
+        raise ArgumentError(
+            "fit", f"watch is '{watch}', which is not one number", fix="watch the loss or another metric"
+        )
+    return watch
+
+
+def _higher(better: str, watch: str) -> bool:
+    if better not in ("auto", "lower", "higher"):
+        raise ArgumentError("fit", f"better is {better!r}", fix='use "auto", "lower" or "higher"')
+    return better == "higher" or (better == "auto" and watch != "loss")
+
+
+def _require_repeating(epochs: int, *sources: Source | None) -> None:
+    for one in sources:
+        if one is not None and epochs > 1 and not one.repeats:
+            problem = f"the {one.feeds.what} is an iterator, used up after one epoch of {epochs}"
+            raise ArgumentError("fit", problem, fix="give a list, or a function of the epoch that returns an iterator")

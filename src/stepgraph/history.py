@@ -1,0 +1,112 @@
+"""What a training run gave: numbers for each epoch and for each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from stepgraph.errors import UnknownNameError
+
+
+@dataclass
+class History:
+    """The numbers of a run.
+
+    Args:
+        epochs: for each epoch its `epoch` and `step` (both counted from 1), `loss`, metrics, the same of the validation
+            data as `validation loss` and so on, the last learning `rate`, and `seconds`.
+        steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
+        every: how many updates stand for one entry of `steps`.
+        best_epoch: the epoch with the best watched number.
+        stopped: why it ended: `"finished"`, `"no improvement"` or `"interrupted"`.
+
+    Example:
+        >>> history = History([{"epoch": 1, "step": 10, "loss": 0.5, "rate": 0.1, "seconds": 1.0}])
+        >>> history["loss"]
+        [0.5]
+    """
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    every: int = 1
+    best_epoch: int | None = None
+    stopped: str = ""
+
+    most_steps: ClassVar[int] = 20_000
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """One number, epoch by epoch."""
+        known = [key for key in (self.epochs[0] if self.epochs else {}) if key]
+        if name not in known:
+            raise UnknownNameError("History", f"there is no '{name}'", known=", ".join(known) or "none", fix="use one")
+        return [row[name] for row in self.epochs]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each update that was kept."""
+        return [loss for _, loss, _ in self.steps]
+
+    def add_step(self, step: int, loss: float, rate: float) -> None:
+        """Takes an update into account."""
+        if step % self.every == 0:
+            self.steps.append((step, loss, rate))
+        if len(self.steps) > self.most_steps:
+            self.every *= 2
+            self.steps = [one for one in self.steps if one[0] % self.every == 0]
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON has it; numbers that JSON does not have become text."""
+        steps = [[step, plain(loss), plain(rate)] for step, loss, rate in self.steps]
+        return {"epochs": plain(self.epochs), "steps": steps, "every": self.every, "best_epoch": self.best_epoch}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> History:
+        """The history that `state` was taken of."""
+        steps = [(step, float(loss), float(rate)) for step, loss, rate in state["steps"]]
+        return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"])
+
+    def __rich__(self) -> RenderableType:
+        table = Table(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
+        names = [key for key, value in (self.epochs[0] if self.epochs else {}).items() if not isinstance(value, list)]
+        for name in names:
+            table.add_column(name, justify="right")
+        for row in self.epochs:
+            best = self.best_epoch == row["epoch"]
+            table.add_row(*(shown(name, row[name]) for name in names), style="bold" if best else None)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=160, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def shown(name: str, value: Any) -> str:
+    """A number as people read it."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.2f}" if name == "seconds" else f"{value:.4g}" if name == "rate" else f"{value:.4f}"
+
+
+def plain(value: Any) -> Any:
+    """Values as JSON has them: NaN and infinities as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def real(value: Any) -> Any:
+    """The numbers that `plain` wrote."""
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, dict):
+        return {name: real(one) for name, one in value.items()}
+    return [real(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,153 @@
+"""How a training run shows where it is: a bar on a terminal, lines in a log, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError
+from stepgraph.history import shown
+
+MODES = ("auto", "rich", "plain", "quiet")
+BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
+
+
+class Quiet:
+    """Shows nothing; what the other displays have in common.
+
+    Args:
+        epochs: epochs of the run.
+        device: whose memory is told.
+    """
+
+    pause = float("inf")
+
+    def __init__(self, epochs: int, device: Device) -> None:
+        self.epochs, self.device = epochs, device
+        self.shown_at = self.began = time.perf_counter()
+        self.first: int | None = None
+
+    def begin(self, step: int) -> None:
+        """A run begins, or goes on, at an update."""
+        self.first, self.began = step, time.perf_counter()
+
+    def step(self, epoch: int, step: int, total: int | None, numbers: Callable[[], Mapping[str, Any]]) -> None:
+        """Tells where the run is, if it was some time ago that it did."""
+        if time.perf_counter() - self.shown_at >= self.pause:
+            self.show(epoch, step, total, numbers())  # numbers that a GPU is asked for now
+            self.shown_at = time.perf_counter()
+
+    def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
+        """Tells where the run is."""
+
+    def line(self, text: str) -> None:
+        """Tells something that stays."""
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """An epoch is over."""
+        numbers = {name: value for name, value in row.items() if name not in ("epoch", "step", "seconds")}
+        self.line(
+            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {told(numbers)}  {row['seconds']:.1f} s"
+        )
+
+    def end(self) -> None:
+        """The run is over."""
+
+    def left(self, step: int, total: int | None) -> str:
+        """Time left, from the updates of this run."""
+        done = step - (self.first or 0)
+        if not total or not done:
+            return ""
+        seconds = (time.perf_counter() - self.began) / done * max(total - step, 0)
+        return f"{timedelta(seconds=round(seconds))} left"
+
+
+class Plain(Quiet):
+    """Lines, for logs."""
+
+    pause = LINE_SECONDS
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
+        of = "" if total is None else f"/{total}"
+        parts = (f"epoch {epoch}/{self.epochs}", f"step {step}{of}", told(numbers), self.left(step, total))
+        self.line("  ".join(part for part in (*parts, memory(self.device)) if part))
+
+
+class Bar(Quiet):
+    """A bar that moves, and a line for each epoch above it."""
+
+    pause = BAR_SECONDS
+
+    def __init__(self, epochs: int, device: Device) -> None:
+        super().__init__(epochs, device)
+        # It is drawn when there is something new: no thread of its own that takes time from the steps.
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[memory]}"),
+            console=Console(),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self.task = self.bar.add_task("", total=None, epoch=1, epochs=epochs, numbers="", memory="")
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.bar.update(self.task, completed=step)
+        self.bar.start()
+
+    def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
+        fields: dict[str, Any] = {"epoch": epoch, "numbers": told(numbers), "memory": memory(self.device)}
+        self.bar.update(self.task, completed=step, total=total, refresh=True, **fields)
+
+    def line(self, text: str) -> None:
+        self.bar.console.print(text, highlight=False)
+
+    def end(self) -> None:
+        self.bar.stop()
+
+
+def display(mode: str, epochs: int, device: Device) -> Quiet:
+    """The display for a mode; `"auto"` is a bar on a terminal and lines elsewhere."""
+    if mode not in MODES:
+        raise ArgumentError("fit", f"progress is {mode!r}", fix=f"use one of {', '.join(MODES)}")
+    if mode == "auto":
+        mode = "rich" if Console().is_terminal else "plain"
+    return {"rich": Bar, "plain": Plain, "quiet": Quiet}[mode](epochs, device)
+
+
+def told(numbers: Mapping[str, Any]) -> str:
+    """Numbers in one line; matrices are for the history."""
+    return "  ".join(f"{name} {shown(name, value)}" for name, value in numbers.items() if not isinstance(value, list))
+
+
+def memory(device: Device) -> str:
+    """Memory in use: of the GPU, or the most this process had."""
+    kind = device.torch.type
+    if kind == "cuda":
+        used = torch.cuda.memory_allocated(device.torch)
+    elif kind == "mps":
+        used = torch.mps.current_allocated_memory()
+    elif sys.platform == "win32":
+        return ""
+    else:
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{used / 2**20:,.0f} MiB"

@@ -1,0 +1,172 @@
+"""A training graph as a loop uses it: one update with a batch or several, one evaluation, losses read seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+
+from stepgraph import buffers
+from stepgraph.compiler.step import gradient
+from stepgraph.data import Batch, Source, ahead
+from stepgraph.errors import DataTypeError, StateError
+from stepgraph.layers.loss import LossLayer
+from stepgraph.metrics import Metric, Tally
+from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.execution import Execution
+from stepgraph.tensor import Tensor
+from stepgraph.training import TrainingGraph
+from stepgraph.types import ExecutionOptions, ReductionType
+
+
+class Trained:
+    """A training graph as the loop uses it."""
+
+    def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
+        if not isinstance(training, TrainingGraph):
+            raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="give a TrainingGraph")
+        self.training, self.device = training, training._require_compiled("fit")
+        losses = [node for node in training._compiled if node.is_loss]
+        if not losses:
+            raise StateError("fit", "the graph has no loss", fix="give TrainingGraph a loss layer")
+        if learns and training.optimizer is None:
+            raise StateError("fit", "the graph has no optimizer", fix="give TrainingGraph an optimizer")
+        self.prediction, self.labels = losses[-1].sources[0], (*losses[-1].labels, None)[0]
+        self._bound: set[Tensor] = set()
+        layer = losses[-1].layer
+        # The gradient of a mean counts each row by its share of the batch; others are sums already.
+        self.is_mean = not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; asked for once, since with a loss scale that waits for the device."""
+        found = self.training.optimizer
+        assert found is not None
+        return found
+
+    @property
+    def stream(self) -> tuple[int, int]:
+        """Seed and position of the graph's random stream."""
+        seed, position = self.training._progress().stream or (0, 0)
+        return seed, position
+
+    @contextmanager
+    def fed(self, batches: Iterator[Batch], origin: Source, prefetch: int | None) -> Iterator[Iterator[Batch]]:
+        """Batches, made ahead where that pays."""
+        on_gpu = self.device.torch.type == "cuda"
+        count = (2 if on_gpu or origin.wants_a_thread else 0) if prefetch is None else prefetch
+        if on_gpu and count:
+            batches = (batch.pinned() for batch in batches)
+        with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
+            yield coming
+
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor, int]]:
+        """One update with the gradients of a group of batches; their losses."""
+        if len(group) == 1:
+            batch = group[0]
+            execution = self.training.execute(*batch.parts, batch_size=batch.rows)
+            self._compare(batch, tally)
+            return [(_loss(execution), batch.rows)]
+        found, first, rows = [], group[0].rows, sum(batch.rows for batch in group)
+        for batch in group:
+            found.append((_loss(self._forward(batch)), batch.rows))
+            self._compare(batch, tally)
+            # A mean's gradient is added in units of the first batch's rows, and divided by all rows at the end.
+            if len(found) > 1:
+                self._scale_gradients(first / batch.rows)
+            adding = ExecutionOptions.ACCUMULATE_GRADIENTS if len(found) > 1 else ExecutionOptions.NONE
+            self.training.execute_gradient(options=adding)
+            self._scale_gradients(batch.rows / first)
+        self._scale_gradients(first / rows)
+        self.training.execute_optimizer_update()
+        return found
+
+    def evaluated(
+        self,
+        data: Source,
+        metrics: Mapping[str, Metric],
+        prefetch: int | None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Tally:
+        """Loss and metrics of all batches, in inference mode."""
+        tally, losses = Tally(metrics), []
+        with self.fed(data.epoch(0, (0,)), data, prefetch) as batches:
+            for batch in until(batches, interrupted):
+                options = ExecutionOptions.FORWARD_FOR_INFERENCE
+                execution = self.training.execute(*batch.parts, batch_size=batch.rows, options=options)
+                self._compare(batch, tally if metrics else None)
+                losses.append((_loss(execution), batch.rows))
+        for value, (_, rows) in zip(read_losses([loss for loss, _ in losses]), losses, strict=True):
+            tally.add_loss(value, rows)
+        return tally
+
+    def release(self) -> None:
+        """Forgets data that was bound for an update: a later call must not take it for its own."""
+        for tensor in self._bound:
+            tensor.hold(None, "it was bound for one update of fit")
+        self._bound.clear()
+
+    def _forward(self, batch: Batch) -> Execution:
+        for names, part in zip(self._names(), batch.parts, strict=True):
+            tensors = {name: names[name] for name in part}
+            self._bound.update(tensors.values())
+            self.training.bind_and_write_data(part, tensors, self.device, batch_size=batch.rows, synchronous=False)
+        return self.training.execute_forward(batch.rows)
+
+    @torch.inference_mode()
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiplies what was accumulated. In new memory: what one pass found may be shared between parameters."""
+        found = self.training._gradients.found
+        if not self.is_mean or factor == 1:
+            return
+        for key in map(gradient, self.training._trainable()):
+            if key in found:
+                found[key] = found[key] * factor
+
+    def _compare(self, batch: Batch, tally: Tally | None) -> None:
+        """Lets metrics see the prediction that was just made."""
+        if tally is None:
+            return
+        prediction = self.prediction.torch()
+        tally.add(prediction, self._labels(batch).to(prediction.device, non_blocking=True), batch.rows)
+
+    def _labels(self, batch: Batch) -> torch.Tensor:
+        tensor = self.labels
+        if tensor is None:
+            raise StateError("metrics", "the loss has no labels for metrics to compare with", fix="leave metrics out")
+        named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
+                 if names[name] is tensor)  # fmt: skip
+        values = next(named, None)
+        is_batched = tensor.shape[0] == self.training._feeds.batch
+        shape = (batch.rows, *tensor.shape[1:]) if is_batched else tensor.shape
+        return tensor.torch() if values is None else buffers.read(values, shape, tensor.data_type, tensor.where)
+
+    def _names(self) -> tuple[dict[str, Tensor], ...]:
+        return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
+
+
+def _loss(execution: Execution) -> torch.Tensor:
+    """The loss where it is; asking the execution for the number would wait for it."""
+    assert execution._loss is not None
+    return execution._loss
+
+
+def read_losses(losses: Sequence[torch.Tensor]) -> list[float]:
+    """Losses as numbers, with one wait and one transfer for all. Losses that were not reduced give their mean."""
+    numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in losses]
+    return torch.stack(numbers).tolist() if numbers else []
+
+
+def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator[Batch]:
+    """Batches, until somebody wants the run to end."""
+    while not interrupted():
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception:
+            if interrupted():  # the signal reached a loader's own processes too
+                return
+            raise
+        yield batch
