@@ -97,8 +97,7 @@ def _is_exact(data: Any, shape: Sequence[int], data_type: DataType) -> bool:
     """Whether `data` is as it should be already: asked first, because in a loop it usually is."""
     if isinstance(data, np.ndarray):
         flags = data.flags
-        same = data.shape == shape and data.dtype.name == data_type.debug_description and data.dtype.isnative
-        return same and flags.c_contiguous and flags.writeable
+        return data.shape == shape and data.dtype == data_type.numpy and flags.c_contiguous and flags.writeable
     return isinstance(data, torch.Tensor) and (
         data.shape == shape and data.dtype is data_type.torch and data.is_contiguous()
     )

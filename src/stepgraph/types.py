@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -73,6 +74,11 @@ class DataType(RawEnum):
     def torch(self) -> torch.dtype:
         """The PyTorch spelling."""
         return torch.bool if self is DataType.BOOLEAN else getattr(torch, self.debug_description)
+
+    @cached_property
+    def numpy(self) -> np.dtype[Any] | None:
+        """NumPy's, in this machine's byte order; None for bfloat16, which it does not have."""
+        return None if self is DataType.BFLOAT16 else np.dtype(self.debug_description.replace("boolean", "bool"))
 
     @property
     def element_size(self) -> int:

@@ -20,7 +20,7 @@ import torch
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32
 ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
-SLOW = 1.5  # a way that took this many times as long as another on its first run is not run again
+LONG, SLOW = 0.02, 1.5  # a way whose first run took this long, and this many times another's, is not run again
 GAIN = 0.9  # another way must take less than this share of the reference's time
 Way = Callable[..., Any]
 
@@ -58,16 +58,25 @@ def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.dev
             found, seconds = _timed(ways[name], real, device)
         except RuntimeError:  # not every library takes every shape
             continue
-        if (found - right).abs().max() <= TOLERANCE[device.type] * right.abs().max():
+        if _agree(found, right, TOLERANCE[device.type]):
             best[name] = seconds
     _repeat(ways, real, device, best)
     winner = min(best, key=best.__getitem__)
     return winner if best[winner] < GAIN * best[reference] else reference
 
 
+def _agree(found: Any, right: Any, tolerance: float) -> bool:
+    """Whether two results, or all of several, are the same up to `tolerance` of the largest number."""
+    if isinstance(right, tuple | list):
+        return all(_agree(one, other, tolerance) for one, other in zip(found, right, strict=True))
+    if not right.dtype.is_floating_point:
+        return torch.equal(found, right)
+    return bool((found - right).abs().max() <= tolerance * right.abs().max())
+
+
 def _repeat(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, best: dict[str, float]) -> None:
     """Runs again what may be the fastest: a first run may have met cold caches or a busy moment."""
-    quick = [name for name in best if best[name] <= SLOW * min(best.values())]
+    quick = [name for name in best if best[name] <= max(LONG, SLOW * min(best.values()))]
     began = time.perf_counter()
     for _ in range(ROUNDS if len(quick) > 1 else 0):
         for name in quick:
@@ -87,7 +96,7 @@ def _filled(array: torch.Tensor, generator: torch.Generator, device: torch.devic
     return filled.to(device)
 
 
-def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, float]:
+def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:
     _wait(device)
     start = time.perf_counter()
     found = way(*arguments)

@@ -78,19 +78,34 @@ def _tanh_by_sigmoid(x: Array) -> Array:
     return torch.sigmoid(x * 2).mul_(2).sub_(1)
 
 
+# Maxima of windows, and where they are
+
+
+def _max_pool(x: Array, *window: Any) -> tuple[Array, Array]:
+    return aten.max_pool2d_with_indices.default(x, *window)
+
+
+def _max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
+    """Channels last, several of them are compared at once; the images are turned around and back for that."""
+    y, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *window)
+    return y.contiguous(), indices.contiguous()
+
+
 WAYS: dict[Any, dict[str, Way]] = {
     aten.sum.dim_IntList: {"pytorch": _sum, "product": _sum_by_product},
     aten.gelu_backward.default: {"pytorch": _gelu_backward, "parts": _gelu_backward_by_parts},
     aten.tanh.default: {"pytorch": _tanh, "sigmoid": _tanh_by_sigmoid},
+    aten.max_pool2d_with_indices.default: {"pytorch": _max_pool, "channels last": _max_pool_channels_last},
 }
 
 
 def _fits(node: fx.Node) -> bool:
     """Whether the other ways compute this use of the operator."""
-    if node.target is not aten.sum.dim_IntList:
-        return True
-    x, axes = cast(Any, node.args[:2])
-    return x.meta["val"].ndim == 2 and list(axes) == [0] and "dtype" not in node.kwargs
+    x, *settings = cast(Any, node.args)
+    array = x.meta["val"]
+    if node.target is aten.sum.dim_IntList:
+        return array.ndim == 2 and list(settings[0]) == [0] and "dtype" not in node.kwargs
+    return node.target is not aten.max_pool2d_with_indices.default or (array.ndim == 4 and array.is_contiguous())
 
 
 def _with(way: Way, **settings: Any) -> Way:
