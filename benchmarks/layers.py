@@ -22,8 +22,9 @@ from rich.table import Table
 from torch import nn
 
 import stepgraph as sg
+from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.phases import split, whole
-from stepgraph.compiler.step import Step, gradient, source_gradient, value
+from stepgraph.compiler.step import Key, Step, gradient, source_gradient, value
 from stepgraph.compiler.trace import input_keys, trace
 from stepgraph.runtime.executable import Executable
 
@@ -97,16 +98,21 @@ class Ours:
         step = Step(nodes, tuple(sources), device, batch, True, trained, frozenset(sources), seeded=(result,))
         program = trace(step)
         gradients = [source_gradient(nodes[0], i) for i in range(len(sources))] + [gradient(t) for t in trained]
-        self.both = Executable(whole(program, [value(result), *gradients]), step)
-        self.forward = Executable(split(program).forward, step)
-        self.arrays = {}
+        arrays = {}
         for key in input_keys(step):
             like = program.inputs[key].meta["val"]
             held = key.owner.torch() if isinstance(key.owner, sg.Tensor) and key.owner.has_data else None
             random = (
                 torch.randn(like.shape) if like.dtype.is_floating_point else torch.ones(like.shape, dtype=like.dtype)
             )
-            self.arrays[key] = (random if held is None or key.kind != "value" else held).to(device)
+            arrays[key] = (random if held is None or key.kind != "value" else held).to(device)
+        parts = whole(program, [value(result), *gradients]), split(program).forward
+        self.both, self.forward = (_call(Executable(in_place(part), step), arrays) for part in parts)
+
+
+def _call(executable: Executable, arrays: dict[Key, torch.Tensor]) -> Callable[[], Any]:
+    binding = executable.bind(arrays)
+    return lambda: executable(binding, {})
 
 
 class Theirs:
@@ -136,8 +142,7 @@ def measure(pair: Pair, device: torch.device, rounds: int) -> dict[str, list[flo
     ours, theirs = Ours(pair, device), Theirs(pair, device)
     found = {}
     for what in ("forward", "both"):
-        mine: Any = getattr(ours, what)
-        calls = (lambda mine=mine: mine(ours.arrays), getattr(theirs, what))
+        calls = getattr(ours, what), getattr(theirs, what)
         once = [seconds(call, device, 3) for call in calls]
         repeats = max(1, int(0.02 / max(once)))
         pairs = [[seconds(call, device, repeats) for call in calls] for _ in range(rounds)]

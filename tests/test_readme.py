@@ -36,6 +36,15 @@ def test_the_page_on_checkpoints_runs_from_top_to_bottom(tmp_path: Path, monkeyp
     assert listing == ["checkpoint-000008", "checkpoint-000009", "checkpoint-000010"]
 
 
+def test_the_page_on_performance_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "performance.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "performance.md", "exec"), {})
+    assert "Memory plan" in capsys.readouterr().out
+    for option in re.findall(r"`GraphCompilationOptions\.(\w+)`", page):
+        assert option in sg.GraphCompilationOptions.__members__
+
+
 def test_the_page_on_training_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parent.parent / "docs" / "training.md").read_text()

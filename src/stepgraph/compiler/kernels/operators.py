@@ -32,6 +32,14 @@ def choose(node: fx.Node) -> None:
         return
     way = fastest(str(node.target), ways, (*settings, *node.kwargs.values()))
     node.target = WAYS[cast(Any, node.target)][way]
+    scratch = SCRATCH.get(node.target)
+    if scratch is not None:
+        node.meta["workspace"] = scratch(arrays[0].nbytes, sum(one.nbytes for one in _results(node)))
+
+
+def _results(node: fx.Node) -> list[Array]:
+    found = node.meta["val"]
+    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 # Sums over the first of two axes, as bias gradients are
@@ -63,7 +71,8 @@ def _gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none") ->
     square = torch.square(x)
     gate = (square * (double * cubic)).add_(double).mul_(x).sigmoid_()
     slope = square.mul_(3 * double * cubic).add_(double).mul_(x)
-    return torch.addcmul(gate, slope, gate - gate * gate).mul_(g)
+    rest = gate * gate
+    return gate.addcmul_(slope, torch.sub(gate, rest, out=rest)).mul_(g)
 
 
 # tanh
@@ -96,6 +105,13 @@ WAYS: dict[Any, dict[str, Way]] = {
     aten.gelu_backward.default: {"pytorch": _gelu_backward, "parts": _gelu_backward_by_parts},
     aten.tanh.default: {"pytorch": _tanh, "sigmoid": _tanh_by_sigmoid},
     aten.max_pool2d_with_indices.default: {"pytorch": _max_pool, "channels last": _max_pool_channels_last},
+}
+
+
+# Bytes a way needs beside its arguments and results, from those of its first argument and of its results.
+SCRATCH: dict[Any, Callable[[int, int], int]] = {
+    _gelu_backward_by_parts: lambda source, _: 2 * source,
+    _max_pool_channels_last: max,
 }
 
 
