@@ -42,6 +42,7 @@ CLASSES = {
     sg.ExecutionError: RuntimeError,
     sg.CheckpointError: ValueError,
     sg.StorageError: OSError,
+    sg.MemoryLimitError: MemoryError,
 }
 INFERENCE = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
 LINK = sg.GraphCompilationOptions.LINK_GRAPHS

@@ -162,6 +162,7 @@ class Tensor:
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
         self.is_updatable = True
+        self.is_bound = False  # whether its data came after it was made, for a call
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
         self._host = self._first_values(data, fill, random)
@@ -345,7 +346,7 @@ class Tensor:
 
     def bind(self, array: Array, device: Device) -> None:
         """Takes `array` (on the host) as data and writes it to `device`, into the buffer in use if there is one."""
-        self._host = array
+        self._host, self.is_bound = array, True
         if device.torch.type == "cpu":
             self._value = array
         elif self._value is not None and self._value.device == device.torch and self._value.shape == array.shape:

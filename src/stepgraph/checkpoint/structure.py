@@ -138,7 +138,7 @@ class Describer:
             described |= {} if tensor.is_updatable else {"is_updatable": False}
             described |= {"name": names[tensor]} if tensor in names else {}
             # Data bound to an input belongs to a call, data an input was made with belongs to the graph.
-            is_bound = tensor in fed and tensor.device is not None
+            is_bound = tensor in fed and tensor.is_bound
             if tensor in held or (tensor.has_data and tensor not in made and not is_bound):
                 array = held[tensor] if tensor in held else tensor.torch()
                 described["data"] = self.encoder.array(names.get(tensor, f"input.{tensor.label}"), array)
