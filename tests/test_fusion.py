@@ -1,17 +1,21 @@
 """Fused steps: the same numbers from PyTorch's compiler, also on the CPU where that is asked for."""
 
+import copy
 import shutil
 import threading
 
 import numpy as np
 import pytest
+import torch
 
 import stepgraph as sg
-from stepgraph.compiler import fusion
+from stepgraph.compiler import fusion, phases
+from stepgraph.compiler.join import join_products
 from stepgraph.compiler.step import Fusion
 from stepgraph.settings import fusion_of
 
 OPTIONS = sg.GraphCompilationOptions
+aten = torch.ops.aten
 
 
 def network(options: OPTIONS) -> sg.TrainingGraph:
@@ -42,8 +46,6 @@ def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:
 
 
 def test_who_is_fused_and_when() -> None:
-    import torch
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert fusion_of(OPTIONS.NONE, cpu, planned=False) is Fusion.NEVER
     assert fusion_of(OPTIONS.NONE, cuda, planned=False) is Fusion.LATER
@@ -88,3 +90,44 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
     assert "stay unfused: no compiler here" in caplog.text and not executable.is_fused
+
+
+def attention(layers: int) -> sg.TrainingGraph:
+    """Self-attentions, each with a shortcut, and two fully connected layers that read the same."""
+    sg.set_seed(3)
+    x, y = sg.Tensor((4, 6, 16)), sg.Tensor((4, 6, 16))
+    graph = sg.Graph()
+    z: sg.Tensor = x
+    for _ in range(layers):
+        z = graph.node(sg.ArithmeticLayer.add(), z, graph.node(sg.MultiheadAttentionLayer.create(16, 2), z, z, z))
+    one, other = (graph.node(sg.FullyConnectedLayer.create(16, 16), z) for _ in range(2))
+    graph.node(sg.ArithmeticLayer.multiply(), one, other)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=1e-2))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
+    return training
+
+
+def test_products_of_one_source_are_joined_and_give_the_same() -> None:
+    training = attention(layers=2)
+    program = training._programs.program(4)
+    part = phases.whole(program, training._programs._kept())
+    joined = copy.deepcopy(part.module)
+    join_products(joined.graph)
+    joined.recompile()
+    generator = torch.Generator().manual_seed(0)
+    likes = [node.meta["val"] for node in part.module.graph.nodes if node.op == "placeholder"]
+    arrays = [torch.rand(a.shape, generator=generator).to(a.dtype) for a in likes]
+    given, again = ([one.clone() for one in arrays] for _ in range(2))
+    with torch.no_grad():
+        for found, wanted in zip(joined(*given), part.module(*again), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for found, wanted in zip(given, again, strict=True):  # parameters and state change in place
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert not all(map(torch.equal, given, arrays))
+    products = [
+        sum(node.target in (aten.mm.default, aten.addmm.default) for node in one.graph.nodes)
+        for one in (part.module, joined)
+    ]
+    # Forward, of weights and of the source: 2 of 3 products go in an attention (x gets no gradient), 1 of 2 at the end.
+    assert products[0] - products[1] == (2 + 2) + (2 + 2 + 2) + (1 + 1 + 1)

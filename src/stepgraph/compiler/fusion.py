@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from stepgraph.compiler.join import join_products
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.trace import recording
 
@@ -29,6 +30,8 @@ def fuse(part: Part) -> Function:
     from torch._inductor.compile_fx import compile_fx
 
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
+    join_products(module.graph)
+    module.recompile()
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     with recording, torch.no_grad():
         return cast(Function, compile_fx(module, arrays, config_patches=SETTINGS))
