@@ -239,7 +239,7 @@ class CompiledGraph(DeclaredGraph):
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
-        if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
+        if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
             return self._feeds.arrays(written, batch, self._require_compiled("execute"))
@@ -250,9 +250,11 @@ class CompiledGraph(DeclaredGraph):
     def _batch_size(self, given: int | None) -> int:
         """The batch size of a call, refused where it is another than declared and the result has other rows."""
         batch, declared = self._feeds.batch_size(given), self._feeds.batch
+        if batch == declared:
+            return batch
         ends = [node.sources[0] for node in self._compiled if node.is_loss] or self._compiled[-1].results
         rows = {tensor.shape[0] for tensor in ends}
-        if batch != declared and not rows & {declared, 1}:
+        if not rows & {declared, 1}:
             raise ArgumentError(
                 "execute",
                 f"batch_size is {batch}, but the first input has {declared} rows and the result {rows.pop()}",
@@ -294,9 +296,9 @@ class CompiledGraph(DeclaredGraph):
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
         with turn(device), _current_device(device):
-            execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
+            execution = Execution(device, timed=bool(options) and ExecutionOptions.PROFILING in options)
             try:
-                if ExecutionOptions.PER_LAYER_PROFILING in options:
+                if options and ExecutionOptions.PER_LAYER_PROFILING in options:
                     found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
                 else:
                     found = executable(binding, arrays)
@@ -305,7 +307,7 @@ class CompiledGraph(DeclaredGraph):
                 execution.fail(error)
                 if completion is None:
                     raise
-        synchronous = ExecutionOptions.SYNCHRONOUS in options
+        synchronous = bool(options) and ExecutionOptions.SYNCHRONOUS in options
         if synchronous and execution.error is None:
             execution.wait()
         execution.announce(completion, waited=synchronous)
@@ -355,11 +357,14 @@ class CompiledGraph(DeclaredGraph):
         self._holding = set(results)
 
     def _answer(self, found: Mapping[Key, torch.Tensor]) -> tuple[Tensor, torch.Tensor | None]:
-        """The loss, or the last result without a loss. The number is copied: the next call may write over it."""
+        """The loss, or the last result without a loss."""
         node = next((node for node in reversed(self._compiled) if node.is_loss), self._compiled[-1])
         result = node.results[0]
-        # As an operator: a plain copy on the device waits much longer behind a replayed CUDA graph.
-        return result, found[value(result)] * 1 if node.is_loss else None
+        if not node.is_loss:
+            return result, None
+        loss = found[value(result)]
+        # A replay would write over it. As an operator: a plain copy waits much longer behind a replayed CUDA graph.
+        return result, loss * 1 if loss.is_cuda else loss
 
     def _check_outputs(self, outputs: Names) -> None:
         made = {tensor for node in self._compiled for tensor in node.results}

@@ -212,7 +212,7 @@ class TrainingGraph(DifferentiatedGraph):
         batch = self._batch_size(batch_size)
         given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
         feeds = self._fed(given, batch, options)
-        evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
+        evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
         learning = not evaluating and self._has_seed(batch)
         if learning and self._exchanges():
             raise StateError(

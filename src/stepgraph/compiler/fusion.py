@@ -16,6 +16,7 @@ from torch import fx
 
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.phases import Part
+from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.trace import recording
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -30,9 +31,11 @@ def fuse(part: Part) -> Function:
     from torch._inductor.compile_fx import compile_fx
 
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
+    arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    if all(array.device.type == "cpu" for array in arrays):
+        spell_out_small_products(module.graph)
     join_products(module.graph)
     module.recompile()
-    arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     with recording, torch.no_grad():
         return cast(Function, compile_fx(module, arrays, config_patches=SETTINGS))
 
