@@ -190,3 +190,15 @@ def test_what_cannot_fit_is_refused_with_the_batch_that_would() -> None:
 def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
     with pytest.raises((sg.ArgumentError, sg.DataTypeError), match="memory_limit"):
         residual_network(memory_limit=limit)
+
+
+@pytest.mark.deep
+def test_resnet18_trains_the_same_in_60_percent_of_its_memory() -> None:
+    plain, limited = (Stepgraph(MODELS["resnet18"], "cpu", dropout=True) for _ in range(2))
+    limit = int(0.6 * plain.training.memory_plan.total)
+    limited.training.compile(sg.Device.cpu(), memory_limit=limit)
+    assert limited.training.memory_plan.total <= limit
+    for _ in range(2):
+        plain.step()
+        limited.step()
+        assert limited.loss == plain.loss
