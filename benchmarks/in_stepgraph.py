@@ -1,5 +1,6 @@
 """The step in stepgraph."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ import torch
 
 import stepgraph as sg
 from benchmarks.models import BETAS, EPSILON, NORMALIZATION_EPSILON, NORMALIZATION_MOMENTUM, Model
+
+OPTIONS = sg.GraphCompilationOptions
 
 
 class Operators:
@@ -81,7 +84,12 @@ class Operators:
 
 
 class Stepgraph:
-    """A compiled training graph. On the CPU it is given NumPy arrays, on a GPU arrays that are there already."""
+    """A compiled training graph. On the CPU it is given NumPy arrays, on a GPU arrays that are there already.
+
+    On a GPU operators are fused in the background while training runs; here the fused step is what is timed.
+    """
+
+    options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.NONE, "cuda": OPTIONS.FUSE_LAYERS}
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
         inputs = sg.Tensor(model.inputs, "int64" if model.vocabulary else "float32")
@@ -94,9 +102,7 @@ class Stepgraph:
         trained = {f"parameter{i}": tensor for i, tensor in enumerate(on.inputs)}
         self.training.add_inputs({"inputs": inputs, **trained}, loss_labels={"labels": labels})
         self.training.set_training_tensor_parameters([sg.TensorParameter(tensor) for tensor in on.inputs])
-        # On a GPU operators are fused in the background while training runs; here the fused step is what is timed.
-        options = sg.GraphCompilationOptions.NONE if device == "cpu" else sg.GraphCompilationOptions.FUSE_LAYERS
-        self.training.compile(sg.Device.of(device), options)
+        self.training.compile(sg.Device.of(device), self.options[device])
         values = (_on(device, array) for array in model.batch())
         self.inputs, self.labels = ({name: next(values)} for name in ("inputs", "labels"))
         self.execution: sg.Execution | None = None
@@ -112,6 +118,18 @@ class Stepgraph:
     def loss(self) -> float:
         assert self.execution is not None
         return float(self.execution.loss)  # type: ignore[arg-type]
+
+
+class AtFirst(Stepgraph):
+    """The step that runs before anything is fused."""
+
+    options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.NONE, "cuda": OPTIONS.NONE}
+
+
+class Fused(Stepgraph):
+    """A step fused by PyTorch's compiler, on the CPU too."""
+
+    options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.FUSE_LAYERS, "cuda": OPTIONS.FUSE_LAYERS}
 
 
 def _on(device: str, array: np.ndarray) -> Any:

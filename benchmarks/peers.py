@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.models import MODELS, Model
 
-OURS, EAGER = "stepgraph", "pytorch"
+OURS, OURS_FUSED, EAGER = "stepgraph", "fused", "pytorch"
 
 
 class Peer(NamedTuple):
@@ -50,6 +50,7 @@ class Peer(NamedTuple):
 
 PEERS = {
     OURS: Peer("benchmarks.in_stepgraph:Stepgraph"),
+    OURS_FUSED: Peer("benchmarks.in_stepgraph:Fused", devices=("cpu",), compiles=True),
     EAGER: Peer("benchmarks.in_pytorch:Eager"),
     "channels_last": Peer("benchmarks.in_pytorch:ChannelsLast", only_images=True),
     "compile": Peer("benchmarks.in_pytorch:Compiled", compiles=True),

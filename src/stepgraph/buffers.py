@@ -78,7 +78,9 @@ def as_array(data: Any, where: str) -> torch.Tensor:
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
     if _is_exact(data, shape, data_type):
-        return torch.from_numpy(data) if isinstance(data, np.ndarray) else data.detach()
+        if isinstance(data, np.ndarray):
+            return torch.from_numpy(data)
+        return data.detach() if data.requires_grad else data
     if isinstance(data, TensorData | bytes | bytearray) or (isinstance(data, memoryview) and data.format == "B"):
         raw = data if isinstance(data, TensorData) else TensorData(np.frombuffer(data, np.uint8))
         return _take(raw.array(data_type.torch), shape, data_type, where, given=f"{raw.length} bytes")
