@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +105,15 @@ class Executable:
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{layer_of(node)} ({phase_of(node)} pass)"
 
+    def settings(self) -> AbstractContextManager[None]:
+        """How PyTorch's libraries are to compute this step.
+
+        cuDNN tries its algorithms for seconds: at first, and where operators are fused later only then, so that
+        training starts at once.
+        """
+        now = self.is_fused or self.step.fusion is not Fusion.LATER
+        return _settings(self.step.tf32, tries=now and self.step.chooses_kernels)
+
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
         with torch.inference_mode():
@@ -150,7 +159,7 @@ class _Capture:
             self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
             self.in_place = {key: others[key].data_ptr() for _, key in binding.opened}
-            with _settings(self.executable.step):
+            with self.executable.settings():
                 return self.executable.run(binding.filled(others))
         moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.graph is None or self.binding is not binding or moved:
@@ -170,7 +179,7 @@ class _Capture:
         arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
-        with _settings(self.executable.step), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with self.executable.settings(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(arrays)
         # The arrays are kept: memory that is read in place must not become another's.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
@@ -178,16 +187,16 @@ class _Capture:
 
 
 @contextmanager
-def _settings(step: Step) -> Iterator[None]:
-    """How PyTorch's libraries are to compute this step: asked when a kernel is launched, also in a capture."""
+def _settings(tf32: bool | None, tries: bool) -> Iterator[None]:
+    """PyTorch asks its settings when a kernel is launched, also in a capture."""
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    benchmark, cudnn.benchmark = cudnn.benchmark, step.chooses_kernels or cudnn.benchmark
+    benchmark, cudnn.benchmark = cudnn.benchmark, tries or cudnn.benchmark
     try:
-        if step.tf32 is None:
+        if tf32 is None:
             yield
             return
         before = products.allow_tf32, cudnn.allow_tf32
-        products.allow_tf32 = cudnn.allow_tf32 = step.tf32
+        products.allow_tf32 = cudnn.allow_tf32 = tf32
         try:
             yield
         finally:
