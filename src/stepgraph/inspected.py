@@ -1,12 +1,30 @@
-"""What a compiled graph tells about itself."""
+"""What a compiled graph tells about itself: how it runs, what it needs, where its numbers stop being finite."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph
+from stepgraph.compiled import CompiledGraph, Found, current_device
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
+from stepgraph.errors import NumericsError, StateError
+from stepgraph.runtime.blame import unread
+from stepgraph.runtime.description import described
+from stepgraph.runtime.executable import Binding, Executable
+from stepgraph.runtime.execution import turn
+from stepgraph.runtime.feeds import Data
+from stepgraph.runtime.finite import all_finite
+from stepgraph.runtime.numerics import NumericsReport, report
+from stepgraph.runtime.trial import Trial, changed, replay
+from stepgraph.types import GraphCompilationOptions
+
+_COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
 
 
 class InspectedGraph(CompiledGraph):
@@ -28,8 +46,128 @@ class InspectedGraph(CompiledGraph):
         return list(self._programs.executables)
 
     def __rich__(self) -> RenderableType:
-        title = f"{type(self).__name__} on {self.device}" if self.device else f"{type(self).__name__}, not compiled"
-        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, title)]
-        if self.device:
-            parts += ["", str(self._plan)]
+        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, self._title)]
+        for text in self._told():
+            parts += ["", Text(text)]
         return Group(*parts)
+
+    def _repr_svg_(self) -> str:
+        names = {tensor: name for _, name, tensor in self._feeds}
+        return draw.svg(self._compiled or self.nodes, self._stopped, names)
+
+    def _repr_html_(self) -> str:
+        return draw.graph_html(self._title, self._repr_svg_(), self._compiled or self.nodes, *self._told())
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} on {self.device}" if self.device else f"{type(self).__name__}, not compiled"
+
+    def _told(self) -> list[str]:
+        """What a compiled graph adds to its table: the memory plan, and how it runs."""
+        if not self.device:
+            return []
+        lines = [f"  {name:<12}{text}" for name, text in self._described()]
+        return [str(self._plan), "\n".join(["How it runs", *lines])]
+
+    def _described(self) -> list[tuple[str, str]]:
+        """How the whole step, or the inference pass, runs."""
+        part, batch = "step" if self.trains else "inference", self._feeds.batch
+        return described(self._programs.program(batch, self.trains), self._programs.executables.get((part, batch)))
+
+    # Numbers that are not finite
+
+    def check_numerics(
+        self,
+        inputs_data: Data | None = None,
+        loss_labels_data: Data | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> NumericsReport:
+        """Names the first layer and phase in which a NaN or an infinity comes up, and changes nothing.
+
+        A step is run once more, operator by operator, on copies of what it would change. What counts is what it leaves
+        behind: the loss, trained gradients, parameters, optimizer state and statistics; an infinity that comes to
+        nothing on the way does not.
+
+        Args:
+            inputs_data: a batch to try. Without one it is that of the last call, with the parameters of now: where its
+                update has made them NaN already, the report says so, and `CHECK_NUMERICS` is what stops in time.
+            loss_labels_data: its labels.
+            loss_label_weights_data: its label weights.
+            batch_size: its rows; the tensors' own if not given.
+
+        Example:
+            >>> print(training.check_numerics())  # doctest: +SKIP
+            Everything is finite in step 12.
+        """
+        device = self._ready("check_numerics")
+        again = inputs_data is None and loss_labels_data is None and loss_label_weights_data is None
+        if again and self._last is None:
+            raise StateError(
+                f"{type(self).__name__}.check_numerics",
+                "nothing has been executed yet",
+                fix="execute a step first, or pass a batch",
+            )
+        if again and self._last is not None:
+            batch, step, feeds = self._last.batch, self._last.step, self._written
+        else:
+            named = self._feeds.named(inputs_data or {}, loss_labels_data, loss_label_weights_data)
+            batch = self._batch_size(batch_size)
+            step, feeds = self._next_step(), self._feeds.arrays(named, batch, device)
+        with turn(device), current_device(device):
+            arrays = self._replayed(batch, again) | feeds
+            return report(replay(self._programs.program(batch, self.trains), arrays), step, self._feeds.spoken)
+
+    def _kept_keys(self) -> list[Key]:
+        checked = GraphCompilationOptions.CHECK_NUMERICS in self._options
+        kept = super()._kept_keys()
+        return list(dict.fromkeys([*kept, *map(value, unread(self._compiled))])) if checked else kept
+
+    def _replayed(self, batch: int, again: bool) -> Found:
+        """Arrays beside the feeds for running a step once more."""
+        return self._arrays()
+
+    def _next_step(self) -> int | None:
+        return None if self._optimizer is None else self._optimizer.time_step
+
+    def _computed(self, binding: Binding, arrays: Mapping[Key, torch.Tensor], run: Callable[[], Found]) -> Found:
+        """What one run gives; with `CHECK_NUMERICS`, a run that leaves anything not finite is taken back."""
+        if GraphCompilationOptions.CHECK_NUMERICS not in self._options:
+            return run()
+        executable = binding.executable
+        memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
+        before = {key: memory[key].clone() for key in changed(executable.step) if key in memory}
+        found = run()
+        if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
+            return found
+        after = {key: memory[key].clone() for key in before}
+        with torch.inference_mode():
+            for key, array in before.items():
+                memory[key].copy_(array)
+        raise self._explained(executable, {**self._arrays(), **arrays}, found, after)
+
+    def _explained(self, executable: Executable, arrays: Found, found: Found, after: Found) -> NumericsError:
+        name, batch = next(key for key, one in self._programs.executables.items() if one is executable)
+        if name in _COMPLETE:
+            trial = Trial(executable.step, arrays, found, after)
+        else:
+            trial = replay(self._programs.program(batch, name not in ("inference", "evaluation")), arrays)
+        told = report(trial, self._next_step(), self._feeds.spoken)
+        if told.ok:
+            return NumericsError(
+                f"{type(self).__name__}.execute",
+                "the compiled step made a NaN or an infinity, which it does not when run operator by operator",
+                fix="compile with DETERMINISTIC as well and see whether it stays",
+            )
+        kept: dict[str, Any] = {"taken_back": "parameters, optimizer and statistics are as before this call"}
+        return told.error(**(kept if after else {}))
+
+
+def _left_behind(executable: Executable, found: Found, memory: Found) -> list[torch.Tensor]:
+    """What must be finite after a run: results that no layer reads, trained gradients, and what was written."""
+    step = executable.step
+    results = map(value, unread(step.nodes))
+    gradients = [] if step.scales_loss else map(gradient, step.trainable)
+    written = [array for key, array in memory.items() if key not in (STREAM, NUMBERS, SCALE)]
+    return [*(found[key] for key in (*results, *gradients) if key in found), *written]
