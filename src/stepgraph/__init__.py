@@ -98,6 +98,7 @@ from stepgraph.graph import Graph as Graph
 from stepgraph.training import TrainingGraph as TrainingGraph
 from stepgraph.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
+from stepgraph.runtime.profile import Profile as Profile
 from stepgraph.runtime.numerics import NumericsReport as NumericsReport
 from stepgraph.fit import evaluate as evaluate, fit as fit
 from stepgraph.history import History as History

@@ -86,7 +86,8 @@ class History:
         names = [key for key, value in (self.epochs[0] if self.epochs else {}).items() if not isinstance(value, list)]
         lines = [[shown(name, row[name]) for name in names] for row in self.epochs]
         best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
-        return draw.html_table(names, lines, best=best) + (f"<p>{escape(self.stopped)}</p>" if self.stopped else "")
+        ended = f"<p>{escape(self.stopped)}</p>" if self.stopped else ""
+        return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
         console = Console(width=160, color_system=None)

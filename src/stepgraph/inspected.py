@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group, RenderableType
@@ -13,18 +13,27 @@ from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
-from stepgraph.errors import NumericsError, StateError
+from stepgraph.errors import ArgumentError, NumericsError, StateError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.description import described
-from stepgraph.runtime.executable import Binding, Executable
+from stepgraph.runtime.executable import Binding, Executable, settings
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
+from stepgraph.runtime.profile import Profile, profile
 from stepgraph.runtime.trial import Trial, changed, replay
 from stepgraph.types import GraphCompilationOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
+
+
+class _Batch(NamedTuple):
+    """What one more run of a step works on: its batch size, its number, all arrays it reads."""
+
+    batch: int
+    step: int | None
+    arrays: Found
 
 
 class InspectedGraph(CompiledGraph):
@@ -74,7 +83,7 @@ class InspectedGraph(CompiledGraph):
         part, batch = "step" if self.trains else "inference", self._feeds.batch
         return described(self._programs.program(batch, self.trains), self._programs.executables.get((part, batch)))
 
-    # Numbers that are not finite
+    # Running a step once more, to look at it
 
     def check_numerics(
         self,
@@ -101,23 +110,63 @@ class InspectedGraph(CompiledGraph):
             >>> print(training.check_numerics())  # doctest: +SKIP
             Everything is finite in step 12.
         """
-        device = self._ready("check_numerics")
-        again = inputs_data is None and loss_labels_data is None and loss_label_weights_data is None
-        if again and self._last is None:
+        given = (inputs_data, loss_labels_data, loss_label_weights_data)
+        device, chosen = self._ready("check_numerics"), self._chosen_batch("check_numerics", given, batch_size)
+        with turn(device), current_device(device):
+            program = self._programs.program(chosen.batch, self.trains)
+            return report(replay(program, chosen.arrays), chosen.step, self._feeds.spoken)
+
+    def profile(
+        self,
+        inputs_data: Data | None = None,
+        loss_labels_data: Data | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        batch_size: int | None = None,
+        repeat: int = 3,
+    ) -> Profile:
+        """Time by layer and phase, measured operator by operator; nothing is learned.
+
+        Waiting for each operator costs time of its own, so the sum is more than a step takes, most of all on a GPU.
+        `execute` with `PER_LAYER_PROFILING` measures a step that counts.
+
+        Args:
+            inputs_data: a batch; that of the last call if not given.
+            loss_labels_data: its labels.
+            loss_label_weights_data: its label weights.
+            batch_size: its rows; the tensors' own if not given.
+            repeat: how often the step runs; each operator counts with its least time.
+
+        Example:
+            >>> print(training.profile({"image": images}, {"label": labels}))  # doctest: +SKIP
+        """
+        if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
+            raise ArgumentError("profile", f"repeat is {repeat!r}", fix="give a whole number ≥ 1")
+        given = (inputs_data, loss_labels_data, loss_label_weights_data)
+        device, chosen = self._ready("profile"), self._chosen_batch("profile", given, batch_size)
+        executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
+        found = []
+        with turn(device), current_device(device), settings(executable.step):
+            for _ in range(repeat):
+                copies = {key: chosen.arrays[key].clone() for key in changed(executable.step) if key in chosen.arrays}
+                arrays = executable.bind({**chosen.arrays, **copies}).filled({})
+                found.append(profile(executable.part, arrays, device.torch)[1])
+        return Profile.best_of(found)
+
+    def _chosen_batch(self, call: str, given: tuple[Data | None, ...], batch_size: int | None) -> _Batch:
+        """The batch that was given, or that of the last call."""
+        last = self._last
+        if any(data is not None for data in given):
+            batch = self._batch_size(batch_size)
+            feeds = self._feeds.arrays(self._feeds.named(*given), batch, self._require_compiled(call))
+            return _Batch(batch, self._next_step(), self._replayed(batch, again=False) | feeds)
+        if last is None:
             raise StateError(
-                f"{type(self).__name__}.check_numerics",
+                f"{type(self).__name__}.{call}",
                 "nothing has been executed yet",
                 fix="execute a step first, or pass a batch",
             )
-        if again and self._last is not None:
-            batch, step, feeds = self._last.batch, self._last.step, self._written
-        else:
-            named = self._feeds.named(inputs_data or {}, loss_labels_data, loss_label_weights_data)
-            batch = self._batch_size(batch_size)
-            step, feeds = self._next_step(), self._feeds.arrays(named, batch, device)
-        with turn(device), current_device(device):
-            arrays = self._replayed(batch, again) | feeds
-            return report(replay(self._programs.program(batch, self.trains), arrays), step, self._feeds.spoken)
+        return _Batch(last.batch, last.step, self._replayed(last.batch, again=True) | self._written)
 
     def _kept_keys(self) -> list[Key]:
         checked = GraphCompilationOptions.CHECK_NUMERICS in self._options

@@ -15,7 +15,7 @@ _STYLE = "\n".join(
     [
         ".stepgraph-view{display:flex;flex-wrap:wrap;gap:1.5em;align-items:flex-start;color:inherit}",
         ".stepgraph-view>.drawing{max-height:40em;overflow:auto;flex:0 1 auto;min-width:12em}",
-        ".stepgraph-view>.facts{flex:1 1 24em;min-width:0;overflow:auto;max-height:40em}",
+        ".stepgraph-view>.facts{flex:1 1 24em;min-width:0;overflow-x:auto}",
         ".stepgraph-view h4{margin:0 0 .5em;font-size:1em}",
         ".stepgraph-view pre{color:inherit;background:none;font-size:.85em;line-height:1.35;white-space:pre-wrap}",
         ".stepgraph-table{border-collapse:collapse;font-size:.85em;font-variant-numeric:tabular-nums}",
@@ -38,11 +38,15 @@ def graph_html(title: str, drawing: str, nodes: Sequence[Node], *texts: str) -> 
         texts: shown below, line by line as they are.
     """
     listed = html_table(COLUMNS, rows(nodes), words=COLUMNS[:-1], last_is_sum=True)
-    below = "".join(text_html(text) for text in texts if text)
-    return (
-        f'<div class="stepgraph-view"><style>{_STYLE}</style><div class="drawing">{drawing}</div>'
-        f'<div class="facts"><h4>{escape(title)}</h4>{listed}{below}</div></div>'
+    below = "".join(f"<pre>{escape(text)}</pre>" for text in texts)
+    return styled(
+        f'<div class="drawing">{drawing}</div><div class="facts"><h4>{escape(title)}</h4>{listed}{below}</div>'
     )
+
+
+def styled(content: str) -> str:
+    """HTML with its own looks."""
+    return f'<div class="stepgraph-view"><style>{_STYLE}</style>{content}</div>'
 
 
 def html_table(
@@ -62,12 +66,4 @@ def html_table(
         mark = "".join(f' class="{name}"' for name, holds in marks.items() if holds)
         cells = "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(line, kinds, strict=True))
         body.append(f"<tr{mark}>{cells}</tr>")
-    return (
-        f'<table class="stepgraph-table"><style>{_STYLE}</style><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table>"
-    )
-
-
-def text_html(text: str) -> str:
-    """Text as it is, in letters of one width."""
-    return f"<pre>{escape(text)}</pre>"
+    return f'<table class="stepgraph-table"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
