@@ -169,6 +169,10 @@ class Search:
         return found
 
     @cached_property
+    def _order(self) -> dict[Tensor, int]:
+        return {tensor: order for order, tensor in enumerate(self.step.held)}
+
+    @cached_property
     def _index(self) -> dict[Node, int]:
         return {node: index for index, node in enumerate(self.step.nodes)}
 
@@ -182,18 +186,18 @@ class Search:
         # The gradient of a parameter is complete once its first reader has been differentiated.
         return maker or (readers[0] if readers else None)
 
-    def _time(self, mark: _Mark) -> tuple[float, int]:
+    def _time(self, mark: _Mark) -> tuple[float, int, int]:
         """When an array came up in the step; what came from outside is told in the order inputs, parameters, state."""
         (key, after), count = mark, len(self.step.nodes)
-        node = self._node(mark)
+        node, order = self._node(mark), self._order.get(key.owner, 0)
         index = self._index[node] if node is not None else 0
         if after:
-            return (3 * count + index if key.owner in self.step.trainable_set else count), 0
+            return (3 * count + index if key.owner in self.step.trainable_set else count), key.kind == "value", order
         if key.kind in _GRADIENTS:
-            return 2 * count - index + (0.5 if key.kind == "gradient" else 0), 0
+            return 2 * count - index + (0.5 if key.kind == "gradient" else 0), 0, order
         if key.owner in self._made_by:
-            return index, 0
-        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind == "state" else 1
+            return index, 0, 0
+        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind == "state" else 1, order
 
     def _described(self, mark: _Mark) -> Origin:
         key, after = mark

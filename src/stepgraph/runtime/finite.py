@@ -44,6 +44,12 @@ class Contents:
         """Whether there is neither a NaN nor an infinity."""
         return not (self.nan or self.positive or self.negative)
 
+    @property
+    def kinds(self) -> str:
+        """What is not finite, as `NaN and -inf`."""
+        counts = {"NaN": self.nan, "+inf": self.positive, "-inf": self.negative}
+        return " and ".join(name for name, count in counts.items() if count)
+
     def __str__(self) -> str:
         finite = self.count - self.nan - self.positive - self.negative
         within = f"{self.low:.4g} to {self.high:.4g}" if finite else ""

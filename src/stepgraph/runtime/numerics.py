@@ -111,38 +111,38 @@ class _Telling:
         origin, node = self.origin, self.origin.node
         array = self.search.array(origin.key, origin.after)
         assert array is not None
-        what, name, problem = self._said()
+        contents = Contents.of(array)
+        what, name, problem = self._said(contents.kinds)
         where = node.where if node is not None else "the step"
         if what == "input":
             where = self.spoken.get(origin.key.owner, f"Tensor '{origin.key.owner.label}'")
         names = self.search.step.names
         layer = None if node is None else names.get(node.layer, node.layer.label)
-        contents = Contents.of(array)
         facts = {name if what != "input" else "data": contents, **self._seen(what)}
         return NumericsReport(self.step, layer, origin.phase, what, name, where, problem, contents, facts)
 
-    def _said(self) -> tuple[str, str, str]:
+    def _said(self, kinds: str) -> tuple[str, str, str]:
         """What it is, which one, and what is wrong with it."""
         key, step = self.origin.key, _in_step(self.step)
         of_step = step.replace(" in ", " of ")
         tensor = key.owner if isinstance(key.owner, Tensor) else None
         if self.origin.given and key.kind == "value" and (key.owner in self.spoken or not self._of_layer(key.owner)):
-            return "input", key.owner.label, f"its data is not finite{step}"
+            return "input", key.owner.label, f"{kinds} in its data{step}"
         if self.origin.given and key.kind == "user gradient":
-            return "user gradient", key.owner.label, f"the gradient given for its result is not finite{step}"
+            return "user gradient", key.owner.label, f"{kinds} in the gradient given for its result{step}"
         if self.origin.given:
             name = self._parameter(key)
             begins = "the step" if self.step is None else f"step {self.step}"
-            return "parameter", name, f"its {name} is not finite when {begins} begins; it became so earlier"
+            return "parameter", name, f"{kinds} in its {name} when {begins} begins; an earlier one made it"
         if self.origin.after:
             name = self._parameter(key)
             if self.origin.phase == "forward":
-                return "result", name, f"its new {name} is not finite, in the forward pass{of_step}"
-            return "update", name, f"its {name} is not finite after the update{of_step}"
+                return "result", name, f"{kinds} in its new {name}, in the forward pass{of_step}"
+            return "update", name, f"{kinds} in its {name} after the update{of_step}"
         if key.kind == "value":
-            return "result", "result", f"its result is not finite, in the forward pass{of_step}"
+            return "result", "result", f"{kinds} in its result, in the forward pass{of_step}"
         by = f"source {key.position + 1}" if tensor is None else self._parameter(key) or "result"
-        return "gradient", f"gradient by {by}", f"its gradient by {by} is not finite, in the gradient pass{of_step}"
+        return "gradient", f"gradient by {by}", f"{kinds} in its gradient by {by}, in the gradient pass{of_step}"
 
     def _of_layer(self, tensor: Tensor) -> bool:
         return self.origin.node is not None and tensor in set(layer_tensors(self.origin.node))

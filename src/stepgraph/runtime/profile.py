@@ -93,7 +93,7 @@ class Profile:
             [
                 cost.layer,
                 *(_milliseconds(getattr(cost, phase)) for phase in (*PHASES, "seconds")),
-                f"{cost.seconds / whole:.1%}",
+                f"{cost.seconds / (whole or 1):.1%}",
                 draw.size(cost.memory),
             ]
             for cost in (*layers, LayerCost("together", **sums))
