@@ -370,6 +370,20 @@ def test_a_completion_handler_gets_the_error() -> None:
         execution.wait()
 
 
+def test_the_rows_of_the_last_call_are_looked_at() -> None:
+    training, x, _ = _log_of_a_negative()
+    assert training.check_numerics({"x": X[:3]}, {"y": Y[:3]}, batch_size=3).ok
+    training.execute({"x": X}, {"y": Y})
+    training.execute({}, options=sg.ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE, batch_size=2)
+    assert training.check_numerics().ok
+    with pytest.raises(sg.DataError):
+        training.execute({"x": x[:1]}, {"y": Y[:1]}, batch_size=3)
+    assert training.check_numerics().ok  # what was refused was not executed
+    with pytest.raises(sg.NumericsError):
+        training.execute({"x": x[:3]}, {"y": Y[:3]}, batch_size=3)
+    assert training.check_numerics().contents.nan == 9
+
+
 def test_there_must_be_a_batch() -> None:
     training = network([dense(3, 2, "only")])
     for call in (training.check_numerics, training.profile):
@@ -391,3 +405,19 @@ def test_fit_ends_with_the_error() -> None:
     training = network([dense(3, 2, "only")])
     with pytest.raises(sg.NumericsError, match="input 'x'"):
         sg.fit(training, ({"x": with_value(X, NAN)}, {"y": Y}), progress="quiet")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_checked_through_all_its_ways_to_run() -> None:
+    """Before the CUDA graph, while it is captured, and as a replay."""
+    for good in (0, 1, 4):
+        training = network([arithmetic("LOG", "log"), dense(3, 2, "last")])
+        training.compile(sg.Device.gpu(), CHECK)
+        for _ in range(good):
+            step(training)
+        before = _everything(training)
+        with pytest.raises(sg.NumericsError) as caught:
+            step(training, -X)
+        assert (caught.value.layer, caught.value.phase, caught.value.step) == ("log", "forward", good + 1)
+        assert _everything(training) == before and training.check_numerics().layer == "log"
+        assert step(training).loss > 0 and "fusing begins in the background" in str(training)

@@ -1,7 +1,10 @@
 """What graphs tell about themselves: as text, in notebooks, and as a profile by phase."""
 
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,6 +153,20 @@ def test_a_history_renders_in_notebooks() -> None:
 
 def test_cells_are_quoted() -> None:
     assert "&lt;b&gt;" in html_table(["<a>"], [["<b>"]]) and "&lt;a&gt;" in html_table(["<a>"], [["<b>"]])
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_a_browser_shows_it_without_a_complaint(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset='utf-8'>{digits()._repr_html_()}")
+    settings = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    page = (tmp_path / "page.html").as_uri()
+    done = subprocess.run(
+        [BROWSER, *settings, f"--user-data-dir={tmp_path}", page], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.count('class="node ') == 5 and "CONSOLE" not in done.stderr
 
 
 # Profiles

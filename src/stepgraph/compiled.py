@@ -48,10 +48,11 @@ Found = dict[Key, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """What is known about the last call: its batch size, the step it belonged to, whether it drew random numbers."""
+    """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
 
     batch: int
     step: int | None
+    feeds: Found
     drew: bool = False
 
 
@@ -168,7 +169,7 @@ class CompiledGraph(DeclaredGraph):
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs = Programs(self._step, self._kept_keys)
-        self._bindings = {}
+        self._bindings, self._last = {}, None
         for tensor in self._held:
             tensor.place(self.device)
         for node in self._compiled:
@@ -253,13 +254,16 @@ class CompiledGraph(DeclaredGraph):
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
+        step = None if self._optimizer is None else self._optimizer.time_step
         if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
-            return self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            feeds = self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            self._last = Call(batch, step, feeds)
+            return feeds
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
-        self._last = Call(batch, None if self._optimizer is None else self._optimizer.time_step)
         self._given = {tensor: _current(tensor) for tensor in self._feeds.tensors}
+        self._last = Call(batch, step, self._written)
         return self._written
 
     def _batch_size(self, given: int | None) -> int:

@@ -166,7 +166,7 @@ class InspectedGraph(CompiledGraph):
                 "nothing has been executed yet",
                 fix="execute a step first, or pass a batch",
             )
-        return _Batch(last.batch, last.step, self._replayed(last.batch, again=True) | self._written)
+        return _Batch(last.batch, last.step, self._replayed(last.batch, again=True) | last.feeds)
 
     def _kept_keys(self) -> list[Key]:
         checked = GraphCompilationOptions.CHECK_NUMERICS in self._options
