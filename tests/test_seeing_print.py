@@ -1,5 +1,6 @@
 """What graphs tell about themselves: as text, in notebooks, and as a profile by phase."""
 
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -164,7 +165,11 @@ def test_a_browser_shows_it_without_a_complaint(tmp_path: Path) -> None:
     settings = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     page = (tmp_path / "page.html").as_uri()
     done = subprocess.run(
-        [BROWSER, *settings, f"--user-data-dir={tmp_path}", page], check=True, capture_output=True, text=True, timeout=120
+        [BROWSER, *settings, f"--user-data-dir={tmp_path}", page],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.count('class="node ') == 5 and "CONSOLE" not in done.stderr
 
@@ -213,3 +218,20 @@ def test_a_training_graph_profiles_a_batch_and_learns_nothing() -> None:
 
 def test_an_empty_profile_prints() -> None:
     assert "together" in str(Profile(()))
+
+
+def test_the_page_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "seeing-problems.md").read_text()
+    names: dict = {}
+    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(program, "seeing-problems.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "NaN in its result, in the forward pass of step 1." in printed and "root forward 1" in printed
+    assert "Everything is finite in step 1." in printed and "[3, 5]" in printed
+    (shown,) = re.findall(r"```\n(How it runs\n.*?)```", page, re.DOTALL)
+    without_count = [re.sub(r"\d+ operators", "", text) for text in (shown, printed)]  # it is PyTorch's
+    assert without_count[0] in without_count[1]
+    assert ET.parse("graph.svg").getroot().tag.endswith("svg")
