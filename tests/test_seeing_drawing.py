@@ -52,6 +52,22 @@ def test_every_layer_is_a_group_with_its_unique_name_and_every_edge_a_path():
     }  # fmt: skip
 
 
+def test_names_are_unique_also_where_a_label_looks_like_a_numbered_one():
+    layers = [sg.ActivationLayer.relu(label=label) for label in ("a", "a", "a1", "a", "b")]
+    assert list(draw.unique_names(layers).values()) == ["a2", "a3", "a1", "a4", "b"]
+
+
+def test_a_box_tells_which_of_its_kind_a_layer_is():
+    text = draw.svg(_residual(1).nodes)
+    for words in (
+        "Activation ReLU · 4×8",
+        "Arithmetic Add · 4×8",
+        "FullyConnected · 4×8",
+        "Loss Mean Squared Error · 1",
+    ):
+        assert words in text
+
+
 def test_edges_are_stopped_where_no_gradient_flows():
     graph = _residual(1)
     inner = graph.nodes[1].results[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
+
 from stepgraph.compiler.kernels import WAY
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import Program, layer_of
@@ -52,6 +54,12 @@ def _kernels(program: Program) -> list[str]:
         if WAY in node.meta:
             operator, way = node.meta[WAY]
             chosen[operator][way].append(layer_of(node))
+    aten = torch.ops.aten
+    on_gpu = program.step.device.type == "cuda"
+    if on_gpu and any(node.target is aten.convolution.default for node in program.nodes):
+        chosen["convolution"]["cuDNN's fastest"] = [
+            layer_of(node) for node in program.nodes if node.target is aten.convolution.default
+        ]
     if not chosen:
         return ["PyTorch's own; nothing here has another way to choose"]
     lines = [f"{operator}: {_ways(ways, WIDTH - len(operator))}" for operator, ways in chosen.items()]
