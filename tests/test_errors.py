@@ -43,6 +43,7 @@ CLASSES = {
     sg.CheckpointError: ValueError,
     sg.StorageError: OSError,
     sg.MemoryLimitError: MemoryError,
+    sg.NumericsError: FloatingPointError,
 }
 INFERENCE = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
 LINK = sg.GraphCompilationOptions.LINK_GRAPHS

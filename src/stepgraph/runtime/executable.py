@@ -54,6 +54,7 @@ class Executable:
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.is_fused = False
         self._fusing: Future[Function] | None = None
+        self._refused = ""
         if step.fusion is Fusion.FIRST:
             self._function, self.is_fused = fusion.fuse(part), True
 
@@ -62,6 +63,15 @@ class Executable:
         """How calls run: `traced`, or `CUDA graph` once captured; `fused` before it where operators are."""
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
+
+    @property
+    def fusing(self) -> str:
+        """How far fusing has come: `never`, `not yet`, `under way`, `done`, or why it did not succeed."""
+        if self.is_fused or self._refused:
+            return self._refused or "done"
+        if self._fusing is not None:
+            return "under way"
+        return "never" if self.step.fusion is Fusion.NEVER else "not yet"
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
         """The arrays that stay between calls, in their places."""
@@ -90,7 +100,8 @@ class Executable:
         """Goes on with the fused operators from this call on."""
         self._fusing, error = None, fusing.exception()
         if error is not None:
-            logger.warning("operators stay unfused: %s", reason(error))
+            self._refused = reason(error)
+            logger.warning("operators stay unfused: %s", self._refused)
             return
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
