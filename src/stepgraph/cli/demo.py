@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if history.stopped == "interrupted":
         raise KeyboardInterrupt
     right = sg.evaluate(training, unseen, metrics=[sg.accuracy])["accuracy"]
-    screen.show("", f"Of the {UNSEEN:,} pictures it had not seen it tells {right:.1%} right. Four of them:", "")
+    screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, which it had not seen. Four of them:", "")
     screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in all, on {device}.")
     _tell_next(training, arguments.save)
     return 0

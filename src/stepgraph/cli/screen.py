@@ -24,8 +24,10 @@ def show(*parts: RenderableType) -> None:
             column.overflow = "fold"
     if sys.stdout.isatty():
         Console(markup=False, highlight=False).print(*parts, sep="\n")
-    else:
-        print(draw.text(*parts, width=int(os.environ.get("COLUMNS") or _UNLIMITED)))
+        return
+    width = int(os.environ.get("COLUMNS") or _UNLIMITED)
+    for part in parts:
+        print(draw.text(part, width=width))
 
 
 def facts(rows: Mapping[str, object]) -> Table:

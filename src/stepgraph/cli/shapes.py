@@ -43,7 +43,5 @@ def _distances(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> list[np.ndar
 def as_text(pictures: np.ndarray, captions: list[str]) -> str:
     """Pictures side by side, in characters; a caption below each."""
     levels = np.clip(pictures[:, 0] * len(_SHADES), 0, len(_SHADES) - 1).astype(int)
-    lines = [
-        "  ".join("".join(_SHADES[pixel] for pixel in row) for row in level) for level in levels.transpose(1, 0, 2)
-    ]
+    lines = ["  ".join("".join(_SHADES[one] for one in row) for row in rows) for rows in levels.transpose(1, 0, 2)]
     return "\n".join(line.rstrip() for line in [*lines, "  ".join(f"{one:^{SIZE}}" for one in captions)])
