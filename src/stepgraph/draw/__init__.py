@@ -1,0 +1,7 @@
+"""How a graph looks: a table, DOT text, an SVG picture. Works on anything with nodes; knows no graph class."""
+
+from stepgraph.draw.graphviz import dot as dot
+from stepgraph.draw.names import extents as extents, kind as kind, parameter_names as parameter_names
+from stepgraph.draw.names import unique_names as unique_names
+from stepgraph.draw.picture import svg as svg
+from stepgraph.draw.tables import size as size, table as table, text as text

@@ -1,0 +1,65 @@
+"""Graphs as tables for people, and what else is shown as text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from stepgraph.draw.names import extents, kind, unique_names
+
+if TYPE_CHECKING:
+    from stepgraph.graph import Node
+    from stepgraph.layer import Layer
+
+
+def table(nodes: Sequence[Node], title: str) -> Table:
+    """One row a node: layer, kind, sources, results, parameters."""
+    drawn = Table(
+        "layer", "kind", "sources", "result", title=title, title_justify="left", show_edge=False, pad_edge=False
+    )
+    drawn.add_column("parameters", justify="right")
+    names = unique_names(node.layer for node in nodes)
+    counted: set[Layer] = set()
+    for node in nodes:
+        sources = ", ".join(extents(tensor) for tensor in node.sources)
+        results = ", ".join(extents(tensor) for tensor in node.results)
+        drawn.add_row(names[node.layer], kind(node.layer), sources, results, _parameters(node, node.layer in counted))
+        counted.add(node.layer)
+    distinct = {tensor for node in nodes for tensor in node.layer.parameters.values()}
+    total = sum(tensor.descriptor.element_count for tensor in distinct)
+    drawn.add_section()
+    drawn.add_row(f"{len(nodes)} nodes", "", "", "", f"{total:,}")
+    return drawn
+
+
+def _parameters(node: Node, is_counted: bool) -> str:
+    if not node.layer.parameter_count:
+        return ""
+    frozen = " frozen" if node.disable_update else ""
+    return "shared" if is_counted else f"{node.layer.parameter_count:,}{frozen}"
+
+
+def text(*parts: RenderableType, width: int = 112) -> str:
+    """What rich would print, as plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())  # type: ignore[attr-defined]
+
+
+def size(count: float) -> str:
+    """Bytes, readable.
+
+    Example:
+        >>> size(1536)
+        '1.50 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
