@@ -11,11 +11,12 @@ _SETTINGS = {"class", "id", "d", "x", "y", "x1", "y1", "x2", "y2", "dx", "dy", "
 _SETTINGS |= {"width", "height", "viewBox", "transform", "preserveAspectRatio", "refX", "refY", "orient", "role"}
 _SETTINGS |= {"markerWidth", "markerHeight", "markerUnits", "marker-end", "fill", "stroke", "stroke-width", "opacity"}
 _SETTINGS |= {"stroke-dasharray", "stroke-linecap", "stroke-linejoin", "text-anchor", "dominant-baseline", "font-size"}
-_SETTINGS |= {"font-weight", "font-family", "data-layer", "data-node", "data-kind", "aria-label", "textLength"}
+_SETTINGS |= {"font-weight", "font-family", "fill-opacity", "stroke-opacity", "aria-label"}
+_SETTINGS |= {"data-layer", "data-input", "data-from", "data-to"}
 
 
 def harmless(drawing: str) -> str:
-    """The drawing without anything that could run, load or link; nothing where it is no SVG."""
+    """The drawing without anything that could run, load, link or restyle the page; nothing where it is no SVG."""
     try:
         root = ElementTree.fromstring(drawing)
     except ElementTree.ParseError:

@@ -53,6 +53,11 @@ class Run:
         """`"running"` while no end is recorded (a killed run has none either), else why it ended."""
         return "running" if self.end is None else str(self.end["stopped"])
 
+    @property
+    def size(self) -> int:
+        """Bytes of the record that were read."""
+        return self._offset
+
     def update(self) -> bool:
         """Reads what was appended since; whether there was anything."""
         path = self.folder / FILE

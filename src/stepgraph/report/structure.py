@@ -20,12 +20,13 @@ def graph(training: TrainingGraph) -> dict[str, Any]:
     step = training._step(training._feeds.batch, True)
     names = draw.parameter_names(nodes)
     makers = {tensor: names[node.layer] for node in nodes for tensor in node.results}
+    called = {t: name for _, name, t in training._feeds}
     every = {t for node in nodes for t in (*node.arguments, *node.results)}
     return {
-        "nodes": [_node(node, step, names, makers) for node in nodes],
+        "nodes": [_node(node, step, names, {**called, **makers}) for node in nodes],
         "batch": training._feeds.batch,
         "gradients": _stops(nodes, step, names),
-        "drawing": draw.svg(nodes, stopped=every - step.active),
+        "drawing": draw.svg(nodes, every - step.active, called),
     }
 
 
@@ -53,15 +54,15 @@ def plan(training: TrainingGraph) -> dict[str, Any]:
     }
 
 
-def _node(node: Node, step: Step, names: dict[Any, str], makers: dict[Tensor, str]) -> dict[str, Any]:
+def _node(node: Node, step: Step, names: dict[Any, str], origins: dict[Tensor, str]) -> dict[str, Any]:
     trained, seen = set(step.trainable), set(step.differentiated(node))
     return {
         "layer": names[node.layer],
-        "kind": type(node.layer).__name__.removesuffix("Layer"),
+        "kind": draw.kind(node.layer),
         "line": node.line,
         "loss": node.is_loss,
         "frozen": node.disable_update and bool(node.layer.parameters),
-        "sources": [{**_tensor(t), "from": makers.get(t, t.label)} for t in node.arguments],
+        "sources": [{**_tensor(t), "from": origins.get(t, t.label)} for t in node.arguments],
         "results": [_tensor(t) for t in node.results],
         "parameters": [
             {**_tensor(t), "name": names[t], "trained": t in trained and t in seen}

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
+from stepgraph.errors import RunError
 from stepgraph.report.drawing import harmless
 from stepgraph.report.record import FILE
 from stepgraph.report.run import Run
@@ -19,6 +20,14 @@ CELLS = 240_000  # bins of all histograms together
 
 def view(run: Run) -> dict[str, Any]:
     """Everything the page shows, as JSON has it."""
+    try:
+        return _view(run)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{FILE} is damaged: {type(error).__name__}: {error}"
+        raise RunError(f"{run.folder}", problem, fix="give another run") from error
+
+
+def _view(run: Run) -> dict[str, Any]:
     last = run.begins[-1]
     graph = dict(run.graph)
     drawing = graph.pop("drawing", "")
