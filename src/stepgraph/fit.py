@@ -319,6 +319,7 @@ class _Run:
     def _begin_record(self) -> None:
         settings = {**asdict(self.settings), "schedule": self.schedule, "metrics": list(self.metrics)}
         settings |= {"optimizer": self.optimizer, "batches": self.train.batches, **self.place.shape}
+        settings["better"] = "higher" if settings.pop("higher") else "lower"
         self.recorder.begin(self.place.step, self.place.epoch, self._total(), self.resumed, settings)
 
     def _save(self) -> None:

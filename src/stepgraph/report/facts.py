@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
+from stepgraph.optimizers import Optimizer, RegularizationType
 
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api[-_]?key|auth)")
 HIDDEN = "…"
@@ -22,9 +22,11 @@ HIDDEN = "…"
 
 def environment(device: Device) -> dict[str, Any]:
     """Versions, device, threads and processor."""
+    from stepgraph import __version__  # known once the package is whole
+
     kind = device.torch.type
     found = {
-        "stepgraph": _version("stepgraph"),
+        "stepgraph": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -68,8 +70,22 @@ def _told(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, Optimizer):
+        return _optimizer(value)
     # A function would tell its address, which says nothing to a reader.
     return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    """Its numbers, without those of clipping and regularization where they are switched off."""
+    off = {"time_step"}
+    if not optimizer.applies_gradient_clipping:
+        off |= {"gradient_clip_max", "gradient_clip_min", "maximum_clipping_norm", "custom_global_norm"}
+    if optimizer.penalty is RegularizationType.NONE:
+        off.add("regularization_scale")
+    numbers = (f"{name}={getattr(optimizer, name):g}" for name in optimizer.live if name not in off)
+    clipping = [f"clipping={optimizer.gradient_clipping_type.name}"] if optimizer.applies_gradient_clipping else []
+    return f"{type(optimizer).__name__}({', '.join([*numbers, *clipping])})"
 
 
 def _without_secrets(given: list[str]) -> list[str]:
@@ -101,13 +117,6 @@ def _shorter(one: str) -> str:
 
 def _same_drive(folder: Path) -> bool:
     return Path.cwd().drive == folder.resolve().drive
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def _processor() -> str:

@@ -1,10 +1,10 @@
 // A line chart: axes with titles, values under the pointer or the arrow keys, a part of the x axis by dragging.
 
-const MARGIN = { top: 14, right: 16, bottom: 44, left: 62 };
+const MARGIN = { top: 14, right: 16, bottom: 44, left: 70 };
 
 /**
  * Series: {name, color, x, y, low, high, style}. `y` may hold nulls, which leave a gap; `low` and `high` draw a band.
- * Options: {title, xTitle, yTitle, format, log, height, marks: [{x, text}]}.
+ * Options: {title, xTitle, yTitle, format, log, height, domain, marks: [{x, text}]}.
  */
 function lineChart(series, options) {
   const readout = element("div", { class: "readout", role: "status", hidden: true });
@@ -92,7 +92,7 @@ function pointing(plot, state, point, draw) {
 
 function drawLines(series, options, width, height, zoom) {
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.title });
-  const domain = zoom || bounds(series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]));
+  const domain = zoom || options.domain || bounds(series.flatMap((one) => [one.x[0], one.x.at(-1)]));
   const inside = (one) => one.x.map((x, i) => (zoom && (x < zoom[0] || x > zoom[1]) ? null : one.y[i]));
   const yBounds = bounds(series.flatMap(inside), options.log);
   if (!domain || !yBounds) {
@@ -100,9 +100,7 @@ function drawLines(series, options, width, height, zoom) {
       options.log && series.some((one) => one.y.some(isNumber)) ? "no value above zero to show on a logarithmic axis" : "no values yet"));
     return { svg, width, height, domain: null };
   }
-  const first = Math.min(...series.filter((one) => one.x.length).map((one) => one.x[0]));
-  const last = Math.max(...series.filter((one) => one.x.length).map((one) => one.x[one.x.length - 1]));
-  const xDomain = zoom || (first === last ? [first - 0.5, last + 0.5] : [first, last]);
+  const xDomain = domain[0] === domain[1] ? [domain[0] - 0.5, domain[1] + 0.5] : domain;
   const xScale = linear(xDomain, [MARGIN.left, width - MARGIN.right]);
   const yScale = (options.log ? logarithmic : linear)(yBounds, [height - MARGIN.bottom, MARGIN.top]);
   const shows = (value) => isNumber(value) && (!options.log || value > 0);
@@ -133,7 +131,7 @@ function drawLines(series, options, width, height, zoom) {
 
 function axes({ width, height }, xScale, xDomain, yScale, yBounds, options) {
   const bottom = height - MARGIN.bottom;
-  const rows = (options.ticks || (options.log ? logTicks(yBounds) : ticks(yBounds, 4))).map((value) => shape("g", { class: "tick" },
+  const rows = (options.ticks || (options.log ? logTicks(yBounds) : ticks(yBounds, 5))).map((value) => shape("g", { class: "tick" },
     shape("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: yScale(value), y2: yScale(value) }),
     shape("text", { x: MARGIN.left - 8, y: yScale(value), dy: "0.32em", "text-anchor": "end" }, options.tick ? options.tick(value) : number(value))));
   const whole = (value) => !options.wholeX || Number.isInteger(value);
@@ -142,7 +140,7 @@ function axes({ width, height }, xScale, xDomain, yScale, yBounds, options) {
   return [...rows, ...columns,
     shape("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: bottom, y2: bottom }),
     shape("text", { class: "title", x: (MARGIN.left + width - MARGIN.right) / 2, y: height - 8, "text-anchor": "middle" }, options.xTitle),
-    shape("text", { class: "title", "text-anchor": "middle", transform: `translate(13 ${(MARGIN.top + bottom) / 2}) rotate(-90)` }, options.yTitle)];
+    shape("text", { class: "title", "text-anchor": "middle", transform: `translate(10 ${(MARGIN.top + bottom) / 2}) rotate(-90)` }, options.yTitle)];
 }
 
 function path(one, xScale, yScale, shows) {

@@ -14,7 +14,7 @@ function drawCurves(place, data, view) {
       value: view.curves.smoothing, oninput: (event) => { view.curves.smoothing = Number(event.target.value); show(); } })),
     element("span", { class: "hint" }, "Drag across a chart to look closer, double-click to see all of it."));
   show();
-  place.replaceChildren(tools, charts, ...runs.map((run) => epochTable(run, runs.length > 1)));
+  put(place, tools, charts, ...runs.map((run) => epochTable(run, runs.length > 1)));
 }
 
 function allCharts(runs, { axis, smoothing }) {
@@ -22,13 +22,14 @@ function allCharts(runs, { axis, smoothing }) {
   const together = runs.length > 1;
   const label = (run, name) => (together ? `${run.name}: ${name}` : name);
   const color = (index) => COLORS[index % COLORS.length];
-  const base = { xTitle: "update", format: number, log, wholeX: true, marks: together ? [] : resumes(runs[0]) };
+  const domain = [1, Math.max(1, ...runs.map((run) => run.loss.x.at(-1) || 1))];
+  const base = { domain, xTitle: "update", format: number, log, wholeX: true, marks: together ? [] : resumes(runs[0]) };
   const charts = [lineChart(runs.flatMap((run, index) => lossSeries(run, label, color, index, smoothing, together)),
     { ...base, title: "Loss", yTitle: "loss" })];
   for (const name of metricNames(runs)) {
     const series = runs.flatMap((run, index) => [name, `validation ${name}`].filter((one) => isCurve(run, one)).map((one, second) => ({
       name: label(run, one === name ? "training" : "validation"), color: color(together ? 2 * index + second : second), ...byEpoch(run, one) })));
-    charts.push(lineChart(series, { ...base, title: name, yTitle: name }));
+    charts.push(lineChart(series, { ...base, title: capital(name), yTitle: name }));
   }
   const rates = runs.map((run, index) => ({ name: label(run, "learning rate"), color: color(together ? index : 3), ...run.rate }));
   const speeds = runs.map((run, index) => ({ name: label(run, "rows a second"), color: color(together ? index : 2), ...run.speed }));

@@ -15,6 +15,8 @@ function fill(made, settings, children) {
 
 const element = (tag, settings, ...children) => fill(document.createElement(tag), settings, children);
 const shape = (tag, settings, ...children) => fill(document.createElementNS(SVG, tag), settings, children);
+/** Children in place of those that are there; what is null is left out. */
+const put = (place, ...children) => place.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 const find = (selector, within = document) => within.querySelector(selector);
 
 /** A group of buttons of which one is pressed. */
@@ -66,8 +68,8 @@ function sortable(caption, columns, rows, state, onRow) {
     body.replaceChildren(...ordered.map((row) => element("tr", { "data-row": row.name },
       columns.map((column, index) => element(index === 0 ? "th" : "td",
         { scope: index === 0 ? "row" : null, class: column.numeric ? "numeric" : "" },
-        index === 0 && onRow
-          ? element("button", { type: "button", class: "link", onclick: () => onRow(row) }, column.cell(row))
+        index === 0 && onRow(row)
+          ? element("button", { type: "button", class: "link", onclick: onRow(row) }, column.cell(row))
           : column.cell(row))))));
   }
 

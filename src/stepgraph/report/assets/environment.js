@@ -13,7 +13,7 @@ function drawEnvironment(place, data, view) {
     }
   } }, "Copy");
   const code = element("code", null, line);
-  place.replaceChildren(
+  put(place,
     element("div", { class: "command" }, element("pre", { tabindex: "0", "aria-label": "Command" }, code), copy),
     element("p", { class: "lead" }, directory ? `Started in ${directory}, seen from the run folder.` : ""),
     element("div", { class: "charts" },

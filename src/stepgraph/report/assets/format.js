@@ -46,6 +46,8 @@ function share(part, whole) {
   return whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0)} %` : NOTHING;
 }
 
+const capital = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
 const count = (value, one, many = `${one}s`) => `${number(value)} ${value === 1 ? one : many}`;
 
 const extents = (shape) => (shape.length ? shape.join(" × ") : "one number");

@@ -6,10 +6,10 @@ function drawGradients(place, data, view) {
   const trained = new Set(run.graph.nodes.flatMap((node) => node.parameters.filter((one) => one.trained).map((one) => one.name)));
   const troubles = gradientTroubles(run, trained);
   const looks = run.distributions.filter((one) => Object.keys(one.gradients).length);
-  place.replaceChildren(
+  put(place,
     element("p", { class: "lead" }, stops.length
       ? `${count(stops.length, "place")} in this graph ${stops.length === 1 ? "lets" : "let"} no gradient through.`
-      : `Nothing stops them: gradients flow from the loss to all ${number(trained.size)} parameters.`),
+      : `Nothing stops them: gradients flow from the loss to all ${count(trained.size, "parameter tensor")}.`),
     stops.length ? element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Where gradients stop" }, element("table", null,
       element("thead", null, element("tr", null, ["Layer", "What gets none", "Why"].map((one) => element("th", { scope: "col" }, one)))),
       element("tbody", null, stops.map(([layer, what, why]) => element("tr", null,
@@ -39,10 +39,11 @@ function drawHistograms(place, data, view) {
   const looks = run.distributions;
   const names = looks.length ? Object.keys(looks[0].parameters) : [];
   if (!names.length) {
-    place.replaceChildren(empty("Nothing was recorded yet."));
+    put(place, empty("Nothing was recorded yet."));
     return;
   }
   if (!names.includes(view.histograms.parameter)) [view.histograms.parameter] = names;
+  const timeOf = (one) => ({ step: one.step, isEnd: run.end !== null && one.step > run.end.step });
   const ridges = element("div", { class: "charts ridges" });
   const sizes = looks.flatMap((one) => names.map((name) => one.gradients[name]?.rms)).filter((one) => one > 0).map(Math.log10);
   const range = bounds(sizes) || [0, 1];
@@ -53,14 +54,14 @@ function drawHistograms(place, data, view) {
     view.histograms.parameter = name;
     for (const row of rows) row.setAttribute("aria-pressed", String(row.dataset.parameter === name));
     ridges.replaceChildren(
-      ridgeChart(`${name}: values`, "value", looks.map((one) => ({ step: one.step, spread: one.parameters[name] })), "var(--series-1)"),
-      ridgeChart(`${name}: gradient`, "log₁₀ of the magnitude", looks.map((one) => ({ step: one.step, spread: one.gradients[name] })), "var(--series-2)"));
+      ridgeChart(`${name}: values`, "value", looks.map((one) => ({ ...timeOf(one), spread: one.parameters[name] })), "var(--series-1)"),
+      ridgeChart(`${name}: gradient`, "log₁₀ of the magnitude", looks.map((one) => ({ ...timeOf(one), spread: one.gradients[name] })), "var(--series-2)"));
   }
 
   choose(view.histograms.parameter);
-  place.replaceChildren(
+  put(place,
     element("p", { class: "lead" }, `${count(looks.length, "look")}, further and further apart: the parameters before an update and the gradient of one batch. `
-      + "Each strip is the size of a parameter's gradient over time (root mean square), darker where it is larger."),
+      + "Each strip is the size of a parameter's gradient over time (root mean square), stronger where it is larger."),
     element("div", { class: "strips", role: "group", "aria-label": "Parameters" },
       element("p", { class: "strip head" }, element("span", { class: "name" }, "parameter"), element("span", null, "gradient over time"), element("span", { class: "numeric" }, "last")), rows),
     ridges);
@@ -71,7 +72,7 @@ function strip(looks, name, [low, high]) {
   looks.forEach(({ gradients }, i) => {
     const rms = gradients[name]?.rms;
     const weight = rms > 0 ? 0.08 + (0.92 * (Math.log10(rms) - low)) / (high - low || 1) : 0;
-    svg.append(shape("rect", { x: i, y: 0, width: 1.02, height: 1, "fill-opacity": weight.toFixed(3) }));
+    svg.append(shape("rect", { x: i, y: 0, width: 1, height: 1, "fill-opacity": weight.toFixed(3) }));
   });
   return svg;
 }
@@ -99,13 +100,13 @@ function ridgeChart(title, xTitle, looks, color) {
       shape("line", { x1: xScale(value), x2: xScale(value), y1: MARGIN.top, y2: bottom }),
       shape("text", { x: xScale(value), y: bottom + 17, "text-anchor": "middle" }, number(value)))),
     shape("text", { class: "title", x: (MARGIN.left + width - MARGIN.right) / 2, y: height - 8, "text-anchor": "middle" }, xTitle),
-    shape("text", { class: "title", "text-anchor": "middle", transform: `translate(13 ${(MARGIN.top + bottom) / 2}) rotate(-90)` }, "update"));
+    shape("text", { class: "title", "text-anchor": "middle", transform: `translate(10 ${(MARGIN.top + bottom) / 2}) rotate(-90)` }, "update"));
     const every = Math.ceil(14 / row);
     known.forEach((look, i) => {
       const base = MARGIN.top + tall + row * (i + 1);
       svg.append(shape("path", { class: "ridge", d: ridge(look.spread, xScale, base, tall), style: { "--color": color },
         onpointerenter: () => { readout.textContent = told(look); } }, shape("title", null, told(look))));
-      if (i % every === 0 || i === known.length - 1) svg.append(shape("text", { class: "tick", x: MARGIN.left - 8, y: base, dy: "0.1em", "text-anchor": "end" }, number(look.step)));
+      if (i % every === 0 || i === known.length - 1) svg.append(shape("text", { class: "tick", x: MARGIN.left - 8, y: base, dy: "0.1em", "text-anchor": "end" }, label(look)));
     });
     plot.replaceChildren(svg);
   };
@@ -121,8 +122,11 @@ function ridge({ bins, from, to }, xScale, base, tall) {
   return `M${xScale(from).toFixed(1)} ${base}L${points.join("L")}L${xScale(to).toFixed(1)} ${base}Z`;
 }
 
-function told({ step, spread }) {
+/** The look after the last update is at parameters that no update follows. */
+const label = ({ step, isEnd }) => (isEnd ? "end" : `${number(step)}`);
+
+function told({ step, spread, isEnd }) {
   const zeros = spread.zeros ? `, ${share(spread.zeros, spread.count)} zeros` : "";
   const wild = spread.not_finite ? `, ${number(spread.not_finite)} not finite` : "";
-  return `update ${number(step)}: mean ${number(spread.mean)}, root mean square ${number(spread.rms)}, ${number(spread.low)} to ${number(spread.high)}${zeros}${wild}`;
+  return `${isEnd ? "at the end" : `before update ${number(step)}`}: mean ${number(spread.mean)}, root mean square ${number(spread.rms)}, ${number(spread.low)} to ${number(spread.high)}${zeros}${wild}`;
 }

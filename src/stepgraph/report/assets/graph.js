@@ -23,7 +23,7 @@ function layerCosts(run, which = run.profiles.length - 1) {
 function drawGraph(place, data, view) {
   const run = data.runs[view.run];
   if (!run.drawing) {
-    place.replaceChildren(empty("This run has no drawing of its graph."));
+    put(place, empty("This run has no drawing of its graph."));
     return;
   }
   const drawing = document.importNode(new DOMParser().parseFromString(run.drawing, "image/svg+xml").documentElement, true);
@@ -42,7 +42,7 @@ function drawGraph(place, data, view) {
       node.setAttribute("tabindex", isChosen ? "0" : "-1");
     }
     picker.value = name;
-    panel.replaceChildren(...facts(run, name, costs));
+    put(panel, facts(run, name, costs));
     const chosen = nodes.find((node) => node.dataset.layer === name);
     if (chosen && isMoved) camera.show(chosen);
   }
@@ -64,7 +64,7 @@ function drawGraph(place, data, view) {
     element("button", { type: "button", "aria-label": "Zoom in", title: "Zoom in", onclick: () => camera.by(1.3) }, "+"),
     element("button", { type: "button", "aria-label": "Zoom out", title: "Zoom out", onclick: () => camera.by(1 / 1.3) }, "−"),
     element("button", { type: "button", title: "The whole graph", onclick: () => camera.whole() }, "All"));
-  place.replaceChildren(
+  put(place,
     element("div", { class: "controls" }, element("label", { class: "control" }, "Layer ", picker),
       element("span", { class: "hint" }, "Drag to move. Zoom with the buttons, the keys + and −, or Ctrl and the wheel.")),
     element("div", { class: "split" }, element("div", { class: "stage" }, canvas, buttons), panel));
@@ -182,8 +182,12 @@ function facts(run, name, costs) {
     element("dl", null, rows.flatMap(([term, value]) => [element("dt", null, term),
       ...(Array.isArray(value) ? value : [value]).map((one) => element("dd", null, one))])),
     costTable(costs.get(name), run),
+    updatedTogether(first, costs.get(name)),
   ];
 }
+
+const updatedTogether = (node, cost) => (cost && !cost.update.time && node.parameters.some((one) => one.trained)
+  ? element("p", { class: "lead" }, "Its parameters are small and updated together with others: see the optimizer below.") : null);
 
 const tensorLine = (one, label) => [label ? `${label}: ` : "", extents(one.shape), " ", element("small", null, `${one.type}, ${bytes(one.bytes)}`)].flat()
   .reduce((line, part) => { line.append(part); return line; }, element("span"));

@@ -69,7 +69,7 @@ function tiles(run) {
   const learned = new Map(run.graph.nodes.flatMap((node) => node.parameters.map((each) => [each.name, each.shape.reduce((a, b) => a * b, 1)])));
   const steps = run.end ? run.end.step : run.loss.x.at(-1) || 0;
   const found = [["Loss", number(loss), last && "validation loss" in last ? `validation ${number(last["validation loss"])}` : null]];
-  if (metric) found.push([metric, number(last[metric]), `validation ${metric}` in last ? `validation ${number(last[`validation ${metric}`])}` : null]);
+  if (metric) found.push([capital(metric), number(last[metric]), `validation ${metric}` in last ? `validation ${number(last[`validation ${metric}`])}` : null]);
   found.push(["Updates", number(steps), `${run.total ? `of ${number(run.total)}, ` : ""}${count(run.epochs.length, "epoch")}`]);
   found.push(["Throughput", run.speed.y.length ? `${number(middle(run.speed.y))}/s` : NOTHING, "rows, median"]);
   if (run.epochs.length) found.push(["Time", duration(run.epochs.reduce((sum, row) => sum + row.seconds, 0)), "in all epochs"]);

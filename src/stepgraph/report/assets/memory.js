@@ -6,13 +6,13 @@ function drawMemory(place, data, view) {
   const run = data.runs[view.run];
   const { plan, timeline } = run.memory;
   if (!plan || !timeline.length) {
-    place.replaceChildren(empty("This run has no memory plan."));
+    put(place, empty("This run has no memory plan."));
     return;
   }
   const lasting = plan.parameters + plan["optimizer state"] + plan.statistics;
   const parts = [["parameters", plan.parameters], ["optimizer state", plan["optimizer state"]], ["statistics", plan.statistics],
     ...KINDS.map((kind) => [kind, plan[kind]])].filter(([, size]) => size > 0);
-  place.replaceChildren(
+  put(place,
     element("p", { class: "lead" }, `Known before the first step: ${bytes(plan.total)} for a batch of ${count(run.graph.batch, "row")}. `
       + `${bytes(lasting)} stay between steps, ${bytes(plan.total - lasting)} are needed at the peak of a step.`),
     element("div", { class: "stack", role: "img", "aria-label": parts.map(([name, size]) => `${name} ${bytes(size)}`).join(", ") },

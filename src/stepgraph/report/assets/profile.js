@@ -3,7 +3,7 @@
 function drawProfile(place, data, view) {
   const run = data.runs[view.run];
   if (!run.profiles.length) {
-    place.replaceChildren(empty(missing(run, "profile") || "No profile was taken yet: the first one comes with the second look, after some updates."));
+    put(place, empty(missing(run, "profile") || "No profile was taken yet: the first one comes with the second look, after some updates."));
     return;
   }
   const which = Math.min(view.profile.which ?? run.profiles.length - 1, run.profiles.length - 1);
@@ -15,7 +15,7 @@ function drawProfile(place, data, view) {
   const columns = [
     { title: "Layer", value: (row) => row.name, cell: (row) => row.name },
     { title: "Kind", value: (row) => row.kind, cell: (row) => row.kind },
-    ...PHASES.map((phase) => ({ title: phase[0].toUpperCase() + phase.slice(1), numeric: true, value: (row) => row.cost[phase].time,
+    ...PHASES.map((phase) => ({ title: capital(phase), numeric: true, value: (row) => row.cost[phase].time,
       cell: (row) => (row.cost[phase].time ? seconds(row.cost[phase].time) : NOTHING) })),
     { title: "Together", numeric: true, value: (row) => row.total, cell: (row) => seconds(row.total) },
     { title: "Share", numeric: true, value: (row) => row.total, cell: (row) => share(row.total, whole) },
@@ -25,7 +25,7 @@ function drawProfile(place, data, view) {
   const { step, rows_in_batch: batch } = run.profiles[which];
   const options = run.profiles.map((one, i) => [String(i), i === 0 && one.when === "early" ? `early, update ${number(one.step)}` : `end, update ${number(one.step)}`]);
   const state = view.profile.sort;
-  place.replaceChildren(
+  put(place,
     element("p", { class: "lead" }, `A step with ${count(batch, "row")} takes ${seconds(whole)}, operator by operator (update ${number(step)}, median of up to five runs). `
       + "A real step is a little faster: nothing waits between its operators."),
     element("div", { class: "controls" },
@@ -34,7 +34,7 @@ function drawProfile(place, data, view) {
         drawProfile(place, data, view);
       })) : null,
       element("span", { class: "keys" }, PHASES.map((phase) => element("span", { class: `key ${phase}` }, phase)))),
-    sortable("Time and memory by layer", columns, rows, state, (row) => { if (kinds.has(row.name)) view.chooseLayer(row.name); }));
+    sortable("Time and memory by layer", columns, rows, state, (row) => (kinds.has(row.name) ? () => view.chooseLayer(row.name) : null)));
 }
 
 /** Why something was not recorded, if the run says so. */
