@@ -107,6 +107,7 @@ from stepgraph.errors import (
     DataTypeError as DataTypeError,
     DeviceError as DeviceError,
     ExecutionError as ExecutionError,
+    RunError as RunError,
     ShapeError as ShapeError,
     StateError as StateError,
     StepgraphError as StepgraphError,

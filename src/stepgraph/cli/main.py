@@ -20,6 +20,7 @@ COMMANDS = (
     "devices",
     "inspect",
     "compare",
+    "report",
     "completion",
 )
 OK, FAILED, USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141

@@ -81,6 +81,12 @@ class Executable:
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
 
+    def apart(self, arrays: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Runs once beside the calls that count: nothing is captured, and no call later finds anything changed."""
+        with _settings(self.step):
+            found = self.run([arrays[key] for key in self.part.inputs])
+        return dict(zip(self.part.outputs, found, strict=True))
+
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
         if self.step.fusion is Fusion.LATER and not self.is_fused:
