@@ -7,6 +7,7 @@
 
 import importlib
 import sys
+from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ __version__ = "0.1.0"
 
 def _is_command() -> bool:
     """Whether this process is `stepgraph …` or `python -m stepgraph …`."""
-    started, given = sys.argv[0] if sys.argv else "", sys.orig_argv
+    started = sys.argv[0] if sys.argv else ""
     # While Python looks for the module that `-m` names, `sys.argv[0]` is "-m".
-    return PurePath(started).stem == "stepgraph" or (started == "-m" and "-m stepgraph" in " ".join(given[:3]))
+    is_module = started == "-m" and ("-m", "stepgraph") in pairwise(sys.orig_argv)
+    return is_module or PurePath(started).stem == "stepgraph"
 
 
 if TYPE_CHECKING or not _is_command():

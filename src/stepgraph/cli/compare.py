@@ -121,13 +121,15 @@ def _tell(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference
     from stepgraph.cli import screen
 
     first, *others = (place.text for place in arguments.devices)
-    names = [name for other in others for name in (f"{other}: difference", "share")]
-    table = screen.columns("layer or parameter", "", f"largest on {first}", *names, "", numbers=2 + len(names))
-    table.columns[-1].justify = "left"
+    names = [name for other in others for name in (other, "share")]
+    title = f"Differences from {first}"
+    table = screen.columns("layer or parameter", "", "largest", *names, title=title, numbers=1 + len(names))
+    if beyond:
+        table.add_column("")
     for what, found in rows.items():
         numbers = [text for one in found for text in (_short(one.absolute), _short(one.share))]
         mark = "← first beyond" if beyond[:1] == [what] else "beyond" if what in beyond else ""
-        table.add_row(what.name, what.kind, _short(found[0].largest), *numbers, mark)
+        table.add_row(what.name, what.kind, _short(found[0].largest), *numbers, *([mark] if beyond else []))
     tolerance = f"{arguments.tolerance:g} of the largest number"
     if beyond:
         verdict = (

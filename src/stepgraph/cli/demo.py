@@ -34,7 +34,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", metavar="NUMBER", type=_count, default=5, help="how often to see all pictures (5)")
     parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="what all random numbers come from (0)")
-    parser.add_argument("--save", metavar="FOLDER", type=Path, help="keep the trained graph in this folder")
+    parser.add_argument(
+        "--save",
+        metavar="FOLDER",
+        type=Path,
+        help="keep the trained graph and the record of its training in this new folder",
+    )
 
 
 def _count(text: str) -> int:
@@ -49,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from stepgraph.cli import screen, shapes
 
     device = arguments.device.device()
-    _require_own(arguments.save)
+    _require_new(arguments.save)
     began = time.perf_counter()
     seen, unseen = shapes.draw(SEEN, arguments.seed), shapes.draw(UNSEEN, arguments.seed + 1)
     first = [int((seen[1] == kind).argmax()) for kind in range(len(shapes.NAMES))]
@@ -61,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     training.compile(device, **arguments.device.compilation)
     screen.show(training, "", f"Training on {SEEN:,} of them:")
     schedule = sg.WarmupCosine(RATE, warmup=20)
-    history = sg.fit(training, seen, epochs=arguments.epochs, metrics=[sg.accuracy], schedule=schedule)
+    settings = {"epochs": arguments.epochs, "metrics": [sg.accuracy], "schedule": schedule, "run": arguments.save}
+    history = sg.fit(training, seen, validation=unseen, **settings)
     if history.stopped == "interrupted":
         raise KeyboardInterrupt
-    right = sg.evaluate(training, unseen, metrics=[sg.accuracy])["accuracy"]
+    right = history["validation accuracy"][-1]
     screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, which it had not seen. Four of them:", "")
     screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in all, on {device}.")
     _tell_next(training, arguments.save)
@@ -103,12 +109,10 @@ def _guesses(training: TrainingGraph, unseen: tuple[np.ndarray, np.ndarray]) -> 
     return shapes.as_text(unseen[0][:4], [f"{shapes.NAMES[kind]}?" for kind in found.torch().argmax(dim=1).tolist()])
 
 
-def _require_own(folder: Path | None) -> None:
-    """Refuses, before anything is trained, a folder that holds other things than a saved graph."""
-    if folder is None or not folder.exists():
-        return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "graph.json").exists()):
-        raise StorageError(f"{folder}", "there is something else already", fix="give a new folder, or an empty one")
+def _require_new(folder: Path | None) -> None:
+    """Refuses, before anything is trained, a folder that holds something already."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(f"{folder}", "there is something already", fix="give a new folder")
 
 
 def _tell_next(training: TrainingGraph, folder: Path | None) -> None:
@@ -121,6 +125,7 @@ def _tell_next(training: TrainingGraph, folder: Path | None) -> None:
     told = {
         f"stepgraph inspect {saved}": "its layers, parameters and memory by batch size",
         f"stepgraph inspect {saved} --no-plan --svg demo.svg": "a drawing for your browser",
+        f"stepgraph report {saved} --open": "how training went: curves, gradients, time and memory by layer",
         f"stepgraph compare --devices cpu:deterministic,cpu:default {saved}": "chosen kernels against PyTorch's own",
     }
     screen.show("", f"Saved in {saved}. Next:", *(f"  {command}\n      {what}" for command, what in told.items()))

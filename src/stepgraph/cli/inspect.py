@@ -146,7 +146,7 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
         if header[kind]:
             rows[kind.replace("_", " ")] = "\n".join(f"{name} {shape}".strip() for name, shape in header[kind].items())
     for one in header["optimizers"]:
-        settings = ", ".join(f"{name} {value}" for name, value in saved.effective(one["settings"]).items())
+        settings = ", ".join(f"{name} {_number(value)}" for name, value in saved.effective(one["settings"]).items())
         rows["optimizer"] = f"{one['rule']}, {settings}; updates made: {one['updates']:,}"
     rows["compiled"] = header["compiled"]
     if header["classes"]:
@@ -154,6 +154,10 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
     for name, note in header["notes"].items():
         rows[f"note {name}"] = saved.fit_notes(note) if name == "fit" else json.dumps(note, ensure_ascii=False)
     return [f"{header['path']}: {header['kind']}{linked}", screen.facts(rows)]
+
+
+def _number(value: Any) -> Any:
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _layers(graph: Any, number: int, count: int) -> Any:

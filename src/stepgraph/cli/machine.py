@@ -41,7 +41,7 @@ def _cpu() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     name = measure.processor() or platform.machine()
     threads = torch.get_num_threads()
-    more = f"{threads} threads, {cores} cores"
+    more = f"{threads} threads (OMP_NUM_THREADS sets them), {cores} cores"
     return {"device": "cpu", "name": name, "memory": total, "free": free, "threads": threads, "more": more}
 
 

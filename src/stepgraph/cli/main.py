@@ -41,13 +41,21 @@ exit codes:
 """
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves our examples as they are, and puts every command and its help into one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(len(name) for name in COMMANDS) + 4  # argparse forgets that they are indented
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     made = argparse.ArgumentParser(
         prog="stepgraph",
         description="Static training graphs: look at them, compare devices, see what this machine offers.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     made.add_argument("--version", action="version", version=f"stepgraph {__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -57,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Formatter,
         )
         module.arguments(one)
         one.set_defaults(run=module.run)
