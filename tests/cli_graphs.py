@@ -43,6 +43,17 @@ def saved_inference(folder: Path) -> Path:
     return graph.save(folder)
 
 
+def saved_dense(folder: Path) -> Path:
+    """One dense layer and a loss."""
+    sg.set_seed(4)
+    x, y = sg.Tensor((4, 3), label="x"), sg.Tensor((4, 2), label="y")
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(3, 2, label="dense"), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    return training.save(folder)
+
+
 def saved_linked(folder: Path) -> Path:
     """Two linked graphs, the first of which reads what the second makes."""
     sg.set_seed(2)
@@ -94,7 +105,7 @@ def saved_custom(folder: Path) -> Path:
 
 def batch_file(path: Path, rows: int = 6) -> Path:
     """A batch for `saved_network`."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(7)
     image = generator.standard_normal((rows, 1, 4, 4)).astype(np.float32)
     np.savez(path, image=image, label=generator.integers(0, 3, rows))
     return path

@@ -58,15 +58,15 @@ def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
 def read(path: Path, graphs: Sequence[Any]) -> Batch:
     """The arrays of an `.npz` file, which must have one for each name."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")
-            found: Batch = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        with path.open("rb") as stream:
+            file = np.load(stream, allow_pickle=False)
+            found: Batch | None = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         said = getattr(error, "strerror", None) or reason(error)
-        raise StorageError(
-            f"{path}", f"no arrays can be read from it: {said}", fix="write it with numpy.savez"
-        ) from None
+        problem = f"no arrays can be read from it: {said}"
+        raise StorageError(f"{path}", problem, fix="write it with numpy.savez") from None
+    if found is None:
+        raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")
     _check_names(path, found, {name: tensor for _, name, tensor in feeds(graphs)})
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def differences(reference: Numbers, other: Numbers) -> dict[What, Difference]:
     for what, array in reference.items():
         scale = by_layer[what.layer] if what.kind == "gradient" else largest[what]
         absolute = _apart(array, other[what])
-        share = 0.0 if absolute == 0 else absolute / scale if scale else float("inf")
+        share = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
         found[what] = Difference(largest[what], absolute, share)
     return found
 
@@ -71,7 +72,7 @@ def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference; what is not finite must be the same."""
     one, two = reference.double(), other.double()
     same = (one == two) | (one.isnan() & two.isnan())
-    apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=float("inf"))
+    apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
     return float(apart.max()) if apart.numel() else 0.0
 
 

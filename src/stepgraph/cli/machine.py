@@ -39,7 +39,8 @@ def look() -> dict[str, Any]:
 def _cpu() -> dict[str, Any]:
     total, free = _host_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = measure.processor() or platform.machine()
+    name = measure.processor()
+    name = f"{platform.machine()}, part {name}" if name.startswith("0x") else name or platform.machine()
     threads = torch.get_num_threads()
     more = f"{threads} threads (OMP_NUM_THREADS sets them), {cores} cores"
     return {"device": "cpu", "name": name, "memory": total, "free": free, "threads": threads, "more": more}
