@@ -1,17 +1,24 @@
 """Fused steps: the same numbers from PyTorch's compiler, also on the CPU where that is asked for."""
 
+import copy
 import shutil
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from torch import fx
 
 import stepgraph as sg
-from stepgraph.compiler import fusion
+from stepgraph.compiler import fusion, phases
+from stepgraph.compiler.join import join_products
+from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion
 from stepgraph.settings import fusion_of
 
 OPTIONS = sg.GraphCompilationOptions
+aten = torch.ops.aten
 
 
 def network(options: OPTIONS) -> sg.TrainingGraph:
@@ -42,8 +49,6 @@ def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:
 
 
 def test_who_is_fused_and_when() -> None:
-    import torch
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert fusion_of(OPTIONS.NONE, cpu, planned=False) is Fusion.NEVER
     assert fusion_of(OPTIONS.NONE, cuda, planned=False) is Fusion.LATER
@@ -88,3 +93,48 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
     assert "stay unfused: no compiler here" in caplog.text and not executable.is_fused
+
+
+def attention(layers: int) -> sg.TrainingGraph:
+    """Self-attentions, each with a shortcut, and two fully connected layers that read the same."""
+    sg.set_seed(3)
+    x, y = sg.Tensor((4, 6, 16)), sg.Tensor((4, 6, 16))
+    graph = sg.Graph()
+    z: sg.Tensor = x
+    for _ in range(layers):
+        z = graph.node(sg.ArithmeticLayer.add(), z, graph.node(sg.MultiheadAttentionLayer.create(16, 2), z, z, z))
+    one, other = (graph.node(sg.FullyConnectedLayer.create(16, 16), z) for _ in range(2))
+    graph.node(sg.ArithmeticLayer.multiply(), one, other)
+    # Not Adam: key biases have no gradient but rounding, which Adam would make as large as any other.
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
+    return training
+
+
+# Forward, of weights and of the source: 2 of 3 products go in an attention (x gets no gradient), 1 of 2 at the end.
+JOINED = (2 + 2) + (2 + 2 + 2) + (1 + 1 + 1)
+
+
+@pytest.mark.parametrize(("change", "fewer"), [(join_products, JOINED), (spell_out_small_products, 27)])
+def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], None], fewer: int) -> None:
+    training = attention(layers=2)
+    part = phases.whole(training._programs.program(4), training._programs._kept())
+    changed = copy.deepcopy(part.module)
+    change(changed.graph)
+    changed.recompile()
+    generator = torch.Generator().manual_seed(0)
+    fed = {key: torch.randn(4, 6, 16, generator=generator) for key in training._feeds.keys}
+    arrays = training._bound("step", 4).filled(fed)
+    given, again = ([one.clone() for one in arrays] for _ in range(2))
+    with torch.no_grad():
+        for found, wanted in zip(changed(*given), part.module(*again), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for found, wanted in zip(given, again, strict=True):  # parameters and state change in place
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert not all(map(torch.equal, given, arrays))
+    products = [
+        sum(node.target in (aten.mm.default, aten.addmm.default) for node in one.graph.nodes)
+        for one in (part.module, changed)
+    ]
+    assert products[0] - products[1] == fewer

@@ -136,6 +136,8 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = (3 * torch.randn(40, 50, generator=generator) for _ in range(2))
     arguments = {
+        "mm": ((x.t(), g), {}),
+        "addmm": ((g[0, :40], x, g.t()), {}),
         "sum": ((x, [0], True), {}),
         "gelu_backward": ((g, x), {"approximate": approximate}),
         "tanh": ((x,), {}),
@@ -151,7 +153,7 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
     assert operators._sum_by_product(x, [0]).shape == (50,)
 
 
-@pytest.mark.parametrize("way", [1, 0], ids=["other", "pytorch"])
+@pytest.mark.parametrize("way", [-1, 1, 0], ids=["last", "other", "pytorch"])
 def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     asked: list[str] = []
 
@@ -177,4 +179,4 @@ def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatc
         perceptron(one) for one in (sg.GraphCompilationOptions.DETERMINISTIC, sg.GraphCompilationOptions.NONE)
     )
     np.testing.assert_allclose(chosen, plain, rtol=1e-4)
-    assert {name.split(".")[1] for name in asked} == {"sum", "gelu_backward", "tanh"}
+    assert {name.split(".")[1] for name in asked} == {"mm", "addmm", "sum", "gelu_backward", "tanh"}

@@ -207,3 +207,15 @@ def test_the_plan_for_another_batch_is_that_of_a_graph_declared_so() -> None:
     assert inference.memory_plan_for(8).activations < inference.memory_plan.activations
     with pytest.raises(sg.ArgumentError, match="batch_size is -1"):
         training.memory_plan_for(-1)
+
+
+@pytest.mark.deep
+def test_resnet18_trains_the_same_in_60_percent_of_its_memory() -> None:
+    plain, limited = (Stepgraph(MODELS["resnet18"], "cpu", dropout=True) for _ in range(2))
+    limit = int(0.6 * plain.training.memory_plan.total)
+    limited.training.compile(sg.Device.cpu(), memory_limit=limit)
+    assert limited.training.memory_plan.total <= limit
+    for _ in range(2):
+        plain.step()
+        limited.step()
+        assert limited.loss == plain.loss

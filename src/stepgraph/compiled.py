@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Group, RenderableType
 
 from stepgraph import buffers, draw
 from stepgraph.checkpoint import restoring, saving
@@ -19,6 +18,7 @@ from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step, layer_tensors, value
+from stepgraph.declared import DeclaredGraph
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -34,7 +34,7 @@ from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.executable import Binding
 from stepgraph.runtime.execution import Completion, Execution, turn
-from stepgraph.runtime.feeds import Data, Feeds, Names, merged
+from stepgraph.runtime.feeds import Data, Names, merged
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress
@@ -46,7 +46,7 @@ logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
 
 
-class CompiledGraph(Graph):
+class CompiledGraph(DeclaredGraph):
     """A graph made from other graphs that can be compiled and executed.
 
     Args:
@@ -62,24 +62,9 @@ class CompiledGraph(Graph):
     _compute_type: torch.dtype | None = None
 
     def __init__(self, graphs: Sequence[Graph] = ()) -> None:
-        super().__init__()
-        if not isinstance(graphs, Sequence):
-            raise DataTypeError(
-                type(self).__name__, f"graphs is {type(graphs).__name__}, not a list", fix="give a list of Graph"
-            )
-        for graph in graphs:
-            if not isinstance(graph, Graph):
-                raise DataTypeError(
-                    type(self).__name__, f"{type(graph).__name__} is not a graph", fix="give a list of Graph"
-                )
-        if len(set(graphs)) != len(graphs):
-            raise ArgumentError(type(self).__name__, "a graph was given twice", fix="give each graph once")
-        self._graphs = tuple(graphs)
-        # Replaced as a whole, never changed in place, so that a failed call can put back what was there.
-        self._feeds = Feeds()
-        self._outputs: Names = {}
+        super().__init__(graphs)
+        # Replaced as a whole, never changed in place, as what is declared.
         self._constants: dict[Tensor, torch.Tensor] = {}
-        self._linked: tuple[Any, ...] = (self,)
         self._options = GraphCompilationOptions.NONE
         self._compute_type: torch.dtype | None = None
         self._tf32: bool | None = None
@@ -92,57 +77,6 @@ class CompiledGraph(Graph):
         self._given: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The adopted nodes, then the graph's own."""
-        return tuple(node for graph in self._graphs for node in graph.nodes) + tuple(self._nodes)
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """What the compiled graph needs, by kind; all zero before `compile`."""
-        return self._plan
-
-    @property
-    def device_memory_size(self) -> int:
-        """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
-        return self._plan.device_memory_size
-
-    @property
-    def executables(self) -> list[tuple[str, int]]:
-        """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
-        return list(self._programs.executables)
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The inputs by name; those that `compile` found by itself included."""
-        return dict(self._feeds.inputs)
-
-    @property
-    def loss_labels(self) -> dict[str, Tensor]:
-        """The labels by name."""
-        return dict(self._feeds.labels)
-
-    @property
-    def loss_label_weights(self) -> dict[str, Tensor]:
-        """The label weights by name."""
-        return dict(self._feeds.weights)
-
-    @property
-    def outputs(self) -> dict[str, Tensor]:
-        """The declared outputs by name."""
-        return dict(self._outputs)
-
-    @property
-    def linked_graphs(self) -> tuple[Any, ...]:
-        """The graphs joined with `link`, this one included."""
-        return self._linked
-
-    def add_inputs(
-        self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
-    ) -> None:
-        """Names the tensors that `execute` is given data for: inputs, labels, label weights. Calls accumulate."""
-        self._feeds = self._feeds.declare(inputs, loss_labels, loss_label_weights)
 
     def add_outputs(self, outputs: Names) -> None:
         """Names tensors that stay readable after a call, and that `outputs_data` may ask for."""
@@ -190,13 +124,6 @@ class CompiledGraph(Graph):
 
     def _resume(self, progress: Progress) -> None:
         """Goes on from there."""
-
-    def __rich__(self) -> RenderableType:
-        title = f"{type(self).__name__} on {self.device}" if self.device else f"{type(self).__name__}, not compiled"
-        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, title)]
-        if self.device:
-            parts += ["", str(self._plan)]
-        return Group(*parts)
 
     # Compiling
 
@@ -312,7 +239,7 @@ class CompiledGraph(Graph):
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
-        if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
+        if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
             return self._feeds.arrays(written, batch, self._require_compiled("execute"))
@@ -323,9 +250,11 @@ class CompiledGraph(Graph):
     def _batch_size(self, given: int | None) -> int:
         """The batch size of a call, refused where it is another than declared and the result has other rows."""
         batch, declared = self._feeds.batch_size(given), self._feeds.batch
+        if batch == declared:
+            return batch
         ends = [node.sources[0] for node in self._compiled if node.is_loss] or self._compiled[-1].results
         rows = {tensor.shape[0] for tensor in ends}
-        if batch != declared and not rows & {declared, 1}:
+        if not rows & {declared, 1}:
             raise ArgumentError(
                 "execute",
                 f"batch_size is {batch}, but the first input has {declared} rows and the result {rows.pop()}",
@@ -367,9 +296,9 @@ class CompiledGraph(Graph):
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
         with turn(device), _current_device(device):
-            execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
+            execution = Execution(device, timed=bool(options) and ExecutionOptions.PROFILING in options)
             try:
-                if ExecutionOptions.PER_LAYER_PROFILING in options:
+                if options and ExecutionOptions.PER_LAYER_PROFILING in options:
                     found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
                 else:
                     found = executable(binding, arrays)
@@ -378,7 +307,7 @@ class CompiledGraph(Graph):
                 execution.fail(error)
                 if completion is None:
                     raise
-        synchronous = ExecutionOptions.SYNCHRONOUS in options
+        synchronous = bool(options) and ExecutionOptions.SYNCHRONOUS in options
         if synchronous and execution.error is None:
             execution.wait()
         execution.announce(completion, waited=synchronous)
@@ -428,11 +357,14 @@ class CompiledGraph(Graph):
         self._holding = set(results)
 
     def _answer(self, found: Mapping[Key, torch.Tensor]) -> tuple[Tensor, torch.Tensor | None]:
-        """The loss, or the last result without a loss. The number is copied: the next call may write over it."""
+        """The loss, or the last result without a loss."""
         node = next((node for node in reversed(self._compiled) if node.is_loss), self._compiled[-1])
         result = node.results[0]
-        # As an operator: a plain copy on the device waits much longer behind a replayed CUDA graph.
-        return result, found[value(result)] * 1 if node.is_loss else None
+        if not node.is_loss:
+            return result, None
+        loss = found[value(result)]
+        # A replay would write over it. As an operator: a plain copy waits much longer behind a replayed CUDA graph.
+        return result, loss * 1 if loss.is_cuda else loss
 
     def _check_outputs(self, outputs: Names) -> None:
         made = {tensor for node in self._compiled for tensor in node.results}

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from stepgraph.compiler.join import join_products
 from stepgraph.compiler.phases import Part
+from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.trace import recording
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -30,6 +32,10 @@ def fuse(part: Part) -> Function:
 
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    if all(array.device.type == "cpu" for array in arrays):
+        spell_out_small_products(module.graph)
+    join_products(module.graph)
+    module.recompile()
     with recording, torch.no_grad():
         return cast(Function, compile_fx(module, arrays, config_patches=SETTINGS))
 

@@ -7,9 +7,11 @@ The same operators on the same numbers give the same numbers: training is what i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from operator import getitem
+from enum import IntEnum
+from operator import getitem, itemgetter
 from typing import Any
 
 import torch
@@ -37,14 +39,26 @@ PRODUCTS = {
 SMALL = 1 << 12  # bytes that are not worth it
 
 
+class Effort(IntEnum):
+    """What may be computed again."""
+
+    CHEAP = 0  # no products
+    PRODUCTS = 1  # products too, once
+    EVERYTHING = 2  # everything, as often as it is read
+
+
 def fit(step: Step, part: Part, limit: int) -> Part:
     """The part, recomputing what lets its plan fit into `limit` bytes; if nothing does, what comes closest.
 
     First it is what takes little time, largest first. If that is not enough, the forward pass is cut into segments:
-    only what goes from one to the next is kept, and a segment is run again before its gradients.
+    only what goes from one to the next is kept, and a segment is run again before its gradients; at last as often as
+    its gradients read it.
     """
     best, least = _cheapest(step, part, limit)
-    return best if least <= limit else _segmented(step, part, limit, best, least)
+    for effort in (Effort.PRODUCTS, Effort.EVERYTHING):
+        if least > limit:
+            best, least = min((best, least), _segmented(step, part, limit, effort), key=itemgetter(1))
+    return best
 
 
 def largest_batch(needed: Callable[[int], int | None], batch: int, of_batch: int, limit: int) -> int:
@@ -58,20 +72,21 @@ def largest_batch(needed: Callable[[int], int | None], batch: int, of_batch: int
     return guess
 
 
-def _segmented(step: Step, part: Part, limit: int, best: Part, least: int) -> Part:
+def _segmented(step: Step, part: Part, limit: int, effort: Effort) -> tuple[Part, int]:
     """Keeps what goes from segment to segment; then joins or splits segments, one at a time, while that helps."""
     everything = {one for node in _waiting(part) for one in memory.storages(node)}
     cuts = _cuts(part)
-    kept, choices = frozenset(cuts), [frozenset(cuts)]
+    choices = [frozenset(cuts)]
+    best, least = part, sys.maxsize
     while least > limit and choices:
-        tried = {some: _recomputing(part, everything - some, costly=True) for some in choices}
+        tried = {some: _recomputing(part, everything - some, effort) for some in choices}
         needed = {some: memory.plan(step, one).total for some, one in tried.items()}
         kept = min(choices, key=needed.__getitem__)
         if needed[kept] >= least:
             break
         best, least = tried[kept], needed[kept]
         choices = [kept ^ {one} for one in cuts]
-    return best
+    return best, least
 
 
 def _cheapest(step: Step, part: Part, limit: int) -> tuple[Part, int]:
@@ -84,7 +99,7 @@ def _cheapest(step: Step, part: Part, limit: int) -> tuple[Part, int]:
         candidates = _largest_at_peak(best, part, dropped | refused, least - limit)
         if not candidates:
             break
-        tried = _recomputing(part, dropped | candidates, costly=False)
+        tried = _recomputing(part, dropped | candidates, Effort.CHEAP)
         needed = memory.plan(step, tried).total
         if needed > least:
             refused |= candidates
@@ -156,12 +171,12 @@ def _is_costly(node: fx.Node) -> bool:
     return target in PRODUCTS or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
 
 
-def _recomputing(part: Part, dropped: set[int], costly: bool) -> Part:
+def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
     """The part with these results computed again for the gradient pass, except those that cannot be."""
     while True:
         graph = fx.Graph()
         graph.output(graph.graph_copy(part.module.graph, {}))
-        again = _Again(graph, dropped, costly)
+        again = _Again(graph, dropped, effort)
         try:
             for node in list(graph.nodes):
                 if node.op == "call_function" and _is_later(node):
@@ -182,8 +197,8 @@ class _Needed(Exception):
 class _Again:
     """Second copies of operators, made when the gradient pass first asks for them."""
 
-    def __init__(self, graph: fx.Graph, dropped: set[int], costly: bool) -> None:
-        self.graph, self.dropped, self.costly = graph, dropped, costly
+    def __init__(self, graph: fx.Graph, dropped: set[int], effort: Effort) -> None:
+        self.graph, self.dropped, self.effort = graph, dropped, effort
         self.copies: dict[fx.Node, fx.Node] = {}
         self.order = {node: time for time, node in enumerate(graph.nodes)}
         read = {storage(source) for node in graph.nodes if _is_later(node) for source in node.all_input_nodes}
@@ -197,8 +212,11 @@ class _Again:
         for node in wanted:
             self._copy(node, user)
         user.args = fx.map_arg(user.args, lambda one: self.copies[one] if one in wanted else one)
-        if self.costly:  # where memory is that short, what takes little time does not wait for a second reader
+        # Where memory is that short, what takes little time does not wait for a second reader.
+        if self.effort is Effort.PRODUCTS:
             self.copies = {node: twin for node, twin in self.copies.items() if _is_costly(node)}
+        elif self.effort is Effort.EVERYTHING:
+            self.copies = {}
 
     def _copy(self, node: fx.Node, user: fx.Node) -> None:
         """A second `node` just before `user`, from sources that are there or are copied too."""
@@ -222,7 +240,7 @@ class _Again:
 
     def _may_repeat(self, node: fx.Node, user: fx.Node) -> bool:
         """Not what changes arrays, nor what takes long unless it must, nor what was computed from other numbers."""
-        if node.op != "call_function" or mutates(node) or (_is_costly(node) and not self.costly):
+        if node.op != "call_function" or mutates(node) or (_is_costly(node) and self.effort is Effort.CHEAP):
             return False
         sources = [one for one in node.all_input_nodes if one not in self.copies]
         return all(self.changed.get(storage(one), len(self.order)) > self.order[user] for one in sources)

@@ -25,6 +25,7 @@ from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
     STREAM,
+    Fusion,
     Key,
     Step,
     gradient,
@@ -250,9 +251,12 @@ class _Walk:
         parameters = [self.arrays[value(t)] for t in tensors]
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
+        # PyTorch's compiler makes one kernel of small updates and what is before them; large ones have a kernel.
+        spelled_out = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
+        found: dict[str, Any] = {"norm": norm, "finite": finite, "spelled_out": spelled_out}
         with _tagged(name, UPDATE), torch.no_grad():
             numbers = self.arrays[NUMBERS]
-            kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, norm=norm, finite=finite)
+            kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, **found)
 
     def _numbers(self) -> SimpleNamespace:
         """The optimizer's numbers by name, looked up once in a run."""

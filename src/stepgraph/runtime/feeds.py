@@ -103,9 +103,9 @@ class Feeds:
 
     def arrays(self, given: Mapping[Tensor, Any], batch: int, device: Device) -> dict[Key, torch.Tensor]:
         """Arrays of all feeds for one call: given with it, or bound to their tensors before."""
-        return {value(tensor): self._array(tensor, given, batch, device) for tensor in self.tensors}
+        return {key: self._array(key.owner, given, batch, device.torch) for key in self.keys}
 
-    def _array(self, tensor: Tensor, given: Mapping[Tensor, Any], batch: int, device: Device) -> torch.Tensor:
+    def _array(self, tensor: Tensor, given: Mapping[Tensor, Any], batch: int, device: torch.device) -> torch.Tensor:
         where = self.spoken[tensor]
         values = given.get(tensor)
         if values is None:
@@ -116,7 +116,12 @@ class Feeds:
             values = tensor.torch()
         shape = (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape
         array = buffers.read(values, shape, tensor.data_type, where)
-        return array if array.device == device.torch else array.to(device.torch, non_blocking=True)
+        return array if array.device == device else array.to(device, non_blocking=True)
+
+    @cached_property
+    def keys(self) -> tuple[Key, ...]:
+        """The arrays that are fed."""
+        return tuple(value(tensor) for tensor in self.tensors)
 
     @cached_property
     def spoken(self) -> dict[Tensor, str]:

@@ -171,7 +171,15 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
         total = by_output @ rows if total is None else total.addmm_(by_output, rows)
         del rows, by_output  # before the next ones are made
     assert total is not None
-    return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+    if x.is_cuda:
+        return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+    for some in total.split(_rows_at_once(w)):  # channels first, row by row in place
+        some.copy_(some.view(len(some), -1, inputs).transpose(1, 2).reshape(len(some), -1))
+    return total.view(w.shape)
+
+
+def _rows_at_once(w: Array) -> int:
+    return max(1, PATCHES // w[0].numel())
 
 
 def _portions(x: Array, count: int) -> Iterator[tuple[int, Array]]:
@@ -235,6 +243,7 @@ def workspace(way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequ
     outputs, channels = w.shape[:2]
     count, windows = min(len(x), _at_once(x, w, stride, padding)), _windows(x, w, stride, padding)
     padded = (x.shape[2] + 2 * padding[0]) * (x.shape[3] + 2 * padding[1]) * channels
-    # Patches live together with the padded image first, then with the reordered result or gradient; at the end the
-    # gradient of the weights is there twice, the second time in their order.
-    return 4 * max(count * (windows * w[0].numel() + max(padded, windows * outputs)), w.numel())
+    # Patches live together with the padded image first, then with the reordered result or gradient; at the end some of
+    # the gradient of the weights is there twice, the second time in their order.
+    again = w.numel() if x.is_cuda else min(outputs, _rows_at_once(w)) * w[0].numel()
+    return 4 * max(count * (windows * w[0].numel() + max(padded, windows * outputs)), again)

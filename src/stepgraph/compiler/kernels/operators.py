@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels import products
 from stepgraph.compiler.kernels.measure import fastest
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def choose(node: fx.Node) -> None:
     node.target = WAYS[cast(Any, node.target)][way]
     scratch = SCRATCH.get(node.target)
     if scratch is not None:
-        node.meta["workspace"] = scratch(arrays[0].nbytes, sum(one.nbytes for one in _results(node)))
+        node.meta["workspace"] = scratch(arrays, sum(one.nbytes for one in _results(node)))
 
 
 def _results(node: fx.Node) -> list[Array]:
@@ -101,6 +102,8 @@ def _max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
 
 
 WAYS: dict[Any, dict[str, Way]] = {
+    aten.mm.default: products.PRODUCTS,
+    aten.addmm.default: products.SUMS,
     aten.sum.dim_IntList: {"pytorch": _sum, "product": _sum_by_product},
     aten.gelu_backward.default: {"pytorch": _gelu_backward, "parts": _gelu_backward_by_parts},
     aten.tanh.default: {"pytorch": _tanh, "sigmoid": _tanh_by_sigmoid},
@@ -108,15 +111,17 @@ WAYS: dict[Any, dict[str, Way]] = {
 }
 
 
-# Bytes a way needs beside its arguments and results, from those of its first argument and of its results.
-SCRATCH: dict[Any, Callable[[int, int], int]] = {
-    _gelu_backward_by_parts: lambda source, _: 2 * source,
-    _max_pool_channels_last: max,
+# Bytes a way needs beside its arguments and results, from these arguments and the bytes of the results.
+SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = products.SCRATCH | {
+    _gelu_backward_by_parts: lambda arguments, _: 2 * arguments[0].nbytes,
+    _max_pool_channels_last: lambda arguments, results: max(arguments[0].nbytes, results),
 }
 
 
 def _fits(node: fx.Node) -> bool:
     """Whether the other ways compute this use of the operator."""
+    if node.target in (aten.mm.default, aten.addmm.default):
+        return products.fits(node)
     x, *settings = cast(Any, node.args)
     array = x.meta["val"]
     if node.target is aten.sum.dim_IntList:

@@ -28,13 +28,15 @@ def update(
     *,
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
+    spelled_out: bool = False,
 ) -> None:
     """Updates parameters and states in place, by the fastest implementation for where they live.
 
     `states` has one list for each of the optimizer's slots; `numbers` are the live numbers, and `named` gives them by
-    name; `norm` is the global norm where the optimizer needs one; where `finite` is False nothing changes.
+    name; `norm` is the global norm where the optimizer needs one; where `finite` is False nothing changes. Spelled out,
+    it is the reference, for a compiler that makes a kernel of it.
     """
-    if numbers.device.type == "cpu" and optimizer.rule in FUSED:
+    if numbers.device.type == "cpu" and optimizer.rule in FUSED and not spelled_out:
         flat = [array for slot in states for array in slot]
         settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         names = ",".join(optimizer.live)

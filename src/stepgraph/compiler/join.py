@@ -1,0 +1,220 @@
+"""Products that share an operand, computed as one: `x Aᵀ, x Bᵀ, x Cᵀ` are the columns of `x [A; B; C]ᵀ`.
+
+Query, key and value of a self-attention are such products, and so are their gradients: of the weights
+`[g₁ g₂ g₃]ᵀ x`, of the source `[g₁ g₂ g₃] [A; B; C]`. One large product keeps a GPU busier than three small ones; the
+numbers are the same up to the order of sums, so this is for steps that are fused, not for the reference.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.passes import mutates
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Products `x Wᵢᵀ (+ bᵢ)` of one source."""
+
+    source: fx.Node
+    weights: tuple[fx.Node, ...]
+    joint: fx.Node  # [W₁; W₂; …]
+
+
+def join_products(graph: fx.Graph) -> None:
+    """Joins what can be joined, in place. Operators stay in their order as far as that is possible."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    products: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _weights(node) is not None:
+            products[node.target, _viewed(node.args[-2]), node.meta["val"].dtype].append(node)
+    for members in products.values():
+        weights = tuple(filter(None, map(_weights, members)))
+        if len(set(weights)) == len(members) > 1:
+            family = _join_forward(graph, members, weights, order)
+            gradients = _join_weight_gradients(graph, family, order)
+            if gradients is not None:
+                _join_source_gradient(graph, family, *gradients, order)
+    graph.eliminate_dead_code()
+    _sort(graph, order)
+    graph.lint()
+
+
+def _join_forward(
+    graph: fx.Graph, members: Sequence[fx.Node], weights: tuple[fx.Node, ...], order: dict[fx.Node, int]
+) -> _Family:
+    first = members[0]
+    with graph.inserting_before(first):
+        joint = graph.call_function(aten.cat.default, (list(weights),))
+        turned = graph.call_function(aten.t.default, (joint,))
+        sums = [graph.call_function(aten.cat.default, ([one.args[0] for one in members],))] if first.args[:-2] else []
+        source: Any = first.args[-2]
+        whole = graph.call_function(first.target, (*sums, source, turned))  # type: ignore[arg-type]
+        parts = _split(graph, whole, 1, [one.meta["val"].shape[0] for one in weights])
+    _replace(members, parts)
+    _date(order, order[first], (joint, turned, *sums, whole, *parts))
+    return _Family(source, weights, joint)
+
+
+def _join_weight_gradients(
+    graph: fx.Graph, family: _Family, order: dict[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], fx.Node] | None:
+    """The gradients `gᵢᵀ x` as one product; the `gᵢ` and `[g₁ g₂ …]`, where there is one for each weight."""
+    shapes = {one.meta["val"].shape for one in family.weights}
+    members = {
+        node.args[0].args[0]: node
+        for node in graph.nodes
+        if node.target is aten.mm.default
+        and "val" in node.meta
+        and "val" in node.args[1].meta
+        and _viewed(node.args[1]) == _viewed(family.source)
+        and node.args[0].target is aten.t.default
+        and node.meta["val"].shape in shapes
+    }
+    if len(members) != len(family.weights):
+        return None
+    last = max(members.values(), key=order.__getitem__)
+    with graph.inserting_before(last):
+        joint = graph.call_function(aten.cat.default, (list(members), 1))
+        turned = graph.call_function(aten.t.default, (joint,))
+        whole = graph.call_function(aten.mm.default, (turned, family.source))
+        parts = _split(graph, whole, 0, [one.meta["val"].shape[1] for one in members])
+    _date(order, order[last], (joint, turned, whole, *parts))
+    _replace(list(members.values()), parts)
+    return tuple(members), joint
+
+
+def _join_source_gradient(
+    graph: fx.Graph, family: _Family, gradients: tuple[fx.Node, ...], joint: fx.Node, order: dict[fx.Node, int]
+) -> None:
+    """The sum of `gᵢ Wᵢ` as one product, where nothing else reads its parts."""
+    products = {
+        node.args[0]: node
+        for node in graph.nodes
+        if node.target is aten.mm.default and node.args[0] in gradients and node.args[1] in family.weights
+    }
+    if set(products) != set(gradients):
+        return
+    totals = {_total(node) for node in products.values()}
+    (total,) = totals if len(totals) == 1 else (None,)
+    terms = [] if total is None else list(_terms(total))
+    if total is None or not set(products.values()) <= {_root(one) for one in terms}:
+        return
+    rest = [one for one in terms if _root(one) not in products.values()]
+    weights = [products[one].args[1] for one in gradients]
+    with graph.inserting_before(total):
+        right = family.joint
+        if weights != list(family.weights):
+            right = graph.call_function(aten.cat.default, (weights,))
+            _date(order, order[family.joint], [right])
+        new = graph.call_function(aten.mm.default, (joint, right))
+        made = [new, graph.call_function(aten.view.default, (new, list(total.meta["val"].shape)))]
+        for one in rest:
+            made.append(graph.call_function(aten.add.Tensor, (made[-1], one)))
+    _date(order, order[total], made)
+    _replace([total], made[-1:])
+
+
+def _weights(node: fx.Node) -> fx.Node | None:
+    """The weights of a product by transposed weights."""
+    right = node.args[-1]
+    is_turned = isinstance(right, fx.Node) and right.target is aten.t.default
+    return right.args[0] if is_turned else None  # type: ignore[union-attr, return-value]
+
+
+def _viewed(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
+    """What an array is, under whatever name: its source and its shape."""
+    return _root(node), tuple(node.meta["val"].shape)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _total(node: fx.Node) -> fx.Node | None:
+    """The last of the sums that a result goes into, alone, and nowhere else."""
+    total = None
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.add.Tensor and not user.kwargs:
+            total = user
+        elif user.target not in VIEWS:
+            break
+        node = user
+    return total
+
+
+def _terms(node: fx.Node) -> Iterable[fx.Node]:
+    """What a chain of sums adds up."""
+    for one in node.args:
+        inner = _root(one)  # type: ignore[arg-type]
+        if inner.target is aten.add.Tensor and not inner.kwargs and len(inner.users) == 1:
+            yield from _terms(inner)
+        else:
+            yield one  # type: ignore[misc]
+
+
+def _split(graph: fx.Graph, whole: fx.Node, axis: int, sizes: Sequence[int]) -> list[fx.Node]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        graph.call_function(aten.slice.Tensor, (whole, axis, start, start + size))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _replace(olds: Sequence[fx.Node], news: Sequence[fx.Node]) -> None:
+    for old, new in zip(olds, news, strict=True):
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+
+
+def _date(order: dict[fx.Node, int], place: int, nodes: Iterable[fx.Node]) -> None:
+    order |= dict.fromkeys(nodes, place)
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    """The arrays that an operator writes into."""
+    if not mutates(node):
+        return []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    written = [given for given, one in zip(node.args, arguments, strict=False) if one.alias_info is not None]
+    return [_root(one) for given in written for one in (given if isinstance(given, list | tuple) else [given])]  # type: ignore[arg-type]
+
+
+def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """Puts operators after what they read, and changes in place after those who read what was there before."""
+    nodes = list(graph.nodes)
+    needs = {node: set(node.all_input_nodes) for node in nodes}
+    for node in nodes:
+        for user in {user for one in _changed(node) for user in one.users} - {node}:
+            before, after = (user, node) if order[user] < order[node] else (node, user)
+            needs[after].add(before)
+    waiting = {node: len(needs[node]) for node in nodes}
+    followers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        for one in needs[node]:
+            followers[one].append(node)
+    ready = [(order[node], i, node) for i, node in enumerate(nodes) if not waiting[node]]
+    numbers = {node: i for i, node in enumerate(nodes)}
+    heapq.heapify(ready)
+    last = graph._root
+    while ready:
+        *_, node = heapq.heappop(ready)
+        last.append(node)
+        last = node
+        for one in followers[node]:
+            waiting[one] -= 1
+            if not waiting[one]:
+                heapq.heappush(ready, (order[one], numbers[one], one))

@@ -1,0 +1,81 @@
+"""Other ways to multiply two matrices: BLAS has a kernel for each orientation of each operand, not all equally good.
+
+A fully connected layer multiplies by its transposed weights and, for their gradient, by a transposed source. A copy in
+the other orientation costs little beside the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Array = torch.Tensor
+
+
+def product(a: Array, b: Array) -> Array:
+    """`a b`, as PyTorch has it."""
+    return aten.mm.default(a, b)
+
+
+def of_left_copied(a: Array, b: Array) -> Array:
+    """`a b` with the rows of `a` in one piece."""
+    return torch.mm(a.contiguous(), b)
+
+
+def of_right_copied(a: Array, b: Array) -> Array:
+    """`a b` with the rows of `b` in one piece."""
+    return torch.mm(a, b.contiguous())
+
+
+def turned(a: Array, b: Array) -> Array:
+    """`(bᵀ aᵀ)ᵀ`."""
+    return torch.mm(b.t(), a.t()).t().contiguous()
+
+
+def product_and_sum(c: Array, a: Array, b: Array) -> Array:
+    """`c + a b`, as PyTorch has it."""
+    return aten.addmm.default(c, a, b)
+
+
+def sum_of_right_copied(c: Array, a: Array, b: Array) -> Array:
+    """`c + a b` with the rows of `b` in one piece."""
+    return torch.addmm(c, a, b.contiguous())
+
+
+def turned_sum(c: Array, a: Array, b: Array) -> Array:
+    """`(bᵀ aᵀ)ᵀ + c`."""
+    return torch.mm(b.t(), a.t()).t().contiguous().add_(c)
+
+
+PRODUCTS: dict[str, Callable[..., Array]] = {
+    "pytorch": product,
+    "left copied": of_left_copied,
+    "right copied": of_right_copied,
+    "turned": turned,
+}
+SUMS: dict[str, Callable[..., Array]] = {
+    "pytorch": product_and_sum,
+    "right copied": sum_of_right_copied,
+    "turned": turned_sum,
+}
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether an operand is turned at all, and nothing is scaled."""
+    operands: Any = node.args[-2:]
+    a, b = (one.meta["val"] for one in operands)
+    return not node.kwargs and not (a.is_contiguous() and b.is_contiguous())
+
+
+# Bytes each way needs beside its operands and its result.
+SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
+    of_left_copied: lambda operands, _: operands[-2].nbytes,
+    of_right_copied: lambda operands, _: operands[-1].nbytes,
+    sum_of_right_copied: lambda operands, _: operands[-1].nbytes,
+    turned: lambda _, result: result,
+    turned_sum: lambda _, result: result,
+}
