@@ -36,7 +36,9 @@ class LiveServer:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             problem = f"port {port} is taken" if taken else f"port {port} cannot be used: {error.strerror}"
-            raise StorageError("report --live", problem, fix="give another --port, or 0 for any that is free") from error
+            raise StorageError(
+                "report --live", problem, fix="give another --port, or 0 for any that is free"
+            ) from error
         self._server.daemon_threads = True
         self.url = f"http://{HOST}:{self._server.server_address[1]}/"
 

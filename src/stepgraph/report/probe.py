@@ -1,8 +1,8 @@
 """Looks into a training step without taking part in it.
 
-A whole step drops its gradients as early as it can, and a profile has to run operators one by one. Both are done here on
-copies of everything that a step changes (parameters, optimizer state, statistics, the random stream), so that training
-goes on bit for bit as if nobody had looked.
+A whole step drops its gradients as early as it can, and a profile has to run operators one by one. Both are done here
+on copies of everything that a step changes (parameters, optimizer state, statistics, the random stream), so that
+training goes on bit for bit as if nobody had looked.
 """
 
 from __future__ import annotations

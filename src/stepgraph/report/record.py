@@ -91,6 +91,8 @@ def storage(folder: Path, done: str) -> Iterator[None]:
         yield
     except OSError as error:
         said = error.strerror or reason(error)
-        failed = StorageError(f"{folder}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space")
+        failed = StorageError(
+            f"{folder}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space"
+        )
         failed.errno = error.errno
         raise failed from error

@@ -29,7 +29,9 @@ class Run:
         if not folder.is_dir():
             raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
         if not (folder / FILE).is_file():
-            raise RunError(f"{folder}", f"it holds no run: there is no {FILE}", fix="give a folder that fit(run=…) wrote")
+            raise RunError(
+                f"{folder}", f"it holds no run: there is no {FILE}", fix="give a folder that fit(run=…) wrote"
+            )
         self._clear()
         self.update()
         if not self.begins:
