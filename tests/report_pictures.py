@@ -3,6 +3,7 @@
 python -m tests.report_pictures
 """
 
+import base64
 import tempfile
 import time
 from pathlib import Path
@@ -49,19 +50,18 @@ def train(folder: Path) -> None:
     )
 
 
-def picture(driver: Any, name: str, selector: str, height: int, before: str = "") -> None:
-    """One section, from its top, as high as asked for."""
+def picture(driver: Any, name: str, selector: str, height: int | None = None, before: str = "") -> None:
+    """One section with some room around it, or the page from its top, as high as asked for."""
     driver.execute_script(before)
-    time.sleep(0.3)
-    top = driver.execute_script(
-        "const e = document.querySelector(arguments[0]);"
-        "scrollTo(0, e ? e.getBoundingClientRect().top + scrollY - 64 : 0); return scrollY",
+    time.sleep(0.5)
+    box = driver.execute_script(
+        "const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.top + scrollY, b.height]",
         selector,
     )
-    assert top is not None
-    driver.set_window_size(WIDTH, height)
-    time.sleep(0.5)
-    driver.save_screenshot(str(IMAGES / f"report-{name}.png"))
+    top, tall = (0, height) if height else (box[0] - 16, box[1] + 32)
+    clip = {"x": 0, "y": top, "width": WIDTH, "height": tall, "scale": 1}
+    taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    (IMAGES / f"report-{name}.png").write_bytes(base64.b64decode(taken["data"]))
 
 
 def main() -> None:
@@ -77,12 +77,12 @@ def main() -> None:
         smooth += "s.dispatchEvent(new Event('input'));document.querySelector('#curves [data-value=log]').click()"
         chosen = "document.querySelector('.node[data-layer=parts]').dispatchEvent(new MouseEvent('click'))"
         weights = "document.querySelector('[data-parameter=\"classes.weights\"]').click()"
-        picture(driver, "curves", "", 960, light + smooth)
-        picture(driver, "graph", "#graph", 830, chosen)
-        picture(driver, "time", "#profile", 780)
-        picture(driver, "memory", "#memory", 840)
-        picture(driver, "histograms", "#histograms", 960, weights)
-        picture(driver, "dark", "", 960, dark)
+        picture(driver, "curves", "header", 1010, light + smooth)
+        picture(driver, "graph", "#graph", before=chosen)
+        picture(driver, "time", "#profile")
+        picture(driver, "memory", "#memory")
+        picture(driver, "histograms", "#histograms", before=weights)
+        picture(driver, "dark", "header", 1010, dark)
 
 
 if __name__ == "__main__":

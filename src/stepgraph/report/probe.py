@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
-from stepgraph.compiler.step import STREAM, Key, gradient, value
+from stepgraph.compiler.step import STREAM, Fusion, Key, gradient, value
 from stepgraph.compiler.trace import Program
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 from stepgraph.data import Batch
@@ -87,7 +88,8 @@ class Probe:
             if step.memory_limit is not None:
                 part = recompute.fit(step, part, step.memory_limit)
                 _require_within(step.memory_limit, memory.plan(step, part).total)
-            self._made = program, Executable(in_place(part), step)
+            # Few runs are not worth fusing for.
+            self._made = program, Executable(in_place(part), replace(step, fusion=Fusion.NEVER))
         return self._made[1]
 
     @contextmanager

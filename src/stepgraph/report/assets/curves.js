@@ -20,9 +20,9 @@ function drawCurves(place, data, view) {
     element(
       "span",
       { class: "control" },
-      "Vertical axis ",
+      "Axis of loss and rate ",
       choice(
-        "Vertical axis",
+        "Axis of loss and rate",
         [
           ["linear", "linear"],
           ["log", "log"],
@@ -62,11 +62,11 @@ function allCharts(runs, { axis, smoothing }) {
   const label = (run, name) => (together ? `${run.name}: ${name}` : name);
   const color = (index) => COLORS[index % COLORS.length];
   const domain = [1, Math.max(1, ...runs.map((run) => run.loss.x.at(-1) || 1))];
-  const base = { domain, xTitle: "update", format: number, log, wholeX: true, marks: together ? [] : resumes(runs[0]) };
+  const base = { domain, xTitle: "update", format: number, wholeX: true, marks: together ? [] : resumes(runs[0]) };
   const charts = [
     lineChart(
       runs.flatMap((run, index) => lossSeries(run, label, color, index, smoothing, together)),
-      { ...base, title: "Loss", yTitle: "loss" },
+      { ...base, log, title: "Loss", yTitle: "loss" },
     ),
   ];
   for (const name of metricNames(runs)) {
@@ -91,7 +91,7 @@ function allCharts(runs, { axis, smoothing }) {
     color: color(together ? index : 2),
     ...run.speed,
   }));
-  charts.push(lineChart(rates, { ...base, title: "Learning rate", yTitle: "rate" }));
+  charts.push(lineChart(rates, { ...base, log, title: "Learning rate", yTitle: "rate" }));
   charts.push(lineChart(speeds, { ...base, title: "Throughput", yTitle: "rows / s" }));
   return charts;
 }

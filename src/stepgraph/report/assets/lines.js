@@ -1,6 +1,6 @@
 // The parts of a line chart as shapes: axes, lines, bands, marks.
 
-const MARGIN = { top: 14, right: 16, bottom: 44, left: 70 };
+const MARGIN = { top: 14, right: 16, bottom: 44, left: 76 };
 let clips = 0; // every chart cuts its lines off at its own frame
 
 function drawLines(series, options, width, height, zoom) {
