@@ -2,7 +2,7 @@
 
 /**
  * Series: {name, color, x, y, low, high, style}. `y` may hold nulls, which leave a gap; `low` and `high` draw a band.
- * Options: {title, xTitle, yTitle, format, log, height, domain, marks: [{x, text}]}.
+ * Options: {title, xTitle, yTitle, format, log, height, domain, zooms, marks: [{x, text}]}.
  */
 function lineChart(series, options) {
   const readout = element("div", { class: "readout", role: "status", hidden: true });
@@ -19,11 +19,12 @@ function lineChart(series, options) {
     plot,
     readout,
   );
-  const state = { zoom: null, at: null, drawn: null };
+  const zooms = options.zooms || {}; // by title: what a reader looks at closely outlives the chart, which is made anew
+  const state = { at: null, drawn: null };
 
   const draw = () => {
     const width = Math.max(260, plot.clientWidth || 560);
-    state.drawn = drawLines(series, options, width, options.height || 250, state.zoom);
+    state.drawn = drawLines(series, options, width, options.height || 250, zooms[options.title]);
     plot.replaceChildren(state.drawn.svg);
     point(state.at);
   };
@@ -32,9 +33,9 @@ function lineChart(series, options) {
   function point(x) {
     state.at = x;
     const { drawn } = state;
-    if (x === null || !drawn.domain) {
+    if (x === null || !drawn?.domain) {
       readout.hidden = true;
-      drawn.pointer?.replaceChildren();
+      drawn?.pointer?.replaceChildren();
       return;
     }
     const found = series.map((one) => ({ one, index: nearest(one.x, x) })).filter(({ index }) => index >= 0);
@@ -69,12 +70,16 @@ function lineChart(series, options) {
     readout.classList.toggle("left", place > drawn.width / 2);
   }
 
-  pointing(plot, state, point, draw);
+  const zoom = (ends) => {
+    zooms[options.title] = ends;
+    draw();
+  };
+  pointing(plot, state, point, zoom);
   return made;
 }
 
 /** Lets pointer and keys say which x is meant, and drag a part of the axis. */
-function pointing(plot, state, point, draw) {
+function pointing(plot, state, point, zoom) {
   let pressed = null;
   const valueAt = (event) => {
     const box = plot.getBoundingClientRect();
@@ -90,18 +95,20 @@ function pointing(plot, state, point, draw) {
   plot.addEventListener("pointerdown", (event) => {
     if (!state.drawn?.domain || event.button !== 0) return;
     pressed = within(valueAt(event));
+    plot.setPointerCapture(event.pointerId);
   });
   plot.addEventListener("pointerup", (event) => {
     if (pressed === null) return;
     const ends = [pressed, within(valueAt(event))].sort((a, b) => a - b);
     pressed = null;
-    if (state.drawn.xScale(ends[1]) - state.drawn.xScale(ends[0]) > 8) state.zoom = ends;
-    draw();
+    if (state.drawn.xScale(ends[1]) - state.drawn.xScale(ends[0]) > 8) zoom(ends);
+  });
+  plot.addEventListener("pointercancel", () => {
+    pressed = null;
   });
   const reset = () => {
-    state.zoom = null;
     point(null);
-    draw();
+    zoom(null);
   };
   plot.addEventListener("dblclick", reset);
   plot.addEventListener("keydown", (event) => {

@@ -10,59 +10,73 @@ const COLORS = [
 ];
 const NOT_METRICS = new Set(["epoch", "step", "rate", "seconds"]);
 
+/** Controls are made once: a live page must not take a slider out of the reader's hand, nor close what is open. */
 function drawCurves(place, data, view) {
-  const { runs } = data;
-  const charts = element("div", { class: "charts" });
-  const show = () => charts.replaceChildren(...allCharts(runs, view.curves));
-  const tools = element(
+  const kept = view.curves;
+  kept.runs = data.runs;
+  if (!kept.charts) {
+    kept.charts = element("div", { class: "charts" });
+    kept.tables = element("div");
+    put(place, curveControls(kept), kept.charts, kept.tables);
+  }
+  showCurves(kept);
+  const opened = [...kept.tables.querySelectorAll("details[open]")].map((one) => one.dataset.table);
+  put(
+    kept.tables,
+    data.runs.map((run) => epochTables(run, data.runs.length > 1)),
+  );
+  for (const one of kept.tables.querySelectorAll("details")) one.open = opened.includes(one.dataset.table);
+}
+
+function curveControls(kept) {
+  const set = (name, value) => {
+    kept[name] = value;
+    showCurves(kept);
+  };
+  const axes = [
+    ["linear", "linear"],
+    ["log", "log"],
+  ];
+  const slider = { type: "range", min: 0, max: 0.98, step: 0.02, value: kept.smoothing };
+  return element(
     "div",
     { class: "controls" },
     element(
       "span",
       { class: "control" },
       "Axis of loss and rate ",
-      choice(
-        "Axis of loss and rate",
-        [
-          ["linear", "linear"],
-          ["log", "log"],
-        ],
-        view.curves.axis,
-        (axis) => {
-          view.curves.axis = axis;
-          show();
-        },
-      ),
+      choice("Axis of loss and rate", axes, kept.axis, (axis) => set("axis", axis)),
     ),
     element(
       "label",
       { class: "control" },
       "Smoothing ",
-      element("input", {
-        type: "range",
-        min: 0,
-        max: 0.98,
-        step: 0.02,
-        value: view.curves.smoothing,
-        oninput: (event) => {
-          view.curves.smoothing = Number(event.target.value);
-          show();
-        },
-      }),
+      element("input", { ...slider, oninput: (event) => set("smoothing", Number(event.target.value)) }),
     ),
     element("span", { class: "hint" }, "Drag across a chart to look closer, double-click to see all of it."),
   );
-  show();
-  put(place, tools, charts, ...runs.map((run) => epochTable(run, runs.length > 1)));
 }
 
-function allCharts(runs, { axis, smoothing }) {
+function showCurves(kept) {
+  const focused = [...kept.charts.querySelectorAll(".plot")].indexOf(document.activeElement);
+  put(kept.charts, allCharts(kept));
+  kept.charts.querySelectorAll(".plot")[focused]?.focus({ preventScroll: true });
+}
+
+function allCharts({ runs, axis, smoothing, zooms }) {
   const log = axis === "log";
   const together = runs.length > 1;
   const label = (run, name) => (together ? `${run.name}: ${name}` : name);
   const color = (index) => COLORS[index % COLORS.length];
   const domain = [1, Math.max(1, ...runs.map((run) => run.loss.x.at(-1) || 1))];
-  const base = { domain, xTitle: "update", format: number, wholeX: true, marks: together ? [] : resumes(runs[0]) };
+  const base = {
+    domain,
+    zooms,
+    xTitle: "update",
+    format: number,
+    wholeX: true,
+    marks: together ? [] : resumes(runs[0]),
+  };
   const charts = [
     lineChart(
       runs.flatMap((run, index) => lossSeries(run, label, color, index, smoothing, together)),
@@ -146,7 +160,7 @@ const resumes = (run) =>
   run.begins.slice(1).map((one) => ({ x: one.step, text: one.resumed ? "resumed" : "begun again" }));
 
 /** The numbers behind the curves, for those who read rather than look. */
-function epochTable(run, isNamed) {
+function epochTables(run, isNamed) {
   if (!run.epochs.length) return null;
   const names = Object.keys(run.epochs[0]).filter((name) => !run.epochs.some((row) => Array.isArray(row[name])));
   const cells = (row) =>
@@ -159,7 +173,7 @@ function epochTable(run, isNamed) {
     null,
     element(
       "details",
-      { class: "numbers" },
+      { class: "numbers", "data-table": `${run.name} epochs` },
       element("summary", null, `Numbers of ${count(run.epochs.length, "epoch")}${isNamed ? ` of ${run.name}` : ""}`),
       element(
         "div",
@@ -184,7 +198,7 @@ function epochTable(run, isNamed) {
         ),
       ),
     ),
-    ...matrices.map((name) => matrix(name, run.epochs.at(-1)[name])),
+    ...matrices.map((name) => matrix(run, name, isNamed)),
   );
 }
 
@@ -192,11 +206,12 @@ const isMatrix = (value) =>
   Array.isArray(value) && value.length > 0 && value.length <= 40 && value.every(Array.isArray);
 
 /** Counts by class: shaded by their share of the row. */
-function matrix(name, rows) {
+function matrix(run, name, isNamed) {
+  const rows = run.epochs.at(-1)[name];
   return element(
     "details",
-    { class: "numbers" },
-    element("summary", null, `${name}, last epoch`),
+    { class: "numbers", "data-table": `${run.name} ${name}` },
+    element("summary", null, `${isNamed ? `${run.name}: ` : ""}${name}, last epoch`),
     element(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": name },

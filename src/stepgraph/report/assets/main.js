@@ -4,7 +4,7 @@ const EVERY = 1500; // milliseconds between two questions
 
 const view = {
   run: 0,
-  curves: { axis: "linear", smoothing: 0 },
+  curves: { axis: "linear", smoothing: 0, zooms: {} },
   graph: { layer: null, box: null },
   profile: { which: null, sort: { column: 5, direction: -1 } },
   histograms: { parameter: null },
