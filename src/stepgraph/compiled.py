@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from rich.console import Group, RenderableType
 
 from stepgraph import buffers, draw
 from stepgraph.checkpoint import restoring, saving
@@ -19,6 +18,7 @@ from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step, layer_tensors, value
+from stepgraph.declared import DeclaredGraph
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -26,6 +26,7 @@ from stepgraph.errors import (
     DataTypeError,
     DeviceError,
     ExecutionError,
+    NumericsError,
     StateError,
     UnknownNameError,
 )
@@ -34,7 +35,7 @@ from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.executable import Binding
 from stepgraph.runtime.execution import Completion, Execution, turn
-from stepgraph.runtime.feeds import Data, Feeds, Names, merged
+from stepgraph.runtime.feeds import Data, Names, merged
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress
@@ -46,7 +47,16 @@ logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
 
 
-class CompiledGraph(Graph):
+class Call(NamedTuple):
+    """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
+
+    batch: int
+    step: int | None
+    feeds: Found
+    drew: bool = False
+
+
+class CompiledGraph(DeclaredGraph):
     """A graph made from other graphs that can be compiled and executed.
 
     Args:
@@ -62,24 +72,9 @@ class CompiledGraph(Graph):
     _compute_type: torch.dtype | None = None
 
     def __init__(self, graphs: Sequence[Graph] = ()) -> None:
-        super().__init__()
-        if not isinstance(graphs, Sequence):
-            raise DataTypeError(
-                type(self).__name__, f"graphs is {type(graphs).__name__}, not a list", fix="give a list of Graph"
-            )
-        for graph in graphs:
-            if not isinstance(graph, Graph):
-                raise DataTypeError(
-                    type(self).__name__, f"{type(graph).__name__} is not a graph", fix="give a list of Graph"
-                )
-        if len(set(graphs)) != len(graphs):
-            raise ArgumentError(type(self).__name__, "a graph was given twice", fix="give each graph once")
-        self._graphs = tuple(graphs)
-        # Replaced as a whole, never changed in place, so that a failed call can put back what was there.
-        self._feeds = Feeds()
-        self._outputs: Names = {}
+        super().__init__(graphs)
+        # Replaced as a whole, never changed in place, as what is declared.
         self._constants: dict[Tensor, torch.Tensor] = {}
-        self._linked: tuple[Any, ...] = (self,)
         self._options = GraphCompilationOptions.NONE
         self._compute_type: torch.dtype | None = None
         self._tf32: bool | None = None
@@ -89,60 +84,10 @@ class CompiledGraph(Graph):
         self._programs = Programs(self._step, self._kept_keys)
         self._bindings: dict[tuple[str, int], tuple[list[torch.Tensor | None], Binding]] = {}
         self._written: Found = {}
+        self._last: Call | None = None
         self._given: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The adopted nodes, then the graph's own."""
-        return tuple(node for graph in self._graphs for node in graph.nodes) + tuple(self._nodes)
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """What the compiled graph needs, by kind; all zero before `compile`."""
-        return self._plan
-
-    @property
-    def device_memory_size(self) -> int:
-        """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
-        return self._plan.device_memory_size
-
-    @property
-    def executables(self) -> list[tuple[str, int]]:
-        """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
-        return list(self._programs.executables)
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The inputs by name; those that `compile` found by itself included."""
-        return dict(self._feeds.inputs)
-
-    @property
-    def loss_labels(self) -> dict[str, Tensor]:
-        """The labels by name."""
-        return dict(self._feeds.labels)
-
-    @property
-    def loss_label_weights(self) -> dict[str, Tensor]:
-        """The label weights by name."""
-        return dict(self._feeds.weights)
-
-    @property
-    def outputs(self) -> dict[str, Tensor]:
-        """The declared outputs by name."""
-        return dict(self._outputs)
-
-    @property
-    def linked_graphs(self) -> tuple[Any, ...]:
-        """The graphs joined with `link`, this one included."""
-        return self._linked
-
-    def add_inputs(
-        self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
-    ) -> None:
-        """Names the tensors that `execute` is given data for: inputs, labels, label weights. Calls accumulate."""
-        self._feeds = self._feeds.declare(inputs, loss_labels, loss_label_weights)
 
     def add_outputs(self, outputs: Names) -> None:
         """Names tensors that stay readable after a call, and that `outputs_data` may ask for."""
@@ -191,13 +136,6 @@ class CompiledGraph(Graph):
     def _resume(self, progress: Progress) -> None:
         """Goes on from there."""
 
-    def __rich__(self) -> RenderableType:
-        title = f"{type(self).__name__} on {self.device}" if self.device else f"{type(self).__name__}, not compiled"
-        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, title)]
-        if self.device:
-            parts += ["", str(self._plan)]
-        return Group(*parts)
-
     # Compiling
 
     @contextmanager
@@ -231,7 +169,7 @@ class CompiledGraph(Graph):
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs = Programs(self._step, self._kept_keys)
-        self._bindings = {}
+        self._bindings, self._last = {}, None
         for tensor in self._held:
             tensor.place(self.device)
         for node in self._compiled:
@@ -309,15 +247,23 @@ class CompiledGraph(Graph):
 
     # Running
 
+    def _ready(self, call: str) -> Device:
+        """Refuses a call on a graph that is not compiled, and brings in what was assigned since the last one."""
+        return self._require_compiled(call)
+
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
+        step = None if self._optimizer is None else self._optimizer.time_step
         if ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
-            return self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            feeds = self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            self._last = Call(batch, step, feeds)
+            return feeds
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
         self._given = {tensor: _current(tensor) for tensor in self._feeds.tensors}
+        self._last = Call(batch, step, self._written)
         return self._written
 
     def _batch_size(self, given: int | None) -> int:
@@ -366,15 +312,18 @@ class CompiledGraph(Graph):
             raise DataTypeError(
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
-        with turn(device), _current_device(device):
+        with turn(device), current_device(device):
             execution = Execution(device, timed=ExecutionOptions.PROFILING in options)
+
+            def run() -> Found:
+                if ExecutionOptions.PER_LAYER_PROFILING not in options:
+                    return executable(binding, arrays)
+                found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
+                return found
+
             try:
-                if ExecutionOptions.PER_LAYER_PROFILING in options:
-                    found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
-                else:
-                    found = executable(binding, arrays)
-                execution.finish(*keep(found))
-            except ExecutionError as error:
+                execution.finish(*keep(self._computed(binding, arrays, run)))
+            except (ExecutionError, NumericsError) as error:
                 execution.fail(error)
                 if completion is None:
                     raise
@@ -383,6 +332,10 @@ class CompiledGraph(Graph):
             execution.wait()
         execution.announce(completion, waited=synchronous)
         return execution
+
+    def _computed(self, binding: Binding, arrays: Mapping[Key, torch.Tensor], run: Callable[[], Found]) -> Found:
+        """What one run of an executable gives."""
+        return run()
 
     # Keeping results
 
@@ -472,7 +425,7 @@ class CompiledGraph(Graph):
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
 
 
-def _current_device(device: Device) -> AbstractContextManager[Any]:
+def current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
     elsewhere = device.torch.type == "cuda" and device.torch.index != torch.cuda.current_device()
     return torch.cuda.device(device.torch) if elsewhere else nullcontext()

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import CompiledGraph, Found, results_of
+from stepgraph.compiled import Found, results_of
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import STREAM
 from stepgraph.device import Device
+from stepgraph.inspected import InspectedGraph
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.settings import mixed
@@ -18,7 +19,7 @@ from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
-class InferenceGraph(CompiledGraph):
+class InferenceGraph(InspectedGraph):
     """A compiled forward pass. It shares the parameters of its layers: after a training step it sees the new values.
 
     Dropout passes its source on; normalization uses running statistics. Nodes may be added to the inference graph

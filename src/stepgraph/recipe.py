@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler import memory
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.step import Step
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.graph import Graph, Node, make_node
+from stepgraph.inspected import InspectedGraph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.programs import Programs
@@ -19,7 +19,7 @@ from stepgraph.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
 
-class TrainingRecipe(CompiledGraph):
+class TrainingRecipe(InspectedGraph):
     """The describing half of a `TrainingGraph`; the other half runs what is described here.
 
     Args:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from stepgraph.compiled import Found, logger, results_of
 from stepgraph.compiler import memory
-from stepgraph.compiler.step import STREAM, Key, gradient, source_gradient, value
+from stepgraph.compiler.step import gradient
 from stepgraph.device import Device
+from stepgraph.differentiated import DifferentiatedGraph
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer, number
-from stepgraph.recipe import TrainingRecipe, checked, require_tensor
+from stepgraph.recipe import checked, require_tensor
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.runtime.gradients import Gradients, added, seeds, starts_at, summed
+from stepgraph.runtime.gradients import added, summed
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.settings import limited, mixed
@@ -29,7 +29,7 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 _NONE = ExecutionOptions.NONE
 
 
-class TrainingGraph(TrainingRecipe):
+class TrainingGraph(DifferentiatedGraph):
     """A graph that learns: forward, gradient and update, in one call or three.
 
     Args:
@@ -55,9 +55,6 @@ class TrainingGraph(TrainingRecipe):
         super().__init__(graphs, loss_layer, optimizer)
         self._updatable: tuple[bool, ...] = ()
         self._state: TrainingState | None = None
-        self._gradients = Gradients()
-        self._saved: Found = {}
-        self._forward_batch: int | None = None
         self._pending: Progress | None = None
 
     # Preparing
@@ -125,7 +122,7 @@ class TrainingGraph(TrainingRecipe):
         Args:
             device: where to run; on a graph that was compiled before, None keeps its device.
             options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
-                `FUSE_LAYERS`.
+                `FUSE_LAYERS`, `CHECK_NUMERICS`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
@@ -147,6 +144,26 @@ class TrainingGraph(TrainingRecipe):
                 self._resume(self._pending)
             self._tell_device()
 
+    def bind_optimizer_data(
+        self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
+    ) -> None:
+        """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
+        require_tensor("bind_optimizer_data", tensor)
+        if self.device is not None and tensor not in self._trainable():
+            raise UnknownNameError(
+                "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
+            )
+        if self.device is not None and self._optimizer is not None and len(data) != len(self._optimizer.slots):
+            slots = ", ".join(self._optimizer.slots) or "none"
+            raise ArgumentError(
+                "bind_optimizer_data",
+                f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}",
+                fix="give one buffer for each",
+            )
+        tensor.bind_optimizer_data(data, device_data)
+        if self.device is not None and self._optimizer is not None:
+            self._training_state.adopt(tensor)
+
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""
         self._require_compiled("compile_optimizer")
@@ -166,31 +183,6 @@ class TrainingGraph(TrainingRecipe):
             graph._linked = group
         for graph in group:
             graph._restart()
-
-    def allocate_user_gradient(self, tensor: Tensor) -> Tensor:
-        """A gradient tensor for a result that outside code goes on with; write dL/dresult there before the pass.
-
-        It is added to the gradients that come from layers. Unwritten, it counts as zero.
-        """
-        require_tensor("allocate_user_gradient", tensor)
-        if tensor not in {result for node in self._compiled or self.nodes for result in node.results}:
-            raise UnknownNameError(
-                "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
-            )
-        if tensor not in self._user_gradients:
-            is_new = tensor not in self._seeded()
-            handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
-            handle.device = self.device
-            with self._all_or_nothing():
-                self._user_gradients = {**self._user_gradients, tensor: handle}
-                if is_new:
-                    saved, batch = self._saved, self._forward_batch
-                    found, used = self._gradients.found, self._gradients.used
-                    self._again(f"{tensor.label} takes a gradient from outside")
-                    self._gradients.found, self._gradients.used = found, used
-                    if batch is not None:
-                        self._repeat_forward(saved, batch)
-        return self._user_gradients[tensor]
 
     # Executing
 
@@ -235,6 +227,7 @@ class TrainingGraph(TrainingRecipe):
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
+                self._has_drawn()
                 self._forget_passes()
                 self._gradients.show(found)
             if learning:
@@ -264,6 +257,7 @@ class TrainingGraph(TrainingRecipe):
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
+                self._has_drawn()
                 self._saved, self._forward_batch = feeds | found, batch
             self._write_outputs(outputs_data, results)
             return self._answer(found)
@@ -328,66 +322,6 @@ class TrainingGraph(TrainingRecipe):
         for tensor in self._held:
             tensor.synchronize_data()
 
-    # Inspecting
-
-    def bind_optimizer_data(
-        self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
-    ) -> None:
-        """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
-        require_tensor("bind_optimizer_data", tensor)
-        if self.device is not None and tensor not in self._trainable():
-            raise UnknownNameError(
-                "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
-            )
-        if self.device is not None and self._optimizer is not None and len(data) != len(self._optimizer.slots):
-            slots = ", ".join(self._optimizer.slots) or "none"
-            raise ArgumentError(
-                "bind_optimizer_data",
-                f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}",
-                fix="give one buffer for each",
-            )
-        tensor.bind_optimizer_data(data, device_data)
-        if self.device is not None and self._optimizer is not None:
-            self._training_state.adopt(tensor)
-
-    def gradient_tensor(self, input: Tensor) -> Tensor | None:
-        """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
-        require_tensor("gradient_tensor", input)
-        if self.device is None or input not in {*self._feeds.tensors, *self._constants, *self._parameters}:
-            return None
-        known = self._programs.program(self._feeds.batch).outputs
-        return self._gradients.handle(gradient(input), input) if gradient(input) in known else None
-
-    def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
-        """The layer's own contributions to its sources' gradients, one each; empty for a layer of another graph."""
-        nodes = [node for node in self._compiled if node.layer is layer]
-        return [
-            self._gradients.handle(source_gradient(node, i), t) for node in nodes for i, t in enumerate(node.sources)
-        ]
-
-    def result_gradient_tensors(self, layer: Layer) -> list[Tensor]:
-        """The gradients of the layer's results, summed over what reads them; empty where nothing does."""
-        results = [t for node in self._compiled if node.layer is layer for t in node.results]
-        known = self._programs.program(self._feeds.batch).outputs if results else {}
-        return [self._gradients.handle(gradient(t), t) for t in results if gradient(t) in known]
-
-    def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
-        """The gradient of a layer's parameter, before clipping, rescaling and regularization.
-
-        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is
-        not trainable, or where the step was not run as separate forward and gradient passes.
-        """
-        nodes = [node for node in self._compiled if node.layer is layer]
-        if (
-            not nodes
-            or nodes[0].disable_update
-            or parameter not in layer.parameters.values()
-            or not parameter.is_updatable
-        ):
-            return None
-        found = self._gradients.found.get(gradient(parameter))
-        return None if found is None else found.cpu().numpy()
-
     # Compiling again, resuming, and between the calls
 
     def _progress(self) -> Progress:
@@ -407,16 +341,6 @@ class TrainingGraph(TrainingRecipe):
             self._gradients.replace(
                 {gradient(t): a.to(self._state.device.torch) for t, a in progress.gradients.items()}
             )
-
-    def _kept_keys(self) -> list[Key]:
-        return super()._kept_keys() + self._watched_gradients()
-
-    def _watched_gradients(self) -> list[Key]:
-        """Gradients that stay readable after a whole step: declared as outputs, or of layers under debugging."""
-        nodes, declared = self._watched_nodes(), set(self._outputs.values())
-        keys = [key for key, handle in self._gradients.handles.items() if handle in declared]
-        keys += [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
-        return list(dict.fromkeys([*keys, *(gradient(t) for node in nodes for t in node.results)]))
 
     def _restart(self) -> None:
         """Traces anew with what is compiled, declared and linked now."""
@@ -440,49 +364,18 @@ class TrainingGraph(TrainingRecipe):
         assert self._state is not None
         return self._state
 
-    def _ready(self, call: str) -> None:
-        self._require_compiled(call)
+    def _ready(self, call: str) -> Device:
+        device = super()._ready(call)
         if self._updatable != tuple(t.is_updatable for t in self._held):
             self._again("other parameters are updatable")
         self._training_state.refresh()
+        return device
 
     def _memory(self) -> list[torch.Tensor | None]:
         return [*super()._memory(), *self._training_state.arrays.values()]
 
     def _arrays(self) -> Found:
         return super()._arrays() | self._training_state.arrays
-
-    def _forget_passes(self) -> None:
-        self._saved, self._forward_batch = {}, None
-        self._gradients.forget()
-
-    def _is_gradient(self, tensor: Tensor) -> bool:
-        return tensor in self._gradients.handles.values()
-
-    def _key(self, tensor: Tensor) -> Key:
-        return next((key for key, handle in self._gradients.handles.items() if handle is tensor), value(tensor))
-
-    def _others(self) -> list[Gradients]:
-        return [graph._gradients for graph in self._linked if graph is not self]
-
-    def _seeds(self, batch: int) -> Found:
-        return seeds(self._programs.program(batch), self._user_gradients, self._others())
-
-    def _has_seed(self, batch: int) -> bool:
-        """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
-        if any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values()):
-            return True
-        program = self._programs.program(batch)
-        return any(starts_at(tensor, program) for tensor in program.step.seeded)
-
-    def _repeat_forward(self, saved: Found, batch: int) -> None:
-        """The last forward pass once more, for a new program: same data, same random numbers, statistics untouched."""
-        feeds = {value(t): saved[value(t)] for t in self._feeds.tensors}
-        arrays = self._arrays() | feeds
-        executable = self._programs.executable("forward", batch)
-        moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
-        moving[STREAM][1] -= 1
-        self._saved, self._forward_batch = feeds | executable(executable.bind(arrays | moving), {}), batch
 
     def _check_forward(self, batch_size: int | None) -> int:
         if self._forward_batch is None:

@@ -55,7 +55,7 @@ function drawProfile(place, data, view) {
     element(
       "p",
       { class: "lead" },
-      `A step with ${count(batch, "row")} takes ${seconds(whole)}, operator by operator (update ${number(step)}, median of up to five runs). ` +
+      `A step with ${count(batch, "row")} takes ${seconds(whole)}, operator by operator (update ${number(step)}, the least of three runs). ` +
         "A real step is a little faster: nothing waits between its operators.",
     ),
     element(
