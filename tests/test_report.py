@@ -184,6 +184,9 @@ def test_what_does_not_fit_into_the_memory_limit_is_left_out_and_said(tmp_path: 
     assert "memory_limit" in run.missing[0]["why"]
 
 
+ENVIRONMENT = ["stepgraph", "python", "torch", "numpy", "system", "processor", "cores", "threads", "device"]
+
+
 def test_no_secrets_and_no_long_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = [
         sys.executable,
@@ -199,9 +202,8 @@ def test_no_secrets_and_no_long_paths(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     told = facts.command(tmp_path / "runs" / "one")
     wanted = ["train.py", "--token", "…", "--api-key=…", "--password", "--epochs", "3"]
-    assert told == {"arguments": [Path(sys.executable).name, *wanted], "directory": os.path.join("..", "..")}
-    text = json.dumps(facts.environment(sg.Device.cpu()))
-    assert os.uname().nodename not in text if hasattr(os, "uname") and len(os.uname().nodename) > 3 else True
+    assert told == {"arguments": [Path(sys.executable).name, *wanted], "directory": str(Path("..", ".."))}
+    assert set(facts.environment(sg.Device.cpu())) == set(ENVIRONMENT)  # whoever adds to it thinks of what it tells
 
 
 # The folder
@@ -279,13 +281,14 @@ def test_a_torn_last_line_is_left_out_and_removed_by_who_goes_on(tmp_path: Path)
     assert len(Run(tmp_path / "new").steps) == 6
 
 
+HEADER = '{"format":"stepgraph run","version":1}\n'
 BAD_RECORDS = {
     "is not the record of a run": "hello\n",
-    "has version 2, this stepgraph reads 1": '{"format":"stepgraph run","version":2}\n',
-    "has version True": '{"format":"stepgraph run","version":true}\n',
-    "line 3 of run.jsonl is damaged": '{"format":"stepgraph run","version":1}\n{"kind":"end","step":1,"stopped":"x"}\n{"ki\n',
-    "line 2 of run.jsonl is damaged": '{"format":"stepgraph run","version":1}\n{"kind":"begin"}\n',
-    "ends before training began": '{"format":"stepgraph run","version":1}\n{"kind":"of another time"}\n',
+    "has version 2, this stepgraph reads 1": HEADER.replace("1", "2"),
+    "has version True": HEADER.replace("1", "true"),
+    "line 3 of run.jsonl is damaged": HEADER + '{"kind":"end","step":1,"stopped":"x"}\n{"ki\n',
+    "line 2 of run.jsonl is damaged": HEADER + '{"kind":"begin"}\n',
+    "ends before training began": HEADER + '{"kind":"of another time"}\n',
 }
 
 

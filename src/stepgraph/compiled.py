@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from stepgraph.errors import (
     DataTypeError,
     DeviceError,
     ExecutionError,
+    NumericsError,
     StateError,
     UnknownNameError,
 )
@@ -44,6 +45,15 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
+
+
+class Call(NamedTuple):
+    """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
+
+    batch: int
+    step: int | None
+    feeds: Found
+    drew: bool = False
 
 
 class CompiledGraph(DeclaredGraph):
@@ -74,6 +84,7 @@ class CompiledGraph(DeclaredGraph):
         self._programs = Programs(self._step, self._kept_keys)
         self._bindings: dict[tuple[str, int], tuple[list[torch.Tensor | None], Binding]] = {}
         self._written: Found = {}
+        self._last: Call | None = None
         self._given: dict[Tensor, torch.Tensor | None] = {}
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
@@ -158,7 +169,7 @@ class CompiledGraph(DeclaredGraph):
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs = Programs(self._step, self._kept_keys)
-        self._bindings = {}
+        self._bindings, self._last = {}, None
         for tensor in self._held:
             tensor.place(self.device)
         for node in self._compiled:
@@ -236,15 +247,23 @@ class CompiledGraph(DeclaredGraph):
 
     # Running
 
+    def _ready(self, call: str) -> Device:
+        """Refuses a call on a graph that is not compiled, and brings in what was assigned since the last one."""
+        return self._require_compiled(call)
+
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
+        step = None if self._optimizer is None else self._optimizer.time_step
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
-            return self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            feeds = self._feeds.arrays(written, batch, self._require_compiled("execute"))
+            self._last = Call(batch, step, feeds)
+            return feeds
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
         self._given = {tensor: _current(tensor) for tensor in self._feeds.tensors}
+        self._last = Call(batch, step, self._written)
         return self._written
 
     def _batch_size(self, given: int | None) -> int:
@@ -295,15 +314,18 @@ class CompiledGraph(DeclaredGraph):
             raise DataTypeError(
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
-        with turn(device), _current_device(device):
+        with turn(device), current_device(device):
             execution = Execution(device, timed=bool(options) and ExecutionOptions.PROFILING in options)
+
+            def run() -> Found:
+                if not options or ExecutionOptions.PER_LAYER_PROFILING not in options:
+                    return executable(binding, arrays)
+                found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
+                return found
+
             try:
-                if options and ExecutionOptions.PER_LAYER_PROFILING in options:
-                    found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
-                else:
-                    found = executable(binding, arrays)
-                execution.finish(*keep(found))
-            except ExecutionError as error:
+                execution.finish(*keep(self._computed(binding, arrays, run)))
+            except (ExecutionError, NumericsError) as error:
                 execution.fail(error)
                 if completion is None:
                     raise
@@ -312,6 +334,10 @@ class CompiledGraph(DeclaredGraph):
             execution.wait()
         execution.announce(completion, waited=synchronous)
         return execution
+
+    def _computed(self, binding: Binding, arrays: Mapping[Key, torch.Tensor], run: Callable[[], Found]) -> Found:
+        """What one run of an executable gives."""
+        return run()
 
     # Keeping results
 
@@ -404,7 +430,7 @@ class CompiledGraph(DeclaredGraph):
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
 
 
-def _current_device(device: Device) -> AbstractContextManager[Any]:
+def current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
     elsewhere = device.torch.type == "cuda" and device.torch.index != torch.cuda.current_device()
     return torch.cuda.device(device.torch) if elsewhere else nullcontext()

@@ -13,6 +13,7 @@ from stepgraph.layer import Layer
 from stepgraph.recipe import TrainingRecipe, require_tensor
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.tensor import Tensor
+from stepgraph.types import GraphCompilationOptions
 
 
 class DifferentiatedGraph(TrainingRecipe):
@@ -88,7 +89,8 @@ class DifferentiatedGraph(TrainingRecipe):
         return None if found is None else found.cpu().numpy()
 
     def _kept_keys(self) -> list[Key]:
-        return super()._kept_keys() + self._watched_gradients()
+        checked = GraphCompilationOptions.CHECK_NUMERICS in self._options
+        return super()._kept_keys() + self._watched_gradients() + [gradient(t) for t in self._trainable() if checked]
 
     def _watched_gradients(self) -> list[Key]:
         """Gradients that stay readable after a whole step: declared as outputs, or of layers under debugging."""
@@ -119,6 +121,16 @@ class DifferentiatedGraph(TrainingRecipe):
     def _forget_passes(self) -> None:
         self._saved, self._forward_batch = {}, None
         self._gradients.forget()
+
+    def _has_drawn(self) -> None:
+        if self._last is not None:
+            self._last = self._last._replace(drew=True)
+
+    def _replayed(self, batch: int, again: bool) -> Found:
+        """Arrays for the last step once more (`again`), which had the random numbers before these, or for another."""
+        stream = self._arrays()[STREAM].clone()
+        stream[1] -= int(again and self._last is not None and self._last.drew)
+        return super()._replayed(batch, again) | self._seeds(batch) | {STREAM: stream}
 
     def _repeat_forward(self, saved: Found, batch: int) -> None:
         """The last forward pass once more, for a new program: same data, same random numbers, statistics untouched."""

@@ -74,6 +74,15 @@ class ExecutionError(StepgraphError, RuntimeError):
     """The device failed while running a compiled graph."""
 
 
+class NumericsError(StepgraphError, FloatingPointError):
+    """A step made a NaN or an infinity; `layer`, `phase` and `step` tell where, `report` the rest."""
+
+    layer: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    report: object = None
+
+
 class CheckpointError(StepgraphError, ValueError):
     """A checkpoint is damaged, of another format, or does not fit the graph."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from math import isfinite
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ class _Run:
         self.seed, origin = graph.stream
         self.place, self.history, self.tally = _Place(origin), History(), Tally(metrics)
         self.unread: list[_Unread] = []
+        self.pointed_out = False
         self.read_at = time.perf_counter()
         self.schedule, self.resumed = settings.schedule, False
         if isinstance(self.schedule, WarmupCosine) and self.schedule.steps is None:
@@ -298,10 +300,20 @@ class _Run:
                 rows_read += rows
             means.append(sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found))
             self.history.add_step(one.step, means[-1], one.rate)
+            self._point_out(one.step, means[-1])
         read = [(one.step, mean, one.rate) for one, mean in zip(self.unread, means, strict=True)]
         self.recorder.steps(read, rows_read)
         self.unread, self.read_at = [], time.perf_counter()
         return sum(means) / len(means) if means else float("nan")
+
+    def _point_out(self, step: int, loss: float) -> None:
+        """Tells once where to look when the loss is no number any more."""
+        if not isfinite(loss) and not self.pointed_out:
+            self.pointed_out = True
+            self.screen.line(
+                f"the loss is {loss} in step {step}: training.check_numerics() tells what is not finite now, and "
+                "compiling with GraphCompilationOptions.CHECK_NUMERICS stops at the layer where it begins"
+            )
 
     def _total(self) -> int | None:
         """Updates of the whole run, where the data tells how many batches it has."""

@@ -204,6 +204,12 @@ class Graph:
     def __str__(self) -> str:
         return draw.text(self.__rich__())
 
+    def _repr_svg_(self) -> str:
+        return draw.svg(self.nodes, self._stopped)
+
+    def _repr_html_(self) -> str:
+        return draw.graph_html(type(self).__name__, self._repr_svg_(), self.nodes)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.nodes)} nodes>"
 

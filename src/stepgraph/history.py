@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, ClassVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from stepgraph import draw
 from stepgraph.errors import UnknownNameError
 
 
@@ -79,6 +81,13 @@ class History:
             best = self.best_epoch == row["epoch"]
             table.add_row(*(shown(name, row[name]) for name in names), style="bold" if best else None)
         return table
+
+    def _repr_html_(self) -> str:
+        names = [key for key, value in (self.epochs[0] if self.epochs else {}).items() if not isinstance(value, list)]
+        lines = [[shown(name, row[name]) for name in names] for row in self.epochs]
+        best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
+        ended = f"<p>{escape(self.stopped)}</p>" if self.stopped else ""
+        return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
         console = Console(width=160, color_system=None)

@@ -93,6 +93,8 @@ from stepgraph.graph import Graph as Graph
 from stepgraph.training import TrainingGraph as TrainingGraph
 from stepgraph.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
+from stepgraph.runtime.profile import Profile as Profile
+from stepgraph.runtime.numerics import NumericsReport as NumericsReport
 from stepgraph.fit import evaluate as evaluate, fit as fit
 from stepgraph.history import History as History
 from stepgraph.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
@@ -112,6 +114,7 @@ from stepgraph.errors import (
     StateError as StateError,
     StepgraphError as StepgraphError,
     MemoryLimitError as MemoryLimitError,
+    NumericsError as NumericsError,
     StorageError as StorageError,
     UnknownNameError as UnknownNameError,
 )

@@ -122,7 +122,7 @@ class TrainingGraph(DifferentiatedGraph):
         Args:
             device: where to run; on a graph that was compiled before, None keeps its device.
             options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
-                `FUSE_LAYERS`.
+                `FUSE_LAYERS`, `CHECK_NUMERICS`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
@@ -227,6 +227,7 @@ class TrainingGraph(DifferentiatedGraph):
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
+                self._has_drawn()
                 self._forget_passes()
                 self._gradients.show(found)
             if learning:
@@ -256,6 +257,7 @@ class TrainingGraph(DifferentiatedGraph):
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
+                self._has_drawn()
                 self._saved, self._forward_batch = feeds | found, batch
             self._write_outputs(outputs_data, results)
             return self._answer(found)
@@ -362,11 +364,12 @@ class TrainingGraph(DifferentiatedGraph):
         assert self._state is not None
         return self._state
 
-    def _ready(self, call: str) -> None:
-        self._require_compiled(call)
+    def _ready(self, call: str) -> Device:
+        device = super()._ready(call)
         if self._updatable != tuple(t.is_updatable for t in self._held):
             self._again("other parameters are updatable")
         self._training_state.refresh()
+        return device
 
     def _memory(self) -> list[torch.Tensor | None]:
         return [*super()._memory(), *self._training_state.arrays.values()]

@@ -141,6 +141,7 @@ class GraphCompilationOptions(IntFlag):
     COMPUTE_ALL_GRADIENTS = 0x08
     DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring, nothing fused
     FUSE_LAYERS = 0x2000  # ours: fuse with PyTorch's compiler before the first step, on any device
+    CHECK_NUMERICS = 0x4000  # ours: a step that makes a NaN or an infinity is taken back, and the error says where
 
 
 class ExecutionOptions(IntFlag):

@@ -1,4 +1,4 @@
-"""`stepgraph report RUN`: the page of a training run, or of several side by side, as a file or served while they train."""
+"""`stepgraph report RUN`: the page of a training run, or of several, as a file or served while they train."""
 
 from __future__ import annotations
 

@@ -250,6 +250,7 @@ class _Again:
             twin = self.graph.node_copy(node, lambda one: self.copies.get(one, one))
         twin.meta = dict(node.meta) | {"custom": dict(user.meta.get("custom", {}), layer=_layer(node))}
         twin.meta["val"] = _described(twin, node)
+        twin.meta["computed again"] = True
         self.copies[node] = twin
 
 

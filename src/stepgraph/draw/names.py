@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.tensor import Tensor
+from stepgraph.types import RawEnum
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
@@ -14,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:
-    """A name for each layer: its label, numbered where several layers share it."""
+    """A name for each layer: its label, numbered where several layers share it, past numbers that are labels."""
     ordered = list(dict.fromkeys(layers))
     shared = Counter(layer.label for layer in ordered)
-    taken: dict[str, int] = {}
-    names = {}
-    for layer in ordered:
-        taken[layer.label] = taken.get(layer.label, 0) + 1
-        names[layer] = layer.label if shared[layer.label] == 1 else f"{layer.label}{taken[layer.label]}"
-    return names
+    numbered = {label: _free(label, shared) for label in shared}
+    return {layer: layer.label if shared[layer.label] == 1 else next(numbered[layer.label]) for layer in ordered}
+
+
+def _free(label: str, taken: Collection[str]) -> Iterator[str]:
+    """The label with one number after another, as long as that is not a label itself."""
+    return (name for name in (f"{label}{number}" for number in count(1)) if name not in taken)
 
 
 def parameter_names(nodes: Sequence[Node]) -> dict[Any, str]:
@@ -35,6 +38,16 @@ def parameter_names(nodes: Sequence[Node]) -> dict[Any, str]:
 def kind(layer: Layer) -> str:
     """What a layer is, in a word: its class without `Layer`."""
     return type(layer).__name__.removesuffix("Layer")
+
+
+def variant(layer: Layer) -> str:
+    """Which of its kind a layer is (`ReLU`, `Add`, `Max`), where a kind has several; else nothing."""
+    settings = (layer, getattr(layer, "descriptor", None))
+    for name in ("operation", "activation_type", "pooling_type", "loss_type", "reduction_type", "padding_type"):
+        for one in settings:
+            if isinstance(chosen := getattr(one, name, None), RawEnum):
+                return chosen.debug_description
+    return ""
 
 
 def extents(tensor: Tensor) -> str:

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stepgraph.draw.layout import Edge, Layout, layered, spread
-from stepgraph.draw.names import extents, flows, kind, unique_names
+from stepgraph.draw.names import extents, flows, kind, unique_names, variant
 from stepgraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -116,15 +116,16 @@ def _node_boxes(nodes: Sequence[Node]) -> Iterator[_Box]:
     names = unique_names(node.layer for node in nodes)
     for node in nodes:
         layer, shape = node.layer, ", ".join(map(extents, node.results))
+        described = f"{kind(layer)} {variant(layer)}".rstrip()
         facts = [
-            f"{names[layer]}: {type(layer).__name__}",
+            f"{names[layer]}: {type(layer).__name__} {variant(layer)}".rstrip(),
             *(f"source {extents(tensor)}" for tensor in node.sources),
             f"result {shape}",
             *([f"{layer.parameter_count:,} parameters"] if layer.parameter_count else []),
             *(["frozen"] if node.disable_update else []),
             *([node.line] if node.line else []),
         ]
-        yield _Box(names[layer], f"{kind(layer)} · {shape}", family(layer), "\n".join(facts))
+        yield _Box(names[layer], f"{described} · {shape}", family(layer), "\n".join(facts))
 
 
 def _input_box(tensor: Tensor, names: Mapping[Tensor, str]) -> _Box:

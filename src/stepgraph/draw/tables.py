@@ -16,24 +16,35 @@ if TYPE_CHECKING:
     from stepgraph.layer import Layer
 
 
+COLUMNS = ("layer", "kind", "sources", "result", "parameters")
+
+
 def table(nodes: Sequence[Node], title: str) -> Table:
     """One row a node: layer, kind, sources, results, parameters."""
-    drawn = Table(
-        "layer", "kind", "sources", "result", title=title, title_justify="left", show_edge=False, pad_edge=False
-    )
-    drawn.add_column("parameters", justify="right")
+    drawn = Table(*COLUMNS[:-1], title=title, title_justify="left", show_edge=False, pad_edge=False)
+    drawn.add_column(COLUMNS[-1], justify="right")
+    *each, total = rows(nodes)
+    for row in each:
+        drawn.add_row(*row)
+    drawn.add_section()
+    drawn.add_row(*total)
+    return drawn
+
+
+def rows(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
+    """What `table` shows, the sum last."""
     names = unique_names(node.layer for node in nodes)
     counted: set[Layer] = set()
+    found = []
     for node in nodes:
         sources = ", ".join(extents(tensor) for tensor in node.sources)
         results = ", ".join(extents(tensor) for tensor in node.results)
-        drawn.add_row(names[node.layer], kind(node.layer), sources, results, _parameters(node, node.layer in counted))
+        parameters = _parameters(node, node.layer in counted)
+        found.append((names[node.layer], kind(node.layer), sources, results, parameters))
         counted.add(node.layer)
     distinct = {tensor for node in nodes for tensor in node.layer.parameters.values()}
     total = sum(tensor.descriptor.element_count for tensor in distinct)
-    drawn.add_section()
-    drawn.add_row(f"{len(nodes)} nodes", "", "", "", f"{total:,}")
-    return drawn
+    return [*found, (f"{len(nodes)} nodes", "", "", "", f"{total:,}")]
 
 
 def _parameters(node: Node, is_counted: bool) -> str:

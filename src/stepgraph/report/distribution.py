@@ -21,7 +21,8 @@ def distribution(array: torch.Tensor, by_magnitude: bool = False) -> dict[str, A
         >>> distribution(torch.tensor([0.0, 1.0, 1.0, 2.0]))["zeros"]
         1
     """
-    values = array.detach().flatten().float()
+    # Metal has no float64, in which the sums are taken.
+    values = (array.cpu() if array.device.type == "mps" else array).detach().flatten().float()
     finite = values[values.isfinite()]
     found: dict[str, Any] = {"count": values.numel(), "not_finite": values.numel() - finite.numel()}
     if not finite.numel():

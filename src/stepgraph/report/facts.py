@@ -22,11 +22,9 @@ HIDDEN = "…"
 
 def environment(device: Device) -> dict[str, Any]:
     """Versions, device, threads and processor."""
-    from stepgraph import __version__  # known once the package is whole
-
     kind = device.torch.type
     found = {
-        "stepgraph": __version__,
+        "stepgraph": sys.modules["stepgraph"].__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
         "numpy": np.__version__,

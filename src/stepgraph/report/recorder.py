@@ -150,9 +150,10 @@ class Recorder(Unrecorded):
     def _write_profile(self, step: int, when: str) -> None:
         batch = self.batch
         assert batch is not None
-        rows = self._tried("profile", lambda: self.probe.profile(batch), [])
-        if rows:
-            self.record.add("profile", step=step, when=when, rows_in_batch=batch.rows, rows=[list(row) for row in rows])
+        found = self._tried("profile", lambda: self.probe.profile(batch), None)
+        if found is not None:
+            rows = [list(row) for row in found.rows]
+            self.record.add("profile", step=step, when=when, rows_in_batch=batch.rows, rows=rows)
 
     def _tried(self, what: str, looking: Any, otherwise: Any) -> Any:
         """What looking found. Where it fails, for want of memory mostly, training goes on and the record says why."""

@@ -1,4 +1,4 @@
-"""A compiled training graph as plain values: layers, where gradients stop, and what memory the step is planned to need."""
+"""A compiled training graph as plain values: layers, where gradients stop, what memory a step is planned to need."""
 
 from __future__ import annotations
 

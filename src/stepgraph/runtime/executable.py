@@ -54,6 +54,7 @@ class Executable:
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.is_fused = False
         self._fusing: Future[Function] | None = None
+        self._refused = ""
         if step.fusion is Fusion.FIRST:
             self._function, self.is_fused = fusion.fuse(part), True
 
@@ -62,6 +63,15 @@ class Executable:
         """How calls run: `traced`, or `CUDA graph` once captured; `fused` before it where operators are."""
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
+
+    @property
+    def fusing(self) -> str:
+        """How far fusing has come: `never`, `not yet`, `under way`, `done`, or why it did not succeed."""
+        if self.is_fused or self._refused:
+            return self._refused or "done"
+        if self._fusing is not None:
+            return "under way"
+        return "never" if self.step.fusion is Fusion.NEVER else "not yet"
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
         """The arrays that stay between calls, in their places."""
@@ -81,12 +91,6 @@ class Executable:
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
 
-    def apart(self, arrays: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Runs once beside the calls that count: nothing is captured, and no call later finds anything changed."""
-        with _settings(self.step):
-            found = self.run([arrays[key] for key in self.part.inputs])
-        return dict(zip(self.part.outputs, found, strict=True))
-
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
         if self.step.fusion is Fusion.LATER and not self.is_fused:
@@ -96,7 +100,8 @@ class Executable:
         """Goes on with the fused operators from this call on."""
         self._fusing, error = None, fusing.exception()
         if error is not None:
-            logger.warning("operators stay unfused: %s", reason(error))
+            self._refused = reason(error)
+            logger.warning("operators stay unfused: %s", self._refused)
             return
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
@@ -156,7 +161,7 @@ class _Capture:
             self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
             self.in_place = {key: others[key].data_ptr() for _, key in binding.opened}
-            with _settings(self.executable.step):
+            with settings(self.executable.step):
                 return self.executable.run(binding.filled(others))
         moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.graph is None or self.binding is not binding or moved:
@@ -176,7 +181,7 @@ class _Capture:
         arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
-        with _settings(self.executable.step), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with settings(self.executable.step), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(arrays)
         # The arrays are kept: memory that is read in place must not become another's.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
@@ -184,7 +189,7 @@ class _Capture:
 
 
 @contextmanager
-def _settings(step: Step) -> Iterator[None]:
+def settings(step: Step) -> Iterator[None]:
     """How PyTorch's libraries are to compute this step: asked when a kernel is launched, also in a capture."""
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     benchmark, cudnn.benchmark = cudnn.benchmark, step.chooses_kernels or cudnn.benchmark

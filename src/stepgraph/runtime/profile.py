@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -16,12 +17,32 @@ from stepgraph import draw
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key
 from stepgraph.compiler.trace import layer_of, phase_of
+from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.errors import ExecutionError, reason
+
+PHASES = (FORWARD, GRADIENT, UPDATE)
+COLUMNS = ("layer", *PHASES, "all", "share", "memory")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs: seconds in each phase, and bytes of the arrays it makes."""
+
+    layer: str
+    forward: float = 0.0
+    gradient: float = 0.0
+    update: float = 0.0
+    memory: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All phases together."""
+        return self.forward + self.gradient + self.update
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds and bytes made, by layer and phase, largest time first."""
+    """Seconds and bytes made, by layer and phase, largest time first. Printed, it is a table with a row a layer."""
 
     rows: tuple[tuple[str, str, float, int], ...]
 
@@ -30,16 +51,66 @@ class Profile:
         """All of it."""
         return sum(seconds for _, _, seconds, _ in self.rows)
 
+    @property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """One entry a layer, largest time first; what is done for a layer's parameters counts for the layer."""
+        seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        memory: dict[str, int] = defaultdict(int)
+        known = {layer for layer, phase, _, _ in self.rows if phase == FORWARD}
+        for name, phase, spent, size in self.rows:
+            owner = name.rpartition(".")[0]
+            layer = owner if owner in known and name not in known else name
+            seconds[layer][phase] += spent
+            memory[layer] += size
+        costs = [
+            LayerCost(layer, by[FORWARD], by[GRADIENT], by[UPDATE], memory[layer]) for layer, by in seconds.items()
+        ]
+        return tuple(sorted(costs, key=lambda cost: -cost.seconds))
+
     def __rich__(self) -> Table:
-        table = Table("layer", "phase", title="Profile", title_justify="left", show_edge=False, pad_edge=False)
-        for column in ("time", "share", "memory"):
+        title = "Profile, in milliseconds"
+        table = Table(COLUMNS[0], title=title, title_justify="left", show_edge=False, pad_edge=False)
+        for column in COLUMNS[1:]:
             table.add_column(column, justify="right")
-        for layer, phase, seconds, size in self.rows:
-            table.add_row(layer, phase, f"{1e3 * seconds:.3f} ms", f"{seconds / self.seconds:.0%}", draw.size(size))
+        *each, total = self._lines()
+        for line in each:
+            table.add_row(*line)
+        table.add_section()
+        table.add_row(*total)
         return table
 
     def __str__(self) -> str:
         return draw.text(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        listed = draw.html_table(COLUMNS, self._lines(), words=COLUMNS[:1], last_is_sum=True)
+        return draw.styled(f"<div>{listed}</div>")
+
+    def _lines(self) -> list[list[str]]:
+        layers, whole = self.layers, self.seconds
+        sums = {field: sum(getattr(cost, field) for cost in layers) for field in (*PHASES, "memory")}
+        return [
+            [
+                cost.layer,
+                *(_milliseconds(getattr(cost, phase)) for phase in (*PHASES, "seconds")),
+                f"{cost.seconds / (whole or 1):.1%}",
+                draw.size(cost.memory),
+            ]
+            for cost in (*layers, LayerCost("together", **sums))
+        ]
+
+    @classmethod
+    def best_of(cls, profiles: Sequence[Profile]) -> Profile:
+        """The least time of each row over several runs of the same program: what other work disturbed is left out."""
+        least: dict[tuple[str, str], tuple[float, int]] = {}
+        for one in profiles:
+            for layer, phase, seconds, size in one.rows:
+                least[layer, phase] = min(least.get((layer, phase), (inf, size)), (seconds, size))
+        return cls(tuple(sorted(((*key, *cost) for key, cost in least.items()), key=lambda row: -row[2])))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}" if seconds else ""
 
 
 def profile(

@@ -8,10 +8,11 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.choose import choose_kernels
+from stepgraph.compiler.kernels.measure import WAY
 from stepgraph.compiler.kernels.update import named, number_type, update, update_on_cpu
 from stepgraph.random import draw_mask
 
-__all__ = ["call_directly", "choose_kernels", "named", "number_type", "update"]
+__all__ = ["WAY", "call_directly", "choose_kernels", "named", "number_type", "update"]
 
 # Operators of our own that are Python functions: a compiled step calls them without going through PyTorch's dispatcher,
 # which would take longer than most of them.

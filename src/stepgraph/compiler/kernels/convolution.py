@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.kernels.measure import WAY, fastest
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -32,6 +32,7 @@ def choose_forward(node: fx.Node) -> None:
         return
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
     way = fastest("convolution", forward_ways(source), arguments)
+    node.meta[WAY] = ("convolution", way)
     if way != "pytorch":
         node.target, node.args = FORWARD[way], (x, w, b, stride, padding)
         node.meta["workspace"] = workspace(way, source, weights, stride, padding)
@@ -56,8 +57,13 @@ def choose_backward(node: fx.Node) -> None:
             2: (_bias_gradient, (g,)),
         }
         found = _separate(node, calls)
+        if 0 in found:
+            found[0].meta[WAY] = ("convolution data", data)
         if 1 in found:
+            found[1].meta[WAY] = ("convolution weights", kernel)
             found[1].meta["workspace"] = workspace(kernel, source, weights, stride, padding)
+    else:
+        node.meta[WAY] = ("convolution gradients", "pytorch")
 
 
 def _separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:

@@ -22,6 +22,7 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference
 ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
 LONG, SLOW = 0.02, 1.5  # a way whose first run took this long, and this many times another's, is not run again
 GAIN = 0.9  # another way must take less than this share of the reference's time
+WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
 Way = Callable[..., Any]
 
 

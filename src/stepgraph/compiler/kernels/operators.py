@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import products
-from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.kernels.measure import WAY, fastest
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -32,6 +32,7 @@ def choose(node: fx.Node) -> None:
     if not _fits(node):
         return
     way = fastest(str(node.target), ways, (*settings, *node.kwargs.values()))
+    node.meta[WAY] = (str(node.target).split(".")[1], way)
     node.target = WAYS[cast(Any, node.target)][way]
     scratch = SCRATCH.get(node.target)
     if scratch is not None:

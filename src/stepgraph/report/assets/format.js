@@ -9,7 +9,7 @@ function number(value) {
   if (value === null || value === undefined) return NOTHING;
   if (!isNumber(value)) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
   if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(4)));
 }

@@ -1,0 +1,106 @@
+"""How a compiled graph runs, in a few lines: precision, kernels that were chosen, what is fused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from stepgraph.compiler.kernels import WAY
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.trace import Program, layer_of
+from stepgraph.runtime.executable import FUSES_AT, Executable
+
+WIDTH = 96  # letters of a line about kernels
+MOST = 5  # lines about kernels
+
+
+def described(program: Program, executable: Executable | None) -> list[tuple[str, str]]:
+    """Lines as (name, text), the name empty where a line goes on with the one before.
+
+    Args:
+        program: the traced step.
+        executable: what runs it; None where it is made with the next call.
+    """
+    step = program.step
+    lines = [("batch", str(step.batch[1])), ("precision", _precision(step))]
+    if step.optimizer is not None and step.training:
+        rate = f"{step.optimizer.learning_rate:g}"
+        lines.append(("optimizer", f"{type(step.optimizer).__name__}, learning rate {rate}"))
+    kernels = _kernels(program)
+    lines += [("kernels" if not i else "", text) for i, text in enumerate(kernels)]
+    if executable is not None:
+        lines += [("fused", _fused(executable)), ("runs as", _runs(executable))]
+    return lines
+
+
+def _precision(step: Step) -> str:
+    types = sorted({t.data_type.debug_description for t in step.held if t.data_type.is_floating}) or ["float32"]
+    text = " and ".join(types)
+    if step.compute_type is not None:
+        text += f", layers compute in {str(step.compute_type).removeprefix('torch.')}"
+        text += ", the loss is scaled" if step.scales_loss else ""
+    if step.tf32 is not None and step.device.type == "cuda":
+        text += f", TF32 {'allowed' if step.tf32 else 'off'}"
+    return text
+
+
+def _kernels(program: Program) -> list[str]:
+    """Operators with several ways, and which layers got which."""
+    if not program.step.chooses_kernels:
+        return ["PyTorch's own, none chosen by measuring (DETERMINISTIC)"]
+    chosen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for node in program.nodes:
+        if WAY in node.meta:
+            operator, way = node.meta[WAY]
+            chosen[operator][way].append(layer_of(node))
+    aten = torch.ops.aten
+    on_gpu = program.step.device.type == "cuda"
+    if on_gpu and any(node.target is aten.convolution.default for node in program.nodes):
+        chosen["convolution"]["cuDNN's fastest"] = [
+            layer_of(node) for node in program.nodes if node.target is aten.convolution.default
+        ]
+    if not chosen:
+        return ["PyTorch's own; nothing here has another way to choose"]
+    lines = [f"{operator}: {_ways(ways, WIDTH - len(operator))}" for operator, ways in chosen.items()]
+    hidden = len(lines) - MOST
+    return lines if hidden <= 0 else [*lines[: MOST - 1], f"and {hidden + 1} further operators with a choice"]
+
+
+def _ways(ways: dict[str, list[str]], room: int) -> str:
+    """Ways with their layers, the most used first, as many as fit on a line."""
+    parts = []
+    for way, layers in sorted(ways.items(), key=lambda item: -len(item[1])):
+        names, shown = list(dict.fromkeys(layers)), ""
+        for count in range(len(names), 0, -1):
+            more = f" and {len(names) - count} more" if count < len(names) else ""
+            shown = f"{way} ×{len(layers)} ({', '.join(names[:count])}{more})"
+            if len(shown) <= room // len(ways) - 2:
+                break
+        parts.append(shown)
+    return "; ".join(parts)
+
+
+def _fused(executable: Executable) -> str:
+    state, count = executable.fusing, len(executable.part.nodes)
+    match state:
+        case "done":
+            when = "before the first step" if executable.step.fusion is Fusion.FIRST else "in the background"
+            return f"{count} operators, by PyTorch's compiler, {when}"
+        case "under way":
+            return f"nothing yet: {count} operators are being fused in the background, then the next step takes them"
+        case "not yet":
+            return f"nothing yet: fusing begins in the background after {FUSES_AT} steps"
+        case "never":
+            step = executable.step
+            could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
+            return "nothing; on the CPU only FUSE_LAYERS does" if could else "nothing"
+        case _:
+            return f"nothing: {state}"
+
+
+def _runs(executable: Executable) -> str:
+    part = executable.part
+    again = sum(1 for node in part.nodes if "computed again" in node.meta)
+    text = f"{executable.mode}, {len(part.nodes)} operators"
+    return f"{text}, {again} of them computed again to save memory" if again else text

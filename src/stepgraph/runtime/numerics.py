@@ -1,0 +1,226 @@
+"""What is told about numbers that are not finite: a report to print, and the error that says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stepgraph.compiler.step import SCALE, Key, Step, gradient, layer_tensors, state, value
+from stepgraph.errors import NumericsError
+from stepgraph.graph import Node
+from stepgraph.runtime.blame import Origin, Search
+from stepgraph.runtime.finite import Contents
+from stepgraph.runtime.trial import Trial
+from stepgraph.tensor import Tensor
+
+FIXES = {
+    "input": "clean the data of this batch; no layer is at fault",
+    "parameter": "go back to a checkpoint from before; compiled with GraphCompilationOptions.CHECK_NUMERICS, training "
+    "stops at the step where it begins",
+    "user gradient": "check what outside code wrote there",
+    "result": "keep what the layer reads, and its parameters, in the range it can compute with",
+    "gradient": "keep what the layer reads away from where its derivative is infinite, or the loss smaller",
+    "update": "lower the learning rate, or clip gradients",
+}
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """Where a step's numbers stopped being finite, or that they did not.
+
+    Args:
+        step: the number of the step, from 1, where an optimizer counts them.
+        layer: the layer that made the first NaN or infinity; the first that read it, where it came from outside.
+        phase: `"forward"`, `"gradient"` or `"update"`.
+        what: what was not finite first: `"input"`, `"parameter"`, `"user gradient"`, `"result"`, `"gradient"` or
+            `"update"`.
+        name: which one: the name of the input, parameter or result.
+        where: the same in words, with the line of the user's program.
+        problem: what is wrong with it, in words.
+        contents: how many NaN and infinities, and where.
+        facts: what else was seen: sources, parameters, gradients.
+        notes: what is worth knowing, and no problem.
+
+    Example:
+        >>> print(NumericsReport(step=3))
+        Everything is finite in step 3.
+    """
+
+    step: int | None = None
+    layer: str | None = None
+    phase: str | None = None
+    what: str | None = None
+    name: str | None = None
+    where: str = ""
+    problem: str = ""
+    contents: Contents | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that counts is finite."""
+        return self.what is None
+
+    def error(self, **facts: object) -> NumericsError:
+        """The same as an exception."""
+        told = {**self.facts, **facts}
+        error = NumericsError(self.where, self.problem, fix=FIXES[self.what or "result"], **told)
+        error.layer, error.phase, error.step, error.report = self.layer, self.phase, self.step, self
+        return error
+
+    def __str__(self) -> str:
+        first = f"Everything is finite{_in_step(self.step)}." if self.ok else str(self.error())
+        return "\n".join([first, *(f"Note: {note}." for note in self.notes)])
+
+
+def report(trial: Trial, step: int | None, spoken: Mapping[Tensor, str]) -> NumericsReport:
+    """What a trial shows.
+
+    Args:
+        trial: a step and everything it made.
+        step: its number.
+        spoken: how messages name inputs and labels.
+    """
+    search = Search(trial)
+    if search.origin is None:
+        return NumericsReport(step, notes=_notes(search))
+    return _Telling(search, search.origin, step, spoken).report()
+
+
+def _notes(search: Search) -> tuple[str, ...]:
+    if not search.overflowed:
+        return ()
+    scale = float(search.trial.before[SCALE][0])
+    return (
+        f"gradients were too large for float16 at a loss scale of {scale:g}; such an update is skipped and the scale "
+        "halved, which is how the scale is found",
+    )
+
+
+@dataclass
+class _Telling:
+    """Puts an origin into words."""
+
+    search: Search
+    origin: Origin
+    step: int | None
+    spoken: Mapping[Tensor, str]
+
+    def report(self) -> NumericsReport:
+        origin, node = self.origin, self.origin.node
+        array = self.search.array(origin.key, origin.after)
+        assert array is not None
+        contents = Contents.of(array)
+        what, name, problem = self._said(contents.kinds)
+        where = node.where if node is not None else "the step"
+        if what == "input":
+            where = self.spoken.get(origin.key.owner, f"Tensor '{origin.key.owner.label}'")
+        names = self.search.step.names
+        layer = None if node is None else names.get(node.layer, node.layer.label)
+        facts = {name if what != "input" else "data": contents, **self._seen(what)}
+        return NumericsReport(self.step, layer, origin.phase, what, name, where, problem, contents, facts)
+
+    def _said(self, kinds: str) -> tuple[str, str, str]:
+        """What it is, which one, and what is wrong with it."""
+        key, step = self.origin.key, _in_step(self.step)
+        of_step = step.replace(" in ", " of ")
+        tensor = key.owner if isinstance(key.owner, Tensor) else None
+        if self.origin.given and key.kind == "value" and (key.owner in self.spoken or not self._of_layer(key.owner)):
+            return "input", key.owner.label, f"{kinds} in its data{step}"
+        if self.origin.given and key.kind == "user gradient":
+            return "user gradient", key.owner.label, f"{kinds} in the gradient given for its result{step}"
+        if self.origin.given:
+            name = self._parameter(key)
+            begins = "the step" if self.step is None else f"step {self.step}"
+            return "parameter", name, f"{kinds} in its {name} when {begins} begins; an earlier one made it"
+        if self.origin.after:
+            name = self._parameter(key)
+            if self.origin.phase == "forward":
+                return "result", name, f"{kinds} in its new {name}, in the forward pass{of_step}"
+            return "update", name, f"{kinds} in its {name} after the update{of_step}"
+        if key.kind == "value":
+            return "result", "result", f"{kinds} in its result, in the forward pass{of_step}"
+        by = f"source {key.position + 1}" if tensor is None else self._parameter(key) or "result"
+        return "gradient", f"gradient by {by}", f"{kinds} in its gradient by {by}, in the gradient pass{of_step}"
+
+    def _of_layer(self, tensor: Tensor) -> bool:
+        return self.origin.node is not None and tensor in set(layer_tensors(self.origin.node))
+
+    def _parameter(self, key: Key) -> str:
+        """How the layer, and for a buffer the optimizer, calls a tensor."""
+        node, optimizer = self.origin.node, self.search.step.optimizer
+        fields = {} if node is None else _fields(node)
+        name = next((field for field, tensor in fields.items() if tensor is key.owner), "")
+        if node is not None and not name and key.owner in node.sources:
+            name = f"source {node.sources.index(key.owner) + 1}"
+        if key.kind == "state" and optimizer is not None:
+            return f"{optimizer.slots[key.position]} of {name}"
+        return name
+
+    def _seen(self, what: str) -> dict[str, object]:
+        """What else there was at that moment, to judge by."""
+        node, found = self.origin.node, self.search.array
+        if node is None:
+            return {}
+        if what in ("input", "parameter"):
+            return {"read_by": node.where, **self._others()} if what == "input" else self._others()
+        if what == "update":
+            return self._update()
+        keys: dict[str, Key] = {}
+        if what == "gradient":
+            keys |= {_numbered("gradient of result", i, node.results): gradient(t) for i, t in enumerate(node.results)}
+        keys |= {_numbered("source", i, node.sources): value(t) for i, t in enumerate(node.sources)}
+        keys |= {_numbered("label", i, node.labels): value(t) for i, t in enumerate(node.labels)}
+        keys |= {name: value(t) for name, t in _fields(node).items()}
+        if what == "gradient":
+            keys |= {_numbered("result", i, node.results): value(t) for i, t in enumerate(node.results)}
+        seen: dict[str, object] = {
+            name: Contents.of(array) for name, key in keys.items() if (array := found(key)) is not None
+        }
+        nan = self.search.first_nan
+        if what == "result" and nan is not None and nan is not node:
+            seen["first NaN"] = nan.where
+        return seen
+
+    def _update(self) -> dict[str, object]:
+        tensor, search, optimizer = self.origin.key.owner, self.search, self.search.step.optimizer
+        assert optimizer is not None
+        keys = {"before": value(tensor), "gradient": gradient(tensor)}
+        keys |= {f"{slot} before": state(tensor, i) for i, slot in enumerate(optimizer.slots)}
+        seen = {name: Contents.of(a) for name, key in keys.items() if (a := search.array(key)) is not None}
+        return {**seen, "learning rate": f"{optimizer.learning_rate:g}"}
+
+    def _others(self) -> dict[str, object]:
+        """Further parameters that were not finite before the step."""
+        step, mine = self.search.step, self.origin.key.owner
+        bad = [_named(step, t) for t in step.held if t is not mine and not _finite(self.search, t)]
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        return {"not finite either": ", ".join(bad[:4]) + more} if bad else {}
+
+
+def _finite(search: Search, tensor: Tensor) -> bool:
+    array = search.trial.before.get(value(tensor))
+    return array is None or not array.is_floating_point() or bool(array.isfinite().all())
+
+
+def _fields(node: Node) -> dict[str, Tensor]:
+    layer = node.layer
+    return {name: t for name, t in {**layer.parameters, **layer.statistics}.items() if t not in node.labels}
+
+
+def _named(step: Step, tensor: Tensor) -> str:
+    """How a parameter or statistic is called beside others."""
+    for node in step.nodes:
+        for name, one in _fields(node).items():
+            if one is tensor:
+                return f"{step.names.get(node.layer, node.layer.label)}.{name}"
+    return tensor.label
+
+
+def _numbered(name: str, index: int, among: tuple[Tensor, ...]) -> str:
+    return name if len(among) == 1 else f"{name} {index + 1}"
+
+
+def _in_step(step: int | None) -> str:
+    return "" if step is None else f" in step {step}"

@@ -1,0 +1,53 @@
+"""A step run for looking at it: nothing of the graph changes, and everything on the way is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from stepgraph.compiler import phases
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, value
+from stepgraph.compiler.trace import Program
+from stepgraph.runtime.executable import Executable, settings
+
+Arrays = Mapping[Key, torch.Tensor]
+
+
+def changed(step: Step) -> list[Key]:
+    """What a step writes in place."""
+    statistics = map(value, step.statistics) if step.training else ()
+    if not step.differentiates or step.optimizer is None:
+        return [STREAM, *statistics]
+    slots = range(len(step.optimizer.slots))
+    trained = [key for t in step.trainable for key in (value(t), *(state(t, i) for i in slots))]
+    return [STREAM, *statistics, *trained, NUMBERS, *([SCALE] if step.scales_loss else [])]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a step, or of a part, with everything it read and made.
+
+    Args:
+        step: what was computed.
+        before: arrays as they were: inputs, parameters, optimizer state.
+        after: those that the run has changed.
+        found: results and gradients.
+    """
+
+    step: Step
+    before: Arrays
+    found: Arrays
+    after: Arrays = field(default_factory=dict)
+
+
+def replay(program: Program, arrays: Arrays) -> Trial:
+    """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
+    step = replace(program.step, fusion=Fusion.NEVER)
+    part = phases.whole(program, list(program.outputs))
+    after = {key: arrays[key].clone() for key in changed(step) if key in arrays}
+    executable = Executable(part, step)
+    with settings(step):
+        results = executable.run(executable.bind({**arrays, **after}).filled({}))
+    return Trial(step, arrays, dict(zip(part.outputs, results, strict=True)), after)
