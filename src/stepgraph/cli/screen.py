@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -25,9 +24,8 @@ def show(*parts: RenderableType) -> None:
     if sys.stdout.isatty():
         Console(markup=False, highlight=False).print(*parts, sep="\n")
         return
-    width = int(os.environ.get("COLUMNS") or _UNLIMITED)
     for part in parts:
-        print(draw.text(part, width=width))
+        print(draw.text(part, width=_UNLIMITED))
 
 
 def facts(rows: Mapping[str, object]) -> Table:
