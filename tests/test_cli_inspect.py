@@ -55,7 +55,7 @@ def test_everything_is_told(saved: Path, capsys: Capture) -> None:
 
 
 def test_numbers_are_those_of_the_graph(saved: Path, capsys: Capture) -> None:
-    found = told(capsys, saved, "--device", "cpu")
+    found = told(capsys, saved, "--device", "cpu")  # and batches as they are by default
     graph = sg.load(saved, CPU)
     tensors = {one["name"]: one for one in found["tensors"]}
     weights = graph.layers[0].weights.numpy()
