@@ -1,14 +1,17 @@
 """What `sg.fit` adds to a training step: the CNN's loop written by hand and `fit`, in turns over the same rows.
 
 python -m benchmarks.fit --device cuda
+python -m benchmarks.fit --run --steps 1000 --rounds 3
 
 Both go through one epoch of shuffled rows a turn, each with a graph of its own. The loop by hand does the least there
-is: take the rows, execute, and wait at the end. `--metrics` lets `fit` compute the accuracy of every step too.
+is: take the rows, execute, and wait at the end. `--metrics` lets `fit` compute the accuracy of every step too; `--run`
+lets it write a run folder, which looks into few steps of many, so that a turn should have many.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,19 +36,23 @@ def by_hand(training: sg.TrainingGraph, inputs: Any, labels: Any, batch: int, ep
     execution.wait()
 
 
-def fitted(training: sg.TrainingGraph, inputs: Any, labels: Any, batch: int, metrics: Any, progress: str) -> None:
+def fitted(training: sg.TrainingGraph, inputs: Any, labels: Any, batch: int, recorded: bool, **settings: Any) -> None:
     """The same with `fit`."""
-    sg.fit(training, (inputs, labels), batch_size=batch, metrics=metrics, progress=progress)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) if recorded else None
+        sg.fit(training, (inputs, labels), batch_size=batch, run=run, **settings)
 
 
-def measure(model: Model, device: str, steps: int, rounds: int, metrics: Any, progress: str) -> dict[str, list[float]]:
+def measure(
+    model: Model, device: str, steps: int, rounds: int, recorded: bool, **settings: Any
+) -> dict[str, list[float]]:
     """Seconds of a step, by round; the two take turns, and who begins alternates."""
     graphs = [Stepgraph(model, device, dropout=True).training for _ in range(2)]
     inputs, labels = (np.concatenate([array] * steps) for array in model.batch())
     batch = model.batch_size
     runs = {
         "by hand": lambda epoch: by_hand(graphs[0], inputs, labels, batch, epoch),
-        "fit": lambda epoch: fitted(graphs[1], inputs, labels, batch, metrics, progress),
+        "fit": lambda epoch: fitted(graphs[1], inputs, labels, batch, recorded, **settings),
     }
     for run in runs.values():
         run(0)
@@ -66,11 +73,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--metrics", action="store_true", help="with the accuracy of every step")
+    parser.add_argument("--run", action="store_true", help="with a run folder")
     parser.add_argument("--progress", default="quiet", choices=["quiet", "plain", "rich"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model, metrics = CHOICES[options.model].on(options.device), [sg.accuracy] if options.metrics else []
-    times = measure(model, options.device, options.steps, options.rounds, metrics, options.progress)
+    settings = {"metrics": metrics, "progress": options.progress}
+    times = measure(model, options.device, options.steps, options.rounds, options.run, **settings)
     ratios = [a / b for a, b in zip(times["fit"], times["by hand"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     console = Console(highlight=False)

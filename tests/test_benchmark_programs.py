@@ -73,7 +73,7 @@ def test_the_measured_peak_has_all_that_lasts_and_agrees_with_the_plan() -> None
 
 
 def test_fit_and_a_loop_by_hand_take_turns() -> None:
-    found = fit.measure(SMALL["tiny"], "cpu", steps=3, rounds=2, metrics=[], progress="quiet")
+    found = fit.measure(SMALL["tiny"], "cpu", steps=3, rounds=2, recorded=True, progress="quiet")
     assert set(found) == {"by hand", "fit"} and all(len(times) == 2 and min(times) > 0 for times in found.values())
 
 

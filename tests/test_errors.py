@@ -41,6 +41,7 @@ CLASSES = {
     sg.DeviceError: RuntimeError,
     sg.ExecutionError: RuntimeError,
     sg.CheckpointError: ValueError,
+    sg.RunError: ValueError,
     sg.StorageError: OSError,
     sg.MemoryLimitError: MemoryError,
     sg.NumericsError: FloatingPointError,

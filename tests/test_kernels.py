@@ -107,7 +107,7 @@ def test_a_wrong_way_is_never_chosen() -> None:
 def test_the_choice_is_remembered_in_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(measure, "_file", lambda: tmp_path / "stepgraph" / "kernels.json")
+    monkeypatch.setattr(measure, "file", lambda: tmp_path / "stepgraph" / "kernels.json")
     measured = []
     monkeypatch.setattr(measure, "measure", lambda ways, *_: measured.append(1) or "pytorch")
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_a_damaged_cache_is_measured_again(
 ) -> None:
     file = tmp_path / "kernels.json"
     file.write_text(content)
-    monkeypatch.setattr(measure, "_file", lambda: file)
+    monkeypatch.setattr(measure, "file", lambda: file)
     measure._choices.cache_clear()
     assert np.isfinite(network().execute(*DATA).loss)
     measure._choices.cache_clear()

@@ -192,6 +192,23 @@ def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
         residual_network(memory_limit=limit)
 
 
+def test_the_plan_for_another_batch_is_that_of_a_graph_declared_so() -> None:
+    training, *_ = small_network(32)
+    known = training.executables
+    for rows in (1, 7, 64):
+        assert training.memory_plan_for(rows) == small_network(rows)[0].memory_plan
+    assert training.memory_plan_for(32) == training.memory_plan
+    assert training.executables == known  # nothing was made to run
+    inference = sg.InferenceGraph([training])
+    with pytest.raises(sg.StateError, match="not compiled"):
+        inference.memory_plan_for(8)
+    inference.compile(sg.Device.cpu())
+    assert inference.memory_plan_for(32) == inference.memory_plan
+    assert inference.memory_plan_for(8).activations < inference.memory_plan.activations
+    with pytest.raises(sg.ArgumentError, match="batch_size is -1"):
+        training.memory_plan_for(-1)
+
+
 @pytest.mark.deep
 def test_resnet18_trains_the_same_in_60_percent_of_its_memory() -> None:
     plain, limited = (Stepgraph(MODELS["resnet18"], "cpu", dropout=True) for _ in range(2))

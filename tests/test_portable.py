@@ -212,6 +212,7 @@ def test_linked_graphs_are_saved_and_linked_again(tmp_path: Path) -> None:
         sg.load(tmp_path)
     assert new.layers[0].label == "tail" and len(new.linked_graphs) == 2
     assert new.linked_graphs[0].optimizer is new.linked_graphs[1].optimizer
+    assert len(sg.load(tmp_path, CPU, options=ALL).linked_graphs) == 2
     for one in (second, new):
         step(one)
     for mine, theirs in zip(new.linked_graphs, second.linked_graphs, strict=True):
@@ -220,6 +221,16 @@ def test_linked_graphs_are_saved_and_linked_again(tmp_path: Path) -> None:
     step(second)
     for mine, theirs in zip(new.linked_graphs, second.linked_graphs, strict=True):
         assert state(mine) == state(theirs)
+
+
+def test_a_graph_may_be_compiled_otherwise_than_it_was_saved(tmp_path: Path) -> None:
+    old = compiled(network())  # deterministic
+    new = twin(old, tmp_path, compute_type="bfloat16")
+    assert new._options == sg.GraphCompilationOptions.NONE and new._compute_type is torch.bfloat16
+    assert twin(new, tmp_path)._compute_type is torch.bfloat16
+    assert twin(old, tmp_path, options=ALL)._options == ALL
+    with pytest.raises(sg.ArgumentError, match="no device to compile for with tf32"):
+        sg.load(tmp_path, tf32=True)
 
 
 def test_an_inference_graph_can_be_made_from_a_training_checkpoint(tmp_path: Path) -> None:

@@ -57,6 +57,19 @@ def test_the_page_on_training_runs_from_top_to_bottom(tmp_path: Path, monkeypatc
     assert listing == ["best", "checkpoint-000007", "checkpoint-000008"]
 
 
+def test_the_page_on_reports_runs_and_names_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(__file__).parent.parent / "docs"
+    page = (folder / "reports.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "reports.md", "exec"), {})
+    written = {path.name + "/" * path.is_dir() for path in Path("runs/first").iterdir()}
+    assert written == set(re.findall(r"^\| `([\w./]+)` \| the", page, re.MULTILINE))
+    kinds = set(re.findall(r'^{"kind":"(\w+)"', Path("runs/first/run.jsonl").read_text(), re.MULTILINE))
+    assert kinds | {"missing"} == set(re.findall(r"^\| `(\w+)` \| `", page, re.MULTILINE)) | {"missing"}
+    assert all((folder / name).is_file() for name in re.findall(r"\]\((images/[\w.-]+)\)", page))
+
+
 def test_the_error_message_is_what_a_user_sees() -> None:
     (shown,) = re.findall(r"```\n(FullyConnectedLayer.*?)```", README, re.DOTALL)
     with pytest.raises(sg.ShapeError) as caught:

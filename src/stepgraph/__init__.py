@@ -2,125 +2,34 @@
 
     import stepgraph as sg
 
-Read from top to bottom, this is the order in which a program uses it.
+`public.py` is the table of contents.
 """
 
-from stepgraph.types import (
-    DataType as DataType,
-    DeviceType as DeviceType,
-    ExecutionOptions as ExecutionOptions,
-    GraphCompilationOptions as GraphCompilationOptions,
-    PaddingPolicy as PaddingPolicy,
-    RandomInitializerType as RandomInitializerType,
-    ReductionType as ReductionType,
-)
-from stepgraph.random import get_seed as get_seed, set_seed as set_seed
-from stepgraph.buffers import TensorData as TensorData
-from stepgraph.device import Device as Device
-from stepgraph.tensor import (
-    Tensor as Tensor,
-    TensorDescriptor as TensorDescriptor,
-    TensorOptimizerDeviceData as TensorOptimizerDeviceData,
-    TensorParameter as TensorParameter,
-)
-from stepgraph.layer import Layer as Layer, Scope as Scope, constant as constant, statistic as statistic
-from stepgraph.layers.activation import (
-    ActivationDescriptor as ActivationDescriptor,
-    ActivationLayer as ActivationLayer,
-    ActivationType as ActivationType,
-)
-from stepgraph.layers.arithmetic import ArithmeticLayer as ArithmeticLayer, ArithmeticOperation as ArithmeticOperation
-from stepgraph.layers.attention import (
-    MultiheadAttentionDescriptor as MultiheadAttentionDescriptor,
-    MultiheadAttentionLayer as MultiheadAttentionLayer,
-)
-from stepgraph.layers.comparison import ComparisonLayer as ComparisonLayer, ComparisonOperation as ComparisonOperation
-from stepgraph.layers.convolution import (
-    ConvolutionDescriptor as ConvolutionDescriptor,
-    ConvolutionLayer as ConvolutionLayer,
-    ConvolutionType as ConvolutionType,
-)
-from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
-from stepgraph.layers.embedding import EmbeddingDescriptor as EmbeddingDescriptor, EmbeddingLayer as EmbeddingLayer
-from stepgraph.layers.indexing import (
-    GatherLayer as GatherLayer,
-    ScatterLayer as ScatterLayer,
-    SelectionLayer as SelectionLayer,
-)
-from stepgraph.layers.layer_normalization import (
-    GroupNormalizationLayer as GroupNormalizationLayer,
-    LayerNormalizationLayer as LayerNormalizationLayer,
-)
-from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
-from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType
-from stepgraph.layers.normalization import (
-    BatchNormalizationLayer as BatchNormalizationLayer,
-    InstanceNormalizationLayer as InstanceNormalizationLayer,
-)
-from stepgraph.layers.padding import PaddingLayer as PaddingLayer, PaddingType as PaddingType
-from stepgraph.layers.pooling import (
-    PoolingDescriptor as PoolingDescriptor,
-    PoolingLayer as PoolingLayer,
-    PoolingType as PoolingType,
-)
-from stepgraph.layers.products import (
-    GramMatrixLayer as GramMatrixLayer,
-    MatMulDescriptor as MatMulDescriptor,
-    MatMulLayer as MatMulLayer,
-)
-from stepgraph.layers.recurrent import (
-    LSTMDescriptor as LSTMDescriptor,
-    LSTMLayer as LSTMLayer,
-    LSTMResultMode as LSTMResultMode,
-)
-from stepgraph.layers.reduction import ReductionLayer as ReductionLayer
-from stepgraph.layers.shape import (
-    ConcatenationLayer as ConcatenationLayer,
-    ReshapeLayer as ReshapeLayer,
-    SliceLayer as SliceLayer,
-    SplitLayer as SplitLayer,
-    TransposeLayer as TransposeLayer,
-)
-from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
-from stepgraph.layers.upsample import SampleMode as SampleMode, UpsampleLayer as UpsampleLayer
-from stepgraph.layers.yolo import YOLOLossDescriptor as YOLOLossDescriptor, YOLOLossLayer as YOLOLossLayer
-from stepgraph.optimizers import (
-    AdamOptimizer as AdamOptimizer,
-    AdamWOptimizer as AdamWOptimizer,
-    GradientClippingType as GradientClippingType,
-    Optimizer as Optimizer,
-    OptimizerDescriptor as OptimizerDescriptor,
-    RMSPropOptimizer as RMSPropOptimizer,
-    RegularizationType as RegularizationType,
-    SGDOptimizer as SGDOptimizer,
-)
-from stepgraph.graph import Graph as Graph
-from stepgraph.training import TrainingGraph as TrainingGraph
-from stepgraph.inference import InferenceGraph as InferenceGraph
-from stepgraph.runtime.execution import Execution as Execution
-from stepgraph.runtime.profile import Profile as Profile
-from stepgraph.runtime.numerics import NumericsReport as NumericsReport
-from stepgraph.fit import evaluate as evaluate, fit as fit
-from stepgraph.history import History as History
-from stepgraph.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
-from stepgraph.schedule import WarmupCosine as WarmupCosine
-from stepgraph.portable import load as load, save as save
-from stepgraph.checkpoint.files import latest as latest
-from stepgraph.checkpoint.report import RestoreReport as RestoreReport
-from stepgraph.errors import (
-    ArgumentError as ArgumentError,
-    CheckpointError as CheckpointError,
-    DataError as DataError,
-    DataTypeError as DataTypeError,
-    DeviceError as DeviceError,
-    ExecutionError as ExecutionError,
-    ShapeError as ShapeError,
-    StateError as StateError,
-    StepgraphError as StepgraphError,
-    MemoryLimitError as MemoryLimitError,
-    NumericsError as NumericsError,
-    StorageError as StorageError,
-    UnknownNameError as UnknownNameError,
-)
+import importlib
+import sys
+from itertools import pairwise
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+
+def _is_command() -> bool:
+    """Whether this process is `stepgraph …` or `python -m stepgraph …`."""
+    started = sys.argv[0] if sys.argv else ""
+    # While Python looks for the module that `-m` names, `sys.argv[0]` is "-m".
+    is_module = started == "-m" and ("-m", "stepgraph") in pairwise(sys.orig_argv)
+    return is_module or PurePath(started).stem == "stepgraph"
+
+
+if TYPE_CHECKING or not _is_command():
+    from stepgraph.public import *
+else:
+    # The command line need not wait for PyTorch before it prints its help: the names come when one is asked for.
+    def __getattr__(name: str) -> Any:
+        public = importlib.import_module("stepgraph.public")
+        # All at once: `fit` is a function here, also where its module was imported before.
+        globals().update({one: value for one, value in vars(public).items() if not one.startswith("_")})
+        if name not in globals():
+            raise AttributeError(f"module 'stepgraph' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+        return globals()[name]

@@ -318,7 +318,7 @@ class CompiledGraph(DeclaredGraph):
             execution = Execution(device, timed=bool(options) and ExecutionOptions.PROFILING in options)
 
             def run() -> Found:
-                if not (options and ExecutionOptions.PER_LAYER_PROFILING in options):
+                if not options or ExecutionOptions.PER_LAYER_PROFILING not in options:
                     return executable(binding, arrays)
                 found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
                 return found

@@ -87,8 +87,12 @@ class CheckpointError(StepgraphError, ValueError):
     """A checkpoint is damaged, of another format, or does not fit the graph."""
 
 
+class RunError(StepgraphError, ValueError):
+    """A folder holds no run, a damaged one, or one of another version."""
+
+
 class StorageError(StepgraphError, OSError):
-    """A checkpoint cannot be written to or read from where it should be."""
+    """A checkpoint or a run cannot be written to or read from where it should be."""
 
 
 def reason(error: BaseException) -> str:

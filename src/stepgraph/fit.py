@@ -26,6 +26,8 @@ from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, Unkn
 from stepgraph.history import History, plain, real
 from stepgraph.metrics import Metric, Tally, by_name
 from stepgraph.progress import Quiet, display
+from stepgraph.report.record import CHECKPOINTS
+from stepgraph.report.recorder import Recorder, Unrecorded
 from stepgraph.schedule import Schedule, WarmupCosine
 from stepgraph.trained import Trained, read_losses, until
 from stepgraph.training import TrainingGraph
@@ -47,6 +49,7 @@ def fit(
     watch: str = "loss",
     better: str = "auto",
     patience: int | None = None,
+    run: str | os.PathLike[str] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     keep: int = 3,
     save_every: int | None = None,
@@ -71,7 +74,9 @@ def fit(
         watch: the loss or a metric that tells which epoch is best; that of the validation data where there is any.
         better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
         patience: end after so many epochs without a better one.
-        checkpoints: a folder: a series of which the newest `keep` stay, and the best epoch in `best`.
+        run: a folder for all that tells what happened: the record, `report.html`, and the checkpoints.
+        checkpoints: a folder: a series of which the newest `keep` stay, and the best epoch in `best`. With `run`, by
+            default the folder `checkpoints` in it.
         keep: how many checkpoints of the series stay.
         save_every: save after so many updates too, not only after each epoch.
         resume: go on from the latest checkpoint of the folder, if there is one.
@@ -84,6 +89,7 @@ def fit(
         [0.91, 0.95, 0.96, 0.97, 0.97]
     """
     graph, named = Trained(training), by_name(metrics)
+    folder = None if run is None else as_path("fit", run)
     settings = _Settings(
         epochs=_count("epochs", epochs, 0),
         accumulate=_count("accumulate", accumulate, 1),
@@ -91,7 +97,7 @@ def fit(
         watch=_watched(watch, named),
         higher=_higher(better, watch),
         patience=_optional_count("patience", patience, 1),
-        folder=None if checkpoints is None else as_path("fit", checkpoints),
+        folder=as_path("fit", checkpoints) if checkpoints is not None else folder and folder / CHECKPOINTS,
         keep=check_keep(keep) or 1,
         save_every=_optional_count("save_every", save_every, 1),
         prefetch=_optional_count("prefetch", prefetch, 0),
@@ -99,13 +105,14 @@ def fit(
     train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
-    run = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device))
-    run.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
+    recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
+    loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
+    loop.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
     if resume:
-        run.go_on()
+        loop.go_on()
     with _interruptible() as interrupted:
-        run.run(interrupted)
-    return run.history
+        loop.run(interrupted)
+    return loop.history
 
 
 def evaluate(
@@ -171,21 +178,23 @@ class _Run:
         test: Source | None,
         metrics: Mapping[str, Metric],
         screen: Quiet,
+        recorder: Unrecorded,
     ) -> None:
         self.graph, self.settings, self.train, self.test = graph, settings, train, test
-        self.metrics, self.screen = metrics, screen
+        self.metrics, self.screen, self.recorder = metrics, screen, recorder
         self.optimizer = graph.optimizer
         self.seed, origin = graph.stream
         self.place, self.history, self.tally = _Place(origin), History(), Tally(metrics)
         self.unread: list[_Unread] = []
         self.pointed_out = False
         self.read_at = time.perf_counter()
-        self.schedule = settings.schedule
+        self.schedule, self.resumed = settings.schedule, False
         if isinstance(self.schedule, WarmupCosine) and self.schedule.steps is None:
             self.schedule = replace(self.schedule, steps=self._known_total())
 
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Epoch after epoch, until there are enough, nothing gets better, or somebody wants it to end."""
+        self._begin_record()
         self.screen.begin(self.place.step)
         try:
             while self.place.epoch < self.settings.epochs and not self._gave_up():
@@ -201,9 +210,11 @@ class _Run:
         finally:
             self.screen.end()
             self.graph.release()
+            self.recorder.end(self.place.step, self.history.stopped or "failed")
 
     def _train_epoch(self, interrupted: Callable[[], bool]) -> None:
         place, settings = self.place, self.settings
+        self.recorder.epoch_begins()
         epoch = self.train.epoch(place.epoch, (self.seed, place.origin), place.batch)
         with self.graph.fed(epoch, self.train, settings.prefetch) as batches:
             coming = until(batches, interrupted)
@@ -212,6 +223,8 @@ class _Run:
                     break  # a whole update or none
                 if self.schedule is not None:
                     self._set_rate(self.schedule(place.step))
+                if place.step + 1 == self.recorder.next_look:
+                    self.recorder.look(place.step + 1, group[0])
                 tally = self.tally if self.metrics else None
                 losses = self.graph.update(group, tally)
                 place.step, place.batch = place.step + 1, place.batch + len(group)
@@ -243,6 +256,7 @@ class _Run:
             self.graph.training.save(folder / "best", notes=self._notes())
         self._save()
         self.screen.epoch(row)
+        self.recorder.epoch(row)
 
     def _is_better(self, value: float) -> bool:
         best = self.place.best
@@ -278,14 +292,17 @@ class _Run:
     def _read_losses(self) -> float:
         """Brings all losses home that were not read yet; their mean."""
         values = iter(read_losses([loss for one in self.unread for loss, _ in one.losses]))
-        means = []
+        means, rows_read = [], 0
         for one in self.unread:
             found = [(next(values), rows) for _, rows in one.losses]
             for loss, rows in found:
                 self.tally.add_loss(loss, rows)
+                rows_read += rows
             means.append(sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found))
             self.history.add_step(one.step, means[-1], one.rate)
             self._point_out(one.step, means[-1])
+        read = [(one.step, mean, one.rate) for one, mean in zip(self.unread, means, strict=True)]
+        self.recorder.steps(read, rows_read)
         self.unread, self.read_at = [], time.perf_counter()
         return sum(means) / len(means) if means else float("nan")
 
@@ -309,7 +326,13 @@ class _Run:
             raise ArgumentError("fit", "the data does not tell how many updates there will be", fix="give steps=")
         return total
 
-    # Checkpoints
+    # The record and checkpoints
+
+    def _begin_record(self) -> None:
+        settings = {**asdict(self.settings), "schedule": self.schedule, "metrics": list(self.metrics)}
+        settings |= {"optimizer": self.optimizer, "batches": self.train.batches, **self.place.shape}
+        settings["better"] = "higher" if settings.pop("higher") else "lower"
+        self.recorder.begin(self.place.step, self.place.epoch, self._total(), self.resumed, settings)
 
     def _save(self) -> None:
         if self.settings.folder is not None:
@@ -341,7 +364,7 @@ class _Run:
         self.graph.training.restore(folder)
         self.seed, _ = self.graph.stream
         self.place, self.history = place, History.from_state(notes["history"])
-        self.place.shape = shape
+        self.place.shape, self.resumed = shape, True
         self.tally.resume(real(notes["tally"]))
 
 

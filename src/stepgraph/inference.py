@@ -9,11 +9,13 @@ import torch
 
 from stepgraph.compiled import Found, results_of
 from stepgraph.compiler import memory
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import STREAM
 from stepgraph.device import Device
 from stepgraph.inspected import InspectedGraph
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
+from stepgraph.runtime.programs import Programs
 from stepgraph.settings import mixed
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
@@ -57,6 +59,11 @@ class InferenceGraph(InspectedGraph):
             executable = self._programs.executable("inference", self._feeds.batch)
             self._plan = memory.plan(executable.step, executable.part)
             self._tell_device()
+
+    def memory_plan_for(self, batch_size: int) -> MemoryPlan:
+        """What the forward pass would need with so many rows; nothing is run or kept."""
+        self._require_compiled("memory_plan_for")
+        return Programs(self._step, self._kept_keys).plan("inference", self._batch_size(batch_size))
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""

@@ -15,7 +15,7 @@ from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_t
 from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device
-from stepgraph.errors import CheckpointError, DataTypeError
+from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError
 from stepgraph.graph import Graph, make_node
 from stepgraph.inference import InferenceGraph
 from stepgraph.layer import join
@@ -45,6 +45,7 @@ def load(
     *,
     inference: bool = False,
     custom: Sequence[type] = (),
+    **compilation: Any,
 ) -> Any:
     """The graph that a checkpoint describes, with all it holds, rebuilt without the program that made it.
 
@@ -53,11 +54,15 @@ def load(
         device: compile for it, in the way the saved graph was compiled; None leaves that to you.
         inference: make an inference graph, without the loss, whatever was saved.
         custom: classes of your own that the graph needs (layers, optimizers, their descriptors and enumerations).
+        compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), all of them in place of
+            those that were saved.
 
     Example:
         >>> training = load("run/model", Device.any())  # doctest: +SKIP
         >>> training.execute({"image": pictures}, {"label": classes})  # doctest: +SKIP
     """
+    if device is None and compilation:
+        raise ArgumentError("load", f"there is no device to compile for with {', '.join(compilation)}", fix="give one")
     content = files.read(files.as_path("load", path))
     with understood(content):
         described = content.description["graphs"]
@@ -69,22 +74,24 @@ def load(
             )
         graphs = _Builder(content, inference, custom).build()
         found = graphs[content.description["saved"]]
-        compilations = [_compilation(one["compiled"]) for one in described]
+        settings = [_compilation(one["compiled"], compilation) for one in described]
         if device is not None:
-            for graph, (options, mixed) in zip(graphs, compilations, strict=True):
+            for graph, chosen in zip(graphs, settings, strict=True):
                 constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
-                graph.compile(device, options, constants, compute_type=mixed)
+                graph.compile(device, input_tensors=constants, **chosen)
             if len(graphs) > 1:
                 graphs[0].link(graphs[1:])  # type: ignore[arg-type]
         return found
 
 
-def _compilation(saved: Mapping[str, Any] | None) -> tuple[GraphCompilationOptions, DataType | None]:
-    """How a graph was compiled: options and compute type."""
-    if saved is None:
-        return GraphCompilationOptions.NONE, None
-    mixed = saved["compute_type"]
-    return GraphCompilationOptions(saved["options"]), None if mixed is None else DataType[mixed]
+def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """How a graph is compiled: as it was, or as asked for; linked graphs stay so."""
+    options = GraphCompilationOptions(0 if saved is None else saved["options"])
+    if asked:
+        given = asked.get("options", GraphCompilationOptions.NONE)
+        return {**asked, "options": given | (options & GraphCompilationOptions.LINK_GRAPHS)}
+    mixed = None if saved is None else saved["compute_type"]
+    return {"options": options, "compute_type": None if mixed is None else DataType[mixed]}
 
 
 class _Builder:

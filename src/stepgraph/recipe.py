@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepgraph.compiler import memory
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.step import Step
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
@@ -130,6 +130,16 @@ class TrainingRecipe(InspectedGraph):
         """How the graph was compiled, to compile it the same way again."""
         return {"compute_type": self._compute_type, "tf32": self._tf32, "memory_limit": self._memory_limit}
 
+    def memory_plan_for(self, batch_size: int) -> MemoryPlan:
+        """What a step would need with so many rows; nothing is run or kept.
+
+        Example:
+            >>> training.memory_plan_for(256).total  # doctest: +SKIP
+            48234496
+        """
+        self._require_compiled("memory_plan_for")
+        return Programs(self._step, self._kept_keys).plan("step", self._batch_size(batch_size))
+
     def _require_fit(self) -> None:
         """Refuses a plan that needs more than the limit, and tells which batch would fit."""
         limit, needed, batch = self._memory_limit, self._plan.total, self._feeds.batch
@@ -146,10 +156,9 @@ class TrainingRecipe(InspectedGraph):
     def _needed(self, batch: int) -> int | None:
         """Bytes of the step for another batch size; None where the graph cannot run with it."""
         try:
-            executable = Programs(self._step, self._kept_keys).executable("step", batch)
+            return self.memory_plan_for(batch).total
         except StepgraphError:
             return None
-        return memory.plan(executable.step, executable.part).total
 
     def _step(self, batch: int, training: bool) -> Step:
         plain = super()._step(batch, training)

@@ -64,7 +64,7 @@ class MemoryPlan:
 
 def plan(step: Step, part: Part) -> MemoryPlan:
     """The plan of a part that runs in one piece."""
-    live = _timeline(part)
+    live = timeline(part)
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
     slots = len(step.optimizer.slots) if step.optimizer is not None and step.differentiates else 0
@@ -97,6 +97,21 @@ def alive_at_peak(part: Part) -> set[int]:
     return {one for one, (birth, *_) in births.items() if birth <= peak <= deaths[one]}
 
 
+def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
+    """What is alive at an operator, counted as `timeline` does: layer and phase that made it, kind, bytes."""
+    nodes = list(part.module.graph.nodes)
+    now = nodes.index(part.nodes[time])
+    births, deaths = _lifetimes(part)
+    found: dict[tuple[str, str, str], int] = defaultdict(int)
+    for one, (birth, size, kind) in births.items():
+        if birth <= now <= deaths[one]:
+            kind = "workspace" if deaths[one] == birth else kind
+            found[layer_of(nodes[birth]), phase_of(nodes[birth]), kind] += size
+    if inside := nodes[now].meta.get("workspace", 0):
+        found[layer_of(nodes[now]), phase_of(nodes[now]), "workspace"] += inside
+    return sorted(((*made, size) for made, size in found.items()), key=lambda row: -row[3])
+
+
 def _lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
     """By storage: the operator that makes it, its size and kind; and the last operator that reads it."""
     nodes = list(part.module.graph.nodes)
@@ -119,7 +134,7 @@ def _lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, i
     return births, deaths
 
 
-def _timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
+def timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
     """Live bytes by kind at each operator."""
     nodes = list(part.module.graph.nodes)
     births, deaths = _lifetimes(part)

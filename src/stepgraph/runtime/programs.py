@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from stepgraph.compiler import phases, recompute
+from stepgraph.compiler import memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step, value
 from stepgraph.compiler.trace import Program, trace
@@ -44,6 +45,11 @@ class Programs:
             for name, one in self._parts(part, program).items():
                 self.executables[name, batch] = Executable(in_place(one), program.step)
         return self.executables[part, batch]
+
+    def plan(self, part: str, batch: int) -> MemoryPlan:
+        """What a part would need for a batch size; nothing is made that could run."""
+        program = self.program(batch, training=part != "inference")
+        return memory.plan(program.step, in_place(self._parts(part, program)[part]))
 
     def keeping_anew(self) -> Programs:
         """The same programs, with executables that keep what is to be kept now."""

@@ -122,9 +122,10 @@ def _place(device: torch.device) -> list[Any]:
 
 
 @cache
-def _file() -> Path:
+def file() -> Path:
+    """Where choices of this processor and this PyTorch are remembered."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stepgraph"
-    machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{_processor()}")
+    machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{processor()}")
     return folder / f"kernels-{machine}-torch-{torch.__version__}.json"
 
 
@@ -135,7 +136,7 @@ def _choices() -> dict[str, str]:
 
 def _stored() -> dict[str, str]:
     try:
-        found = json.loads(_file().read_text())
+        found = json.loads(file().read_text())
     except (OSError, ValueError):  # none yet, or not readable: measured again
         return {}
     return found if isinstance(found, dict) else {}
@@ -143,16 +144,17 @@ def _stored() -> dict[str, str]:
 
 def _remember(choices: dict[str, str]) -> None:
     try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
+        file().parent.mkdir(parents=True, exist_ok=True)
         choices.update({**_stored(), **choices})  # other processes choose too
-        draft = _file().with_suffix(f".{os.getpid()}")
+        draft = file().with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(choices, indent=0))
-        draft.replace(_file())
+        draft.replace(file())
     except OSError:  # a folder that cannot be written costs only the next run's measuring
         return
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the processor is called."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

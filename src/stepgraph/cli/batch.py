@@ -1,0 +1,88 @@
+"""One batch for a saved graph: drawn from a seed, or read from a file."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepgraph.errors import DataError, DataTypeError, StorageError, UnknownNameError, reason
+from stepgraph.layers.embedding import EmbeddingLayer
+from stepgraph.tensor import Tensor
+from stepgraph.types import DataType
+
+Batch = dict[str, np.ndarray | torch.Tensor]
+
+
+def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """What linked graphs must be given data for: kind, name, tensor. What one of them makes for another is none."""
+    made = {tensor for graph in graphs for node in graph._all_nodes() for tensor in node.results}
+    for graph in graphs:
+        for kind, name, tensor in graph._feeds:
+            if tensor not in made and tensor in graph._feeds.tensors:
+                yield kind, name, tensor
+
+
+def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
+    """Inputs from a normal distribution, labels and weights from [0, 1), whole numbers that their readers take."""
+    generator = np.random.default_rng(seed)
+    found: Batch = {}
+    for kind, name, tensor in feeds(graphs):
+        shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graphs[0]._feeds.batch else tensor.shape
+        if not tensor.data_type.is_floating:
+            numbers: np.ndarray = generator.integers(0, _bound(tensor, graphs), shape)
+        else:
+            numbers = generator.standard_normal(shape) if kind == "input" else generator.random(shape)
+        found[name] = torch.from_numpy(np.asarray(numbers)).to(tensor.data_type.torch)
+    return found
+
+
+def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
+    """One more than the largest whole number that every reader of a tensor takes; 0 is always one."""
+    bounds = [2] if tensor.data_type is DataType.BOOLEAN else []
+    for node in (node for graph in graphs for node in graph._all_nodes() if tensor in node.arguments):
+        if isinstance(node.layer, EmbeddingLayer):
+            bounds.append(node.layer.descriptor.embedding_count)
+        elif node.is_loss and tensor in node.labels:
+            prediction = node.sources[0].shape
+            bounds.append(prediction[1] if len(prediction) > 1 else 2)
+        elif tensor.data_type is not DataType.BOOLEAN:
+            bounds.append(1)
+    return min(bounds, default=1)
+
+
+def read(path: Path, graphs: Sequence[Any]) -> Batch:
+    """The arrays of an `.npz` file, which must have one for each name."""
+    try:
+        with path.open("rb") as stream:
+            file = np.load(stream, allow_pickle=False)
+            found: Batch | None = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        said = getattr(error, "strerror", None) or reason(error)
+        problem = f"no arrays can be read from it: {said}"
+        raise StorageError(f"{path}", problem, fix="write it with numpy.savez") from None
+    if found is None:
+        raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")
+    _check_names(path, found, {name: tensor for _, name, tensor in feeds(graphs)})
+    return found
+
+
+def _check_names(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    needed = ", ".join(f"{name} {tensor.descriptor}" for name, tensor in wanted.items())
+    missing, unknown = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+    if missing:
+        raise DataError(f"{path}", f"it has no array {sorted(missing)[0]!r}", needed=needed, fix="add it")
+    if unknown:
+        raise UnknownNameError(
+            f"{path}", f"the graph takes no {sorted(unknown)[0]!r}", needed=needed, fix="leave it out"
+        )
+
+
+def rows_of(batch: Batch, graphs: Sequence[Any]) -> int:
+    """How many rows a batch has: the first extent of the first input."""
+    first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0]._feeds.tensors[0]), None)
+    return graphs[0]._feeds.batch if first is None else len(batch[first])

@@ -1,0 +1,169 @@
+"""`stepgraph compare --devices A,B FILE`: whether a saved graph computes the same in two places."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepgraph.cli import opening, places
+from stepgraph.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from stepgraph.cli.differences import Difference, What
+
+HELP = "run one batch on several devices and show where their numbers differ"
+TOLERANCE = 1e-3
+
+EXAMPLES = """
+what is compared:
+  The result of every layer, then the gradient of every parameter, with that of
+  the first device: the largest difference, and its share of the largest number
+  in that result, or in the gradients of that layer. Dropout drops the same
+  elements everywhere.
+
+examples:
+  stepgraph compare --devices cpu,gpu run/model
+  stepgraph compare --devices cpu:deterministic,cpu:default run/model
+                       PyTorch's kernels and those chosen by measuring
+  stepgraph compare --devices cpu:default,cpu:bfloat16 --tolerance 0.05 run/model
+  stepgraph compare --devices cpu,gpu --data batch.npz run/model
+                       a file that numpy.savez("batch.npz", image=…, label=…) wrote
+
+exit codes:
+  0  every difference is within the tolerance
+  1  one is beyond it, or an error
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `compare` may be asked for."""
+    parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
+    opening.arguments(parser)
+    parser.add_argument(
+        "--devices",
+        metavar="DEVICE,DEVICE,…",
+        type=places.places,
+        required=True,
+        help="two or more; the first is what the others are compared with",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="SHARE",
+        type=_share,
+        default=TOLERANCE,
+        help=f"the largest difference that is fine, as a share of the largest number of an array ({TOLERANCE})",
+    )
+    parser.add_argument("--data", metavar="FILE", type=Path, help="arrays by name in an .npz file; by default drawn")
+    parser.add_argument("--batch-size", metavar="ROWS", type=_rows, help="rows to draw (as declared)")
+    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="what drawn numbers come from (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _share(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: write a number such as 1e-4")
+    return found
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no batch size: write a number from 1 on")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the batch everywhere and tells the differences."""
+    from stepgraph.cli import differences
+
+    first, *others = _numbers(arguments)
+    compared = [differences.differences(first, other) for other in others]
+    rows = {what: [one[what] for one in compared] for what in first}
+    beyond = [what for what, found in rows.items() if any(one.share > arguments.tolerance for one in found)]
+    if arguments.json:
+        _tell_json(arguments, rows, beyond)
+    else:
+        _tell(arguments, rows, beyond)
+    return 1 if beyond else 0
+
+
+def _numbers(arguments: argparse.Namespace) -> list[Any]:
+    """What the graph computes in each place, from the same batch and the same random numbers."""
+    from stepgraph import set_seed
+    from stepgraph.cli import batch, differences
+
+    if arguments.data is not None and arguments.batch_size is not None:
+        raise ArgumentError("compare", "--data has its own rows", fix="leave --batch-size out")
+    content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
+    for place in arguments.devices:
+        place.device()  # refused before anything is compiled
+    found, data, rows = [], None, 0
+    for place in arguments.devices:
+        set_seed(arguments.seed)  # a graph that was saved before it was compiled draws its stream now
+        graphs = opening.load(content, custom, place).linked_graphs
+        if data is None and arguments.data is not None:
+            data = batch.read(arguments.data, graphs)
+            rows = batch.rows_of(data, graphs)
+        elif data is None:
+            rows = arguments.batch_size or graphs[0]._feeds.batch
+            data = batch.drawn(graphs, rows, arguments.seed)
+        found.append(differences.run(graphs, data, rows, arguments.seed))
+    return found
+
+
+def _tell(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]) -> None:
+    from stepgraph.cli import screen
+
+    first, *others = (place.text for place in arguments.devices)
+    names = [name for other in others for name in (other, "share")]
+    title = f"Differences from {first}"
+    table = screen.columns("layer or parameter", "", "largest", *names, title=title, numbers=1 + len(names))
+    if beyond:
+        table.add_column("")
+    for what, found in rows.items():
+        numbers = [text for one in found for text in (_short(one.absolute), _short(one.share))]
+        mark = "← first beyond" if beyond[:1] == [what] else "beyond" if what in beyond else ""
+        table.add_row(what.name, what.kind, _short(found[0].largest), *numbers, *([mark] if beyond else []))
+    tolerance = f"{arguments.tolerance:g} of the largest number"
+    if beyond:
+        verdict = (
+            f"{len(beyond)} of {len(rows)} beyond {tolerance}; the first is the {beyond[0].kind} of {beyond[0].name}."
+        )
+    else:
+        worst = max((one.share for found in rows.values() for one in found), default=0.0)
+        verdict = f"All {len(rows)} within {tolerance}; the largest share is {_short(worst)}."
+    screen.show(table, "", verdict)
+
+
+def _short(number: float) -> str:
+    return "0" if number == 0 else f"{number:.2e}" if math.isfinite(number) else "not finite"
+
+
+def _tell_json(
+    arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]
+) -> None:
+    from stepgraph.cli import screen
+
+    others = [place.text for place in arguments.devices[1:]]
+    told = [
+        {
+            "name": what.name,
+            "kind": what.kind,
+            "largest": found[0].largest,
+            "beyond": what in beyond,
+            "differences": [
+                {"device": text, "absolute": one.absolute, "share": one.share}
+                for text, one in zip(others, found, strict=True)
+            ],
+        }
+        for what, found in rows.items()
+    ]
+    first = {"name": beyond[0].name, "kind": beyond[0].kind} if beyond else None
+    devices = [place.text for place in arguments.devices]
+    screen.show_json({"devices": devices, "tolerance": arguments.tolerance, "first_beyond": first, "rows": told})

@@ -1,0 +1,65 @@
+"""`stepgraph devices`: what this machine offers, what would be used, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HELP = "show what this machine offers, what would be used, and what is missing"
+
+EXAMPLES = """
+examples:
+  stepgraph devices
+  stepgraph devices --json | jq -r .any
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `devices` may be asked for."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Looks and tells."""
+    from stepgraph.cli import machine, screen
+
+    found = machine.look()
+    if arguments.json:
+        screen.show_json(found)
+        return 0
+    parts: list[Any] = [f"Device.any() is {found['any']}.", ""]
+    table = screen.columns("device", "name", "memory", "free", "", title="Devices", numbers=3)
+    table.columns[-1].justify = "left"
+    for one in found["devices"]:
+        table.add_row(one["device"], one["name"], _size(one["memory"]), _size(one["free"]), one["more"])
+    parts += [table, "", "Versions", screen.facts(found["versions"]), "", "For PyTorch's compiler (FUSE_LAYERS)"]
+    parts += [screen.facts(found["compiler"]), "", "Kernels chosen by measuring"]
+    parts += [screen.facts(_kernels(found["kernels"])), "", *_missing(found["missing"])]
+    screen.show(*parts)
+    return 0
+
+
+def _size(count: int | None) -> str:
+    from stepgraph import draw
+
+    return "" if count is None else draw.size(count)
+
+
+def _kernels(kernels: Mapping[str, Any]) -> dict[str, str]:
+    state = f"{kernels['choices']} choices" if kernels["exists"] else "not there yet: the first compilation makes it"
+    return {"file": kernels["file"], "holds": state}
+
+
+def _missing(missing: list[dict[str, str]]) -> list[Any]:
+    from stepgraph.cli import screen
+
+    if not missing:
+        return ["Nothing is missing."]
+    told: list[Any] = ["Missing"]
+    for one in missing:
+        told += [f"  {one['what']}", screen.facts({"": one["fix"]})]
+    return told

@@ -1,0 +1,168 @@
+"""One batch through a saved graph on several devices, and how far their numbers are apart."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from stepgraph import draw
+from stepgraph.checkpoint.structure import layers_of, named_tensors
+from stepgraph.cli.batch import Batch, feeds
+from stepgraph.tensor import Tensor
+
+
+class What(NamedTuple):
+    """One array that is compared: a layer's result, or the gradient of a parameter of a layer."""
+
+    kind: str
+    name: str
+    layer: str
+
+
+Numbers = dict[What, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two arrays are apart.
+
+    Args:
+        largest: the largest number of the reference.
+        absolute: the largest difference.
+        share: that difference, divided by the largest number that it is judged by.
+    """
+
+    largest: float
+    absolute: float
+    share: float
+
+
+def differences(reference: Numbers, other: Numbers) -> dict[What, Difference]:
+    """All arrays of two runs.
+
+    A result is judged by its own largest number. A gradient is judged by the largest gradient of its layer: that of a
+    bias in front of a normalization is zero but for rounding, and would be compared with its own noise.
+    """
+    largest = {what: _largest(array) for what, array in reference.items()}
+    by_layer: dict[str, float] = {}
+    for what, size in largest.items():
+        if what.kind == "gradient":
+            by_layer[what.layer] = max(size, by_layer.get(what.layer, 0.0))
+    found = {}
+    for what, array in reference.items():
+        scale = by_layer[what.layer] if what.kind == "gradient" else largest[what]
+        absolute = _apart(array, other[what])
+        share = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
+        found[what] = Difference(largest[what], absolute, share)
+    return found
+
+
+def _largest(array: torch.Tensor) -> float:
+    finite = array.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return float(finite.max()) if array.numel() else 0.0
+
+
+def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference; what is not finite must be the same."""
+    one, two = reference.double(), other.double()
+    same = (one == two) | (one.isnan() & two.isnan())
+    apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
+    """Results of all layers in the order of the forward pass, then gradients of all parameters, last layers first."""
+    found: Numbers = {}
+    ordered = _in_order(graphs)
+    if not graphs[0].trains:
+        for graph in ordered:
+            _infer(graph, batch, rows)
+            found |= _results(graphs, graph)
+        return found
+    for _, name, tensor in feeds(graphs):
+        taken = rows if tensor.shape[0] == graphs[0]._feeds.batch else None
+        graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, graphs[0].device, batch_size=taken)
+    for graph in ordered:
+        _start_gradients(graph, rows, seed)
+        graph.execute_forward(rows).wait()
+        found |= _results(graphs, graph)
+    for graph in reversed(ordered):
+        graph.execute_gradient(rows).wait()
+    return found | _gradients(graphs)
+
+
+def _infer(graph: Any, batch: Batch, rows: int) -> None:
+    """Runs an inference graph so that every result stays readable."""
+    made = [tensor for node in graph._all_nodes() for tensor in node.results]
+    graph.add_outputs({f"result {index}": tensor for index, tensor in enumerate(made)})
+    given: dict[str, Batch] = {"input": {}, "loss label": {}, "loss label weight": {}}
+    for kind, name, _ in feeds([graph]):
+        given[kind] |= {name: batch[name]} if name in batch else {}
+    graph.execute(*given.values(), batch_size=rows).wait()
+
+
+def _start_gradients(graph: Any, rows: int, seed: int) -> None:
+    """Without a loss, gradients come from outside: drawn ones. A single number at the end stands for a loss."""
+    generator = np.random.default_rng(seed + 1)
+    for tensor in graph._terminal():
+        if (
+            tensor.data_type.is_floating
+            and tensor.descriptor.element_count > 1
+            and tensor not in graph._read_elsewhere()
+        ):
+            shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph._feeds.batch else tensor.shape
+            numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
+            graph.allocate_user_gradient(tensor).bind(numbers, graph.device)
+
+
+def _in_order(graphs: Sequence[Any]) -> list[Any]:
+    """Linked graphs, each behind those whose results it reads."""
+    made = {graph: {t for node in graph._all_nodes() for t in node.results} for graph in graphs}
+    ordered: list[Any] = []
+    waiting = list(graphs)
+    while waiting:
+        ready = [
+            g for g in waiting if not any(made[other] & set(g._feeds.tensors) for other in waiting if other is not g)
+        ]
+        ordered += ready or waiting
+        waiting = [graph for graph in waiting if graph not in ordered]
+    return ordered
+
+
+def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
+    """Every result of one graph, by the name of its layer; numbered where a layer has several."""
+    nodes = [node for one in graphs for node in one._all_nodes()]
+    names = draw.unique_names(node.layer for node in nodes)
+    counts = Counter(node.layer for node in nodes for _ in node.results)
+    seen: Counter[Any] = Counter()
+    found: Numbers = {}
+    mine = {tensor for node in graph._all_nodes() for tensor in node.results}
+    for node in nodes:
+        for tensor in node.results:
+            seen[node.layer] += 1
+            number = f" ({seen[node.layer]})" if counts[node.layer] > 1 else ""
+            if tensor in mine:
+                found[What("result", names[node.layer] + number, names[node.layer])] = tensor.torch().detach().cpu()
+    return found
+
+
+def _gradients(graphs: Sequence[Any]) -> Numbers:
+    """The gradients of parameters; linked graphs that share one have each a part of it."""
+    found: dict[Tensor, torch.Tensor] = {}
+    for graph in graphs:
+        for key, array in graph._gradients.found.items():
+            if key.kind == "gradient":
+                found[key.owner] = found[key.owner] + array if key.owner in found else array
+    layers = draw.unique_names(layers_of(graphs))
+    owners = {tensor: name for layer, name in layers.items() for tensor in layer.parameters.values()}
+    named = [(name, tensor) for name, tensor in named_tensors(graphs).items() if tensor in found]
+    return {
+        What("gradient", name, owners.get(tensor, name)): found[tensor].detach().cpu()
+        for name, tensor in reversed(named)
+    }

@@ -1,0 +1,191 @@
+"""What a machine offers for training, as plain values."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph import __version__
+from stepgraph.compiler.kernels import measure
+from stepgraph.device import Device
+from stepgraph.types import DeviceType
+
+INSTALL = "https://pytorch.org/get-started/locally"
+
+
+def look() -> dict[str, Any]:
+    """Everything `stepgraph devices` tells."""
+    every = Device.of(DeviceType.GPU, selects_multiple_compute_devices=True)
+    gpus = () if every is None else every.gpu_devices
+    return {
+        "any": str(Device.any()),
+        "devices": [_cpu(), *(_gpu(gpu) for gpu in gpus)],
+        "versions": _versions(),
+        "compiler": _compiler(bool(gpus)),
+        "kernels": _kernels(),
+        "missing": missing(gpus),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    total, free = _host_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = measure.processor()
+    name = f"{platform.machine()}, part {name}" if name.startswith("0x") else name or platform.machine()
+    threads = torch.get_num_threads()
+    more = f"{threads} threads (OMP_NUM_THREADS sets them), {cores} cores"
+    return {"device": "cpu", "name": name, "memory": total, "free": free, "threads": threads, "more": more}
+
+
+def _host_memory() -> tuple[int | None, int | None]:
+    """Bytes in all and free, where the system tells."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, macOS no count of free pages
+        return None, None
+
+
+def _gpu(gpu: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": str(gpu), "name": gpu.type, "memory": None, "free": None, "more": ""}
+    if gpu.type == "cuda":
+        facts = torch.cuda.get_device_properties(gpu)
+        free, total = torch.cuda.mem_get_info(gpu)
+        return found | {
+            "name": facts.name,
+            "memory": total,
+            "free": free,
+            "more": f"compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} multiprocessors",
+        }
+    if gpu.type == "mps":
+        return found | {"name": "Apple GPU (Metal)", "memory": torch.mps.recommended_max_memory()}
+    return found
+
+
+def _versions() -> dict[str, str]:
+    built = _built()
+    found = {
+        "stepgraph": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
+        "torch": f"{torch.__version__}, built {'for ' + built if built else 'without CUDA and ROCm'}",
+    }
+    for name in ("numpy", "safetensors", "rich"):
+        found[name] = metadata.version(name)
+    if torch.cuda.is_available() and torch.version.cuda:
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    driver = _nvidia_driver()
+    return found | ({"nvidia driver": driver} if driver else {})
+
+
+def _built() -> str:
+    """The GPU platform this PyTorch was built for; nothing where it is none."""
+    return (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    )
+
+
+def _nvidia_driver() -> str | None:
+    """The version of the kernel's driver, where Linux tells it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return None
+
+
+def _compiler(has_gpu: bool) -> dict[str, str]:
+    """What PyTorch's compiler needs: a C++ compiler and Python's headers on the CPU, Triton on GPUs."""
+    found = {"C++ compiler": cxx() or "none", "Python.h": str(_header() or "none")}
+    triton = util.find_spec("triton") is not None
+    return found | ({"triton": _version("triton") if triton else "none"} if has_gpu or triton else {})
+
+
+def cxx() -> str | None:
+    """The C++ compiler that PyTorch's would call."""
+    named = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return shutil.which(named)
+
+
+def _header() -> Path | None:
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    return path if path.is_file() else None
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _kernels() -> dict[str, Any]:
+    file = measure.file()
+    try:
+        choices = len(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        choices = 0
+    return {"file": str(file), "exists": file.is_file(), "choices": choices}
+
+
+# What is missing
+
+
+def missing(gpus: tuple[torch.device, ...]) -> list[dict[str, str]]:
+    """What would make training faster or possible, and how to get it."""
+    found = [] if gpus else [_no_gpu()]
+    if cxx() is None:
+        found.append({"what": "A C++ compiler: without one FUSE_LAYERS fails on the CPU", "fix": _get_cxx()})
+    elif _header() is None:
+        fix = "install your Python's development files (python3-dev on Debian and Ubuntu, python3-devel on Fedora)"
+        found.append({"what": "Python's headers: without them FUSE_LAYERS fails on the CPU", "fix": fix})
+    if any(gpu.type == "cuda" for gpu in gpus) and util.find_spec("triton") is None:
+        fix = f"pip install triton, or install PyTorch as {INSTALL} says, which brings it along on Linux"
+        found.append({"what": "Triton: without it steps on CUDA are replayed, not fused", "fix": fix})
+    return found
+
+
+def _get_cxx() -> str:
+    if sys.platform == "darwin":
+        return "xcode-select --install"
+    if sys.platform == "win32":
+        return "install Visual Studio's C++ build tools and start from their command prompt, or set CXX"
+    return "install g++ (package g++ on Debian and Ubuntu, gcc-c++ on Fedora), or set CXX to another compiler"
+
+
+def _no_gpu() -> dict[str, str]:
+    """Why PyTorch sees no GPU here, as far as can be told."""
+    what = "A GPU that PyTorch can use: graphs train on the CPU"
+    if sys.platform == "darwin":
+        if not torch.backends.mps.is_built():
+            return {"what": what, "fix": f"this PyTorch was built without Metal: install the one of {INSTALL}"}
+        return {"what": what, "fix": "PyTorch finds no Metal device: it needs Apple silicon and a recent macOS"}
+    nvidia, amd = _has_nvidia(), Path("/dev/kfd").exists()
+    if _built():
+        return {"what": what, "fix": _no_driver(nvidia or amd)}
+    if nvidia or amd:
+        kind = "CUDA" if nvidia else "ROCm"
+        return {"what": what, "fix": f"a driver for {kind} is here: install PyTorch's build for {kind}, see {INSTALL}"}
+    fix = "no driver of a GPU was found; with one, install the build of PyTorch for it"
+    return {"what": what, "fix": f"{fix}, see {INSTALL}"}
+
+
+def _has_nvidia() -> bool:
+    return Path("/dev/nvidia0").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _no_driver(has_driver: bool) -> str:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs: unset it"
+    if has_driver:
+        return f"a driver is here, but does not work with this PyTorch, built for {_built()}: update the driver"
+    return f"this PyTorch is built for {_built()}, and no driver was found: install the one for your GPU"

@@ -1,0 +1,96 @@
+"""The table of subcommands, the parser made from it, and what happens when a command fails.
+
+A subcommand is a module with `HELP`, `arguments(parser)` and `run(arguments)`, which returns the exit code. It imports
+PyTorch within `run` only, so that help and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from stepgraph import __version__
+from stepgraph.errors import StepgraphError
+
+COMMANDS = (
+    "demo",
+    "devices",
+    "inspect",
+    "compare",
+    "report",
+    "completion",
+)
+OK, FAILED, USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+
+EXAMPLES = """\
+examples:
+  stepgraph demo --save run/demo                 train a small network and keep it
+  stepgraph inspect run/demo                     its layers, parameters and memory
+  stepgraph compare --devices cpu,gpu run/demo   whether both compute the same
+  stepgraph COMMAND --help                       more about a command
+
+exit codes:
+  0    done
+  1    an error, told on stderr; or a comparison beyond its tolerance
+  2    the command line was not understood
+  130  interrupted with Ctrl-C
+  141  whoever read the output has gone
+"""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves our examples as they are, and puts every command and its help into one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(len(name) for name in COMMANDS) + 4  # argparse forgets that they are indented
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    made = argparse.ArgumentParser(
+        prog="stepgraph",
+        description="Static training graphs: look at them, compare devices, see what this machine offers.",
+        epilog=EXAMPLES,
+        formatter_class=Formatter,
+    )
+    made.add_argument("--version", action="version", version=f"stepgraph {__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name in COMMANDS:
+        module = import_module(f"stepgraph.cli.{name}")
+        one = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            formatter_class=Formatter,
+        )
+        module.arguments(one)
+        one.set_defaults(run=module.run)
+    return made
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Runs one command; the answer is the exit code."""
+    parsing = parser()
+    asked = parsing.parse_args(given)
+    if asked.command is None:
+        parsing.print_help(sys.stderr)
+        return USAGE
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal without × must not end the command
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code: int = asked.run(asked)
+        sys.stdout.flush()
+        return code
+    except StepgraphError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells it once more at its end
+        return NO_READER
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,117 @@
+"""What the files of a saved graph tell, as plain values: nothing is rebuilt, a user's own classes are not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.types import GraphCompilationOptions
+
+if TYPE_CHECKING:
+    from stepgraph.checkpoint.files import Content
+
+
+def header(content: Content) -> dict[str, Any]:
+    """Who and what: kind, files, names for data, optimizer, how it was compiled, notes."""
+    saved = content.description
+    graphs = saved["graphs"]
+    return {
+        "path": str(content.path),
+        "kind": "training graph" if graphs[saved["saved"]]["class"] == "TrainingGraph" else "inference graph",
+        "linked_graphs": len(graphs),
+        "torch": saved["made_by"].get("torch"),
+        "bytes": saved["tensors_file"]["bytes"],
+        **{kind: _named(saved, kind) for kind in ("inputs", "loss_labels", "loss_label_weights", "outputs")},
+        "optimizers": [_optimizer(one) for one in saved["optimizers"]],
+        "compiled": _compiled(graphs[saved["saved"]]["compiled"]),
+        "classes": sorted({one["class"] for one in saved["layers"] if ":" in one["class"]}),
+        "notes": saved["notes"],
+    }
+
+
+def _named(saved: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Shapes and types by name, over all graphs; an output may be a gradient."""
+    found = {}
+    for graph in saved["graphs"]:
+        for name, one in graph[kind].items():
+            number = one if isinstance(one, int) else one.get("tensor", one.get("gradient"))
+            found[name] = "" if number is None else _described(saved["tensors"][number])
+    return found
+
+
+def _described(tensor: Mapping[str, Any]) -> str:
+    return f"{tensor['shape']} {tensor['data_type']}"
+
+
+def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {name: one["member"] if isinstance(one, dict) else one for name, one in saved["settings"].items()}
+    return {"rule": saved["rule"], "updates": settings.pop("time_step") - 1, "settings": settings}
+
+
+def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer without those that are switched off."""
+    unused = {
+        name for name, value in (("gradient_rescale", 1.0), ("custom_global_norm", 0.0)) if settings[name] == value
+    }
+    if not settings["applies_gradient_clipping"]:
+        unused |= {name for name in settings if "clip" in name or "norm" in name}
+    if settings["regularization_type"] == "NONE":
+        unused |= {"regularization_type", "regularization_scale"}
+    return {name: value for name, value in settings.items() if name not in unused and value is not False}
+
+
+def _compiled(saved: Mapping[str, Any] | None) -> str:
+    if saved is None:
+        return "not yet"
+    asked = [one.name or "" for one in GraphCompilationOptions(saved["options"])]
+    mixed = saved["compute_type"]
+    return ", ".join([*asked, *([f"computing in {mixed.lower()}"] if mixed else [])]) or "as it is by default"
+
+
+def tensors(content: Content) -> list[dict[str, Any]]:
+    """The tensors that have a name: shape, type, and what their numbers are like."""
+    found = (one for one in content.description["tensors"] if "name" in one and "data" in one)
+    return [measured(one["name"], content.arrays[one["data"]]) for one in found]
+
+
+def measured(name: str, array: torch.Tensor) -> dict[str, Any]:
+    """One row: a tensor and the size of its numbers; the norm is Euclid's."""
+    numbers = array.double() if array.dtype.is_floating_point else array.to(torch.float64)
+    return {
+        "name": name,
+        "shape": list(array.shape),
+        "type": str(array.dtype).removeprefix("torch."),
+        "count": array.numel(),
+        "norm": float(numbers.norm()),
+        "largest": float(numbers.abs().max()) if array.numel() else 0.0,
+        "not_finite": int((~numbers.isfinite()).sum()),
+    }
+
+
+def roles(graphs: Iterable[Any]) -> dict[str, str]:
+    """Which tensors learn, by name, as rebuilt graphs tell."""
+    from stepgraph.checkpoint.structure import named_tensors
+
+    group = list(graphs)
+    nodes = [node for graph in group for node in graph._all_nodes()]
+    kinds = {t: "statistic" for node in nodes for t in node.layer.statistics.values()}
+    kinds |= {t: "constant" for node in nodes for t in node.layer.constants.values()}
+    frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
+    return {
+        name: kinds.get(tensor, "frozen" if tensor in frozen or not tensor.is_updatable else "parameter")
+        for name, tensor in named_tensors(group).items()
+    }
+
+
+def fit_notes(notes: Mapping[str, Any]) -> str:
+    """What `fit` wrote down, in a line."""
+    from stepgraph.progress import told
+
+    place, history = notes["place"], notes["history"]
+    line = f"{place['epoch']} epochs, {place['step']} updates"
+    if history["epochs"]:
+        last = {name: one for name, one in history["epochs"][-1].items() if name not in ("epoch", "step", "seconds")}
+        line += f"; last epoch: {told(last)}; best epoch: {history['best_epoch']}"
+    return line

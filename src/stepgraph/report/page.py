@@ -1,0 +1,82 @@
+"""One HTML file that needs nothing else: style, script and data are in it, and it asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from stepgraph.report.record import storage
+from stepgraph.report.run import Run
+from stepgraph.report.view import view
+
+FILE = "report.html"
+SCRIPTS = (
+    "format.js",
+    "elements.js",
+    "scales.js",
+    "lines.js",
+    "chart.js",
+    "curves.js",
+    "layer.js",
+    "camera.js",
+    "graph.js",
+    "profile.js",
+    "memory.js",
+    "gradients.js",
+    "histograms.js",
+    "environment.js",
+    "main.js",
+)
+
+
+def write(path: Path, runs: Sequence[Run]) -> None:
+    """Puts the page of some runs in place of the one that is there."""
+    with storage(path.parent, "written"):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(page(runs), encoding="utf-8")
+        partial.replace(path)
+
+
+def page(runs: Sequence[Run], live: bool = False) -> str:
+    """The page. A live one asks its server for news, and nobody else."""
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    parts = {
+        "title": html.escape(" · ".join(run.folder.resolve().name for run in runs)),
+        "policy": html.escape(policy + ("; connect-src 'self'" if live else "")),
+        "style": _asset("style.css"),
+        "data": embedded(data(runs, live)),
+        "script": script,
+    }
+    # In one pass, so that nothing in the data is taken for a place to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def data(runs: Sequence[Run], live: bool = False) -> dict[str, Any]:
+    """What the script of the page works on."""
+    return {"live": live, "runs": [view(run) for run in runs]}
+
+
+def embedded(value: Any) -> str:
+    """JSON that can stand inside of a script element: it cannot end it, whatever labels say."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script() -> str:
+    body = "\n".join(_asset(name) for name in SCRIPTS)
+    return f'(() => {{\n"use strict";\n{body}\n}})();\n'
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("stepgraph.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Looks into a training step without taking part in it.
+
+A whole step drops its gradients as early as it can, and a profile has to run operators one by one. Both are done here
+on copies of everything that a step changes (parameters, optimizer state, statistics, the random stream), so that
+training goes on bit for bit as if nobody had looked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from stepgraph import draw
+from stepgraph.compiled import current_device
+from stepgraph.compiler import memory, phases, recompute
+from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.step import STREAM, Fusion, gradient, value
+from stepgraph.compiler.trace import Program
+from stepgraph.compiler.walk import FORWARD, GRADIENT
+from stepgraph.data import Batch
+from stepgraph.errors import MemoryLimitError
+from stepgraph.runtime.executable import Executable, settings
+from stepgraph.runtime.execution import turn
+from stepgraph.runtime.profile import Profile
+from stepgraph.tensor import Tensor
+from stepgraph.training import TrainingGraph
+
+
+class Probe:
+    """Gradients and profiles of a compiled training graph, by looking only."""
+
+    def __init__(self, training: TrainingGraph) -> None:
+        self.training = training
+        self._made: tuple[Program, Executable] | None = None
+
+    def gradients(self, batch: Batch) -> dict[Tensor, torch.Tensor]:
+        """The gradients that an update with this batch would use, by parameter, before clipping and rescaling.
+
+        Random layers draw what they will draw in that update.
+        """
+        training = self.training
+        device = training._ready("fit")  # as the update that follows would do
+        feeds = training._feeds.arrays(training._feeds.named(*batch.parts), batch.rows, device)
+        arrays = {**training._arrays(), **feeds, **training._seeds(batch.rows)}
+        executable = self._executable(batch.rows)
+        for key in (STREAM, *map(value, executable.step.statistics)):  # all that these two phases change
+            arrays[key] = arrays[key].clone()
+        with turn(device), current_device(device), settings(executable.step):
+            found = executable.run(executable.bind(arrays).filled({}))
+        return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}
+
+    def profile(self, batch: Batch) -> Profile:
+        """Time by layer and phase of a step with this batch."""
+        plan = self.training.memory_plan
+        copied = plan.parameters + plan.statistics + plan.optimizer_state
+        _require_within(self.training._memory_limit, plan.total + copied)
+        return self.training.profile(*batch.parts, batch_size=batch.rows)
+
+    def _executable(self, rows: int) -> Executable:
+        """Forward and gradient in one piece that gives the gradients of what is trained, and nothing else."""
+        program = self.training._programs.program(rows)
+        if self._made is None or self._made[0] is not program:
+            step = replace(program.step, fusion=Fusion.NEVER)  # few runs are not worth it
+            wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
+            part = phases.extract(program, {FORWARD, GRADIENT}, wanted)
+            if step.memory_limit is not None:
+                part = recompute.fit(step, part, step.memory_limit)
+                _require_within(step.memory_limit, memory.plan(step, part).total)
+            self._made = program, Executable(in_place(part), step)
+        return self._made[1]
+
+
+def _require_within(limit: int | None, needed: int) -> None:
+    if limit is not None and needed > limit:
+        raise MemoryLimitError(
+            "report", f"looking into the step needs {draw.size(needed)}, the graph's memory_limit is {draw.size(limit)}"
+        )

@@ -1,0 +1,141 @@
+"""A run read back from its folder, also while it is being written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepgraph.errors import RunError, StorageError
+from stepgraph.report.record import FILE, check_header, storage
+
+
+class Run:
+    """What the record of a run says so far. Raises where the folder holds none, or one that cannot be read.
+
+    Args:
+        folder: the folder given to `fit(run=…)`.
+
+    Attributes:
+        begins: one entry for each time training began or went on, with command and environment.
+        steps: `(step, loss, rate)` of every update that counts: what a killed run did after its last checkpoint, and a
+            resumed one did again, stands here once.
+        speeds: `(last step, rows, seconds)` of each time losses were read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
+        if not (folder / FILE).is_file():
+            raise RunError(
+                f"{folder}", f"it holds no run: there is no {FILE}", fix="give a folder that fit(run=…) wrote"
+            )
+        self._clear()
+        self.update()
+        if not self.begins:
+            raise RunError(f"{folder}", f"{FILE} ends before training began", fix="give another run")
+
+    def _clear(self) -> None:
+        self._offset = self._line = 0
+        self.begins: list[dict[str, Any]] = []
+        self.graph: dict[str, Any] = {}
+        self.memory: dict[str, Any] = {}
+        self.steps: list[tuple[int, float, float]] = []
+        self.speeds: list[tuple[int, int, float]] = []
+        self.epochs: list[dict[str, Any]] = []
+        self.distributions: list[dict[str, Any]] = []
+        self.profiles: list[dict[str, Any]] = []
+        self.missing: list[dict[str, Any]] = []
+        self.end: dict[str, Any] | None = None
+
+    @property
+    def status(self) -> str:
+        """`"running"` while no end is recorded (a killed run has none either), else why it ended."""
+        return "running" if self.end is None else str(self.end["stopped"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record that were read."""
+        return self._offset
+
+    def update(self) -> bool:
+        """Reads what was appended since; whether there was anything."""
+        path = self.folder / FILE
+        with storage(self.folder, "read"), path.open("rb") as file:
+            if file.seek(0, 2) < self._offset:  # another run has taken its place
+                self._clear()
+            file.seek(self._offset)
+            appended = file.read()
+        whole = appended[: appended.rfind(b"\n") + 1]  # the last line may be still being written
+        for line in whole.splitlines():
+            self._line += 1
+            self._take(line)
+        self._offset += len(whole)
+        return bool(whole)
+
+    def _take(self, line: bytes) -> None:
+        if self._line == 1:
+            check_header(self.folder, line)
+            return
+        try:
+            entry = json.loads(line)
+            take = _TAKERS.get(entry.pop("kind"))  # a kind this version does not know is left alone
+            if take is not None:
+                take(self, entry)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{self.folder}",
+                f"line {self._line} of {FILE} is damaged: {type(error).__name__}: {error}",
+                fix=f"remove the line from {FILE}, or give another run",
+            ) from None
+
+    def _begin(self, entry: dict[str, Any]) -> None:
+        """What was done after the checkpoint that a run goes on from will be done again."""
+        step, epoch = entry["step"], entry["epoch"]
+        self.begins.append(entry)
+        self.steps = [one for one in self.steps if one[0] <= step]
+        self.speeds = [one for one in self.speeds if one[0] <= step]
+        self.epochs = [one for one in self.epochs if one["epoch"] <= epoch]
+        self.distributions = [one for one in self.distributions if one["step"] <= step]
+        self.profiles = [one for one in self.profiles if one["step"] <= step]
+        self.end = None
+
+    def _steps(self, entry: dict[str, Any]) -> None:
+        losses, rates = entry["loss"], entry["rate"]
+        rates = rates if isinstance(rates, list) else [rates] * len(losses)
+        for place, (loss, rate) in enumerate(zip(losses, rates, strict=True)):
+            self.steps.append((entry["first"] + place, float(loss), float(rate)))
+        self.speeds.append((entry["first"] + len(losses) - 1, entry["rows"], entry["seconds"]))
+
+    def _epoch(self, entry: dict[str, Any]) -> None:
+        self.epochs.append({name: _number(value) for name, value in entry["numbers"].items()})
+
+    def _end(self, entry: dict[str, Any]) -> None:
+        self.end = {"step": entry["step"], "stopped": entry["stopped"], **entry}
+
+    def _distributions(self, entry: dict[str, Any]) -> None:
+        known = [one for one in self.distributions if one["step"] < entry["step"]]
+        self.distributions = [*known, {"parameters": {}, "gradients": {}, **entry}]
+
+    def _profile(self, entry: dict[str, Any]) -> None:
+        self.profiles.append({"step": entry["step"], "when": entry["when"], "rows": entry["rows"], **entry})
+
+
+def _number(value: Any) -> Any:
+    """NaN and infinities come as text."""
+    return float(value) if isinstance(value, str) else value
+
+
+_TAKERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
+    "begin": Run._begin,
+    "graph": lambda run, entry: setattr(run, "graph", entry),
+    "memory": lambda run, entry: setattr(run, "memory", entry),
+    "steps": Run._steps,
+    "epoch": Run._epoch,
+    "distributions": Run._distributions,
+    "profile": Run._profile,
+    "missing": lambda run, entry: run.missing.append(entry),
+    "end": Run._end,
+}

@@ -1,0 +1,360 @@
+"""The record of a run: true, cheap, readable after a kill, and without influence on what is learned."""
+
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.data import Batch
+from stepgraph.report import facts, page, structure
+from stepgraph.report.distribution import BINS, distribution
+from stepgraph.report.probe import Probe
+from stepgraph.report.record import FILE
+from stepgraph.report.recorder import look_after
+from stepgraph.report.run import Run
+from stepgraph.report.view import POINTS, view
+from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, sg.History, Any]:
+    """A run of 24 updates."""
+    folder, training = tmp_path_factory.mktemp("runs") / "small", network()
+    return folder, sg.fit(training, arrays(), validation=arrays(9, 1), epochs=4, run=folder, **QUIET), training
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [one for one in map(json.loads, (folder / FILE).read_text().splitlines()) if one.get("kind") == kind]
+
+
+# What is learned
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [(sg.GraphCompilationOptions.NONE, 1), (sg.GraphCompilationOptions.DETERMINISTIC, 4)],
+    ids=["chosen kernels", "accumulated"],
+)
+def test_recording_changes_nothing_about_training(tmp_path: Path, options: Any, accumulate: int) -> None:
+    settings = {**QUIET, "epochs": 5, "accumulate": accumulate, "validation": arrays(9, 1)}
+    recorded, plain = network(options), network(options)
+    random = torch.get_rng_state()
+    a = sg.fit(recorded, arrays(), run=tmp_path / "run", **settings)
+    b = sg.fit(plain, arrays(), **settings)
+    assert a.losses == b.losses and state(recorded) == state(plain)
+    assert torch.equal(random, torch.get_rng_state())
+    assert len(lines(tmp_path / "run", "distributions")) >= 2 and lines(tmp_path / "run", "profile")
+    again = {**settings, "epochs": 2}
+    assert sg.fit(recorded, arrays(), **again).losses == sg.fit(plain, arrays(), **again).losses  # nor afterwards
+
+
+def test_a_probe_finds_the_gradients_that_the_next_update_uses() -> None:
+    looked, mine = network(), network()
+    x, y = arrays(BATCH)
+    before = state(looked)
+    found = Probe(looked).gradients(Batch(({"picture": x}, {"class": y}, {}), BATCH))
+    assert state(looked) == before
+    mine.bind_and_write_data({"picture": x}, mine.inputs, mine.device)
+    mine.bind_and_write_data({"class": y}, mine.loss_labels, mine.device)
+    mine.execute_forward()
+    mine.execute_gradient()
+    pairs = zip(looked.layers, mine.layers, strict=True)
+    expected = {t: mine.gradient_data(b.parameters[n], b) for a, b in pairs for n, t in a.parameters.items()}
+    assert {t for t, array in expected.items() if array is not None} == set(found)
+    for tensor, array in found.items():
+        assert np.array_equal(array.numpy(), expected[tensor])
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_is_recorded(tmp_path: Path) -> None:
+    training = network()
+    training.compile(sg.Device.gpu())
+    history = sg.fit(training, arrays(), epochs=8, run=tmp_path / "run", **QUIET)
+    run = Run(tmp_path / "run")
+    assert [loss for _, loss, _ in run.steps] == pytest.approx(history.losses, rel=1e-5)
+    assert len(run.profiles) == 2 and not run.missing
+    assert run.distributions[0]["gradients"].keys() == run.distributions[0]["parameters"].keys()
+
+
+# What is recorded
+
+
+def test_the_record_says_what_happened(finished: tuple[Path, sg.History, Any]) -> None:
+    folder, history, training = finished
+    run = Run(folder)
+    assert [step for step, _, _ in run.steps] == list(range(1, 25))
+    assert [loss for _, loss, _ in run.steps] == pytest.approx(history.losses, rel=1e-5)
+    assert run.epochs == history.epochs and run.status == "finished" and run.end["step"] == 24
+    assert sum(rows for _, rows, _ in run.speeds) == 4 * ROWS and all(seconds > 0 for _, _, seconds in run.speeds)
+    assert [one["step"] for one in run.distributions] == [1, 11, 21, 25]
+    assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11), ("end", 24)]
+    last = run.distributions[-1]["parameters"]["last.weights"]
+    weights = training.layers[-1].parameters["weights"].numpy()
+    assert last["count"] == weights.size == sum(last["bins"])
+    assert last["rms"] == pytest.approx(np.sqrt(np.mean(weights.astype(np.float64) ** 2)), rel=1e-5)
+    begin = run.begins[0]
+    assert begin["total"] == 24 and not begin["resumed"] and begin["environment"]["torch"] == torch.__version__
+    assert begin["settings"]["optimizer"].startswith("AdamOptimizer(learning_rate=0.01")
+
+
+def test_the_profile_names_layers_in_all_phases(finished: tuple[Path, sg.History, Any]) -> None:
+    run = Run(finished[0])
+    rows = {(layer, phase): (seconds, size) for layer, phase, seconds, size in run.profiles[-1]["rows"]}
+    assert {"forward", "gradient", "update"} == {phase for _, phase in rows}
+    assert rows["last", "forward"][0] > 0 and rows["fixed", "forward"][1] >= 4 * BATCH * 4 * 6 * 6
+    assert ("fixed", "gradient") not in rows  # frozen, and nothing before it learns
+
+
+def test_memory_over_time_is_the_plan(finished: tuple[Path, sg.History, Any]) -> None:
+    folder, _, training = finished
+    memory, plan = Run(folder).memory, training.memory_plan
+    totals = [sum(row[2:]) for row in memory["timeline"]]
+    assert max(totals) == totals[memory["peak"]] == plan.intermediates
+    assert sum(size for *_, size in memory["alive"]) == plan.intermediates
+    assert [size for *_, size in plan.timeline] == totals and memory["plan"]["total"] == plan.total
+
+
+def test_it_says_where_gradients_stop_and_why() -> None:
+    x, index = sg.Tensor((4, 3), label="x"), sg.Tensor((4, 3), "int64", label="index")
+    graph = sg.Graph()
+    a = graph.node(sg.FullyConnectedLayer.create(3, 3, label="frozen"), x, disable_update=True)
+    b = graph.node(sg.FullyConnectedLayer.create(3, 3, label="cut"), a)
+    graph.node(sg.FullyConnectedLayer.create(3, 3, label="free"), graph.gather(1, b, index))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x, "index": index}, {"y": sg.Tensor((4, 3))})
+    training.stop_gradient([b])
+    training.compile(sg.Device.cpu())
+    found = structure.graph(training)
+    why = {(layer, what): reason for layer, what, reason in found["gradients"]}
+    assert "disable_update" in why["frozen", "frozen.weights"] and "nothing" in why["frozen", "its result"]
+    assert "stop_gradient" in why["cut", "its result"] and not any(layer == "free" for layer, _ in why)
+    assert found["drawing"].count('class="edge stopped"') >= 3
+
+
+def test_looks_lie_further_and_further_apart() -> None:
+    steps = [1]
+    while steps[-1] < 100_000:
+        steps.append(look_after(steps[-1]))
+    assert steps[:6] == [1, 11, 21, 31, 46, 69] and len(steps) < 30
+
+
+@pytest.mark.parametrize("by_magnitude", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [[0.0], [1.0] * 7, [0.0, 0.0], [1e-30, 1.0, -1e30], [math.nan, 1.0, math.inf], [math.nan], [3e38, -3e38], [1e-44]],
+)
+def test_any_numbers_have_a_distribution(values: list[float], by_magnitude: bool) -> None:
+    found = distribution(torch.tensor(values), by_magnitude)
+    json.dumps(found, allow_nan=False)
+    finite = [one for one in torch.tensor(values).tolist() if math.isfinite(one)]
+    assert found["count"] == len(values) and found["not_finite"] == len(values) - len(finite)
+    counted = [one for one in finite if one or not by_magnitude]
+    if counted:
+        assert len(found["bins"]) == BINS and sum(found["bins"]) == len(counted) and found["from"] < found["to"]
+    else:
+        assert "bins" not in found
+
+
+def test_a_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
+    x, y = arrays()
+    x[20:] = np.nan
+    history = sg.fit(network(), (x, y), shuffle=False, epochs=2, run=tmp_path, **QUIET)
+    told = view(Run(tmp_path))
+    assert math.isnan(history.losses[-1]) and told["loss"]["not_finite"] == 3 and told["epochs"][0]["loss"] == "nan"
+    assert told["distributions"][-1]["gradients"]["last.weights"]["not_finite"] > 0
+    page.page([Run(tmp_path)])
+
+
+def test_what_does_not_fit_into_the_memory_limit_is_left_out_and_said(tmp_path: Path) -> None:
+    training = network(memory_limit=network().memory_plan.total)
+    plain = network(memory_limit=network().memory_plan.total)
+    a = sg.fit(training, arrays(), epochs=3, run=tmp_path, **QUIET)
+    assert a.losses == sg.fit(plain, arrays(), epochs=3, **QUIET).losses
+    run = Run(tmp_path)
+    assert not run.profiles and "profile" in {one["what"] for one in run.missing}
+    assert "memory_limit" in run.missing[0]["why"]
+
+
+ENVIRONMENT = ["stepgraph", "python", "torch", "numpy", "system", "processor", "cores", "threads", "device"]
+
+
+def test_no_secrets_and_no_long_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = [
+        sys.executable,
+        str(tmp_path / "train.py"),
+        "--token",
+        "abc",
+        "--api-key=def",
+        "--password",
+        "--epochs",
+        "3",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", given)
+    monkeypatch.chdir(tmp_path)
+    told = facts.command(tmp_path / "runs" / "one")
+    wanted = ["train.py", "--token", "…", "--api-key=…", "--password", "--epochs", "3"]
+    assert told == {"arguments": [Path(sys.executable).name, *wanted], "directory": str(Path("..", ".."))}
+    assert set(facts.environment(sg.Device.cpu())) == set(ENVIRONMENT)  # whoever adds to it thinks of what it tells
+
+
+# The folder
+
+
+def test_everything_is_in_one_folder(finished: tuple[Path, sg.History, Any], tmp_path: Path) -> None:
+    assert {path.name for path in finished[0].iterdir()} == {FILE, "report.html", "checkpoints"}
+    assert (finished[0] / "checkpoints" / "best").is_dir() and sg.latest(finished[0] / "checkpoints")
+    sg.fit(network(), arrays(), run=tmp_path / "run", checkpoints=tmp_path / "elsewhere", **QUIET)
+    assert not (tmp_path / "run" / "checkpoints").exists() and sg.latest(tmp_path / "elsewhere")
+
+
+def test_a_resumed_run_appends_and_says_so(tmp_path: Path) -> None:
+    whole = sg.fit(network(), arrays(), epochs=4, **QUIET)
+    sg.fit(network(), arrays(), epochs=2, run=tmp_path, **QUIET)
+    with pytest.raises(sg.ArgumentError, match="there is a run"):
+        sg.fit(network(), arrays(), epochs=4, run=tmp_path, **QUIET)
+    resumed = sg.fit(network(), arrays(), epochs=4, run=tmp_path, resume=True, **QUIET)
+    run = Run(tmp_path)
+    assert resumed.losses == whole.losses and [step for step, _, _ in run.steps] == list(range(1, 25))
+    assert [loss for _, loss, _ in run.steps] == pytest.approx(whole.losses, rel=1e-5)
+    assert [(one["step"], one["resumed"]) for one in run.begins] == [(0, False), (12, True)]
+    assert len(run.epochs) == 4 and run.status == "finished"
+
+
+def test_an_early_end_and_an_error_are_recorded(tmp_path: Path) -> None:
+    sg.fit(network(), arrays(), epochs=9, patience=1, watch="accuracy", run=tmp_path / "early", **QUIET)
+    assert Run(tmp_path / "early").status in ("no improvement", "finished")
+
+    def broken(epoch: int) -> Any:
+        yield arrays(BATCH)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        sg.fit(network(), broken, run=tmp_path / "failed", **QUIET)
+    assert Run(tmp_path / "failed").status == "failed" and (tmp_path / "failed" / "report.html").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills with POSIX signals")
+def test_killed_at_any_moment_it_can_be_read_and_goes_on(tmp_path: Path) -> None:
+    whole = sg.fit(network(), arrays(), validation=arrays(9, 1), epochs=6, **QUIET)
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tests.report_warm"])
+    for number in range(3):  # killed twice
+        process = processes.Process(target=slow_training, args=(tmp_path, 0.01, True))
+        process.start()
+        deadline = time.monotonic() + 120
+        while process.is_alive() and time.monotonic() < deadline:
+            if number < 2 and _epochs(tmp_path) >= 2 * number + 1:
+                time.sleep(0.02 * (number + 1))
+                process.kill()
+            time.sleep(0.002)
+        process.join()
+        run = Run(tmp_path)  # readable at once
+        page.page([run])
+        assert (process.exitcode, run.status) == ((-9, "running") if number < 2 else (0, "finished"))
+    assert len(run.begins) == 3 and [step for step, _, _ in run.steps] == list(range(1, 37))
+    assert [loss for _, loss, _ in run.steps] == pytest.approx(whole.losses, rel=1e-5)
+
+
+def _epochs(folder: Path) -> int:
+    return (folder / FILE).read_bytes().count(b'"kind":"epoch"') if (folder / FILE).exists() else 0
+
+
+def test_a_torn_last_line_is_left_out_and_removed_by_who_goes_on(tmp_path: Path) -> None:
+    sg.fit(network(), arrays(), epochs=1, run=tmp_path, **QUIET)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"kind":"steps","first":7,"lo')
+    assert len(Run(tmp_path).steps) == 6
+    sg.fit(network(), arrays(), epochs=2, run=tmp_path, resume=True, **QUIET)
+    assert len(Run(tmp_path).steps) == 12
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / FILE).write_bytes(b'{"format":"step')  # killed while it wrote its first line
+    sg.fit(network(), arrays(), epochs=1, run=tmp_path / "new", **QUIET)
+    assert len(Run(tmp_path / "new").steps) == 6
+
+
+HEADER = '{"format":"stepgraph run","version":1}\n'
+BAD_RECORDS = {
+    "is not the record of a run": "hello\n",
+    "has version 2, this stepgraph reads 1": HEADER.replace("1", "2"),
+    "has version True": HEADER.replace("1", "true"),
+    "line 3 of run.jsonl is damaged": HEADER + '{"kind":"end","step":1,"stopped":"x"}\n{"ki\n',
+    "line 2 of run.jsonl is damaged": HEADER + '{"kind":"begin"}\n',
+    "ends before training began": HEADER + '{"kind":"of another time"}\n',
+}
+
+
+@pytest.mark.parametrize("message", BAD_RECORDS)
+def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path, message: str) -> None:
+    (tmp_path / FILE).write_text(BAD_RECORDS[message])
+    with pytest.raises(sg.RunError, match=message) as caught:
+        Run(tmp_path)
+    assert isinstance(caught.value, ValueError) and "Fix:" in str(caught.value)
+
+
+def test_a_folder_that_is_no_run_or_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(sg.RunError, match="holds no run"):
+        Run(tmp_path)
+    with pytest.raises(sg.StorageError, match="there is no such folder"):
+        Run(tmp_path / "nowhere")
+
+
+def test_fit_refuses_a_folder_before_it_trains(tmp_path: Path) -> None:
+    training = network()
+    before = state(training)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / FILE).write_text('{"format":"stepgraph run","version":9}\n')
+    for run, resume, error in (("file", False, sg.StorageError), ("newer", True, sg.RunError), (3, False, TypeError)):
+        with pytest.raises(error):
+            sg.fit(training, arrays(), run=run if run == 3 else tmp_path / run, resume=resume, **QUIET)
+    assert state(training) == before and [path.name for path in (tmp_path / "newer").iterdir()] == [FILE]
+
+
+# What the page is told
+
+
+def test_a_long_run_is_thinned_and_keeps_its_extremes(finished: tuple[Path, sg.History, Any]) -> None:
+    run = Run(finished[0])
+    run.steps = [(n, 1.0 if n != 70_001 else 99.0, 0.1) for n in range(1, 100_001)]
+    run.speeds = [(n, 64, 0.5) for n in range(64, 100_001, 64)]
+    told = view(run)
+    assert len(told["loss"]["x"]) <= POINTS and max(told["loss"]["high"]) == 99.0 and told["loss"]["x"][-1] == 100_000
+    assert told["rate"] == {"x": [1, 100_000], "y": [0.1, 0.1]} and set(told["speed"]["y"]) == {128.0}
+
+
+def test_many_parameters_are_thinned_to_a_page(finished: tuple[Path, sg.History, Any]) -> None:
+    run = Run(finished[0])
+    one = run.distributions[0]["parameters"]["last.weights"]
+    many = {f"layer {i}": one for i in range(400)}
+    run.distributions = [{"step": n, "parameters": many, "gradients": many} for n in range(1, 40)]
+    told = view(run)["distributions"]
+    assert told[0]["step"] == 1 and told[-1]["step"] == 39 and 3 <= len(told) < 39
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(finished: tuple[Path, sg.History, Any]) -> None:
+    text = (finished[0] / "report.html").read_text()
+    assert len(text) < 1_000_000 and "default-src 'none'" in text.replace("&#x27;", "'")
+    outside = [
+        part[:60] for part in text.split("http")[1:] if not part.startswith(("://www.w3.org/2000/svg", "-equiv"))
+    ]
+    assert outside == []
+
+
+def test_no_label_becomes_markup(tmp_path: Path) -> None:
+    training = deep(5)
+    rows = np.zeros((8, 8), np.float32)
+    sg.fit(training, (rows, rows), run=tmp_path / "<b>run&", progress="quiet")
+    text = page.page([Run(tmp_path / "<b>run&")])
+    assert NASTY not in text and "<img" not in text and "onerror=alert(1)>" not in text and "<b>" not in text
+    assert text.count("<script") == text.count("</script>") == 2
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert data["runs"][0]["graph"]["nodes"][0]["layer"] == NASTY
