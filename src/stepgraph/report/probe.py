@@ -20,7 +20,7 @@ from stepgraph.compiler.trace import Program
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 from stepgraph.data import Batch
 from stepgraph.errors import MemoryLimitError
-from stepgraph.runtime.executable import Executable, settings
+from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.profile import Profile
 from stepgraph.tensor import Tensor
@@ -46,7 +46,7 @@ class Probe:
         executable = self._executable(batch.rows)
         for key in (STREAM, *map(value, executable.step.statistics)):  # all that these two phases change
             arrays[key] = arrays[key].clone()
-        with turn(device), current_device(device), settings(executable.step):
+        with turn(device), current_device(device), executable.settings():
             found = executable.run(executable.bind(arrays).filled({}))
         return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}
 
@@ -61,7 +61,7 @@ class Probe:
         """Forward and gradient in one piece that gives the gradients of what is trained, and nothing else."""
         program = self.training._programs.program(rows)
         if self._made is None or self._made[0] is not program:
-            step = replace(program.step, fusion=Fusion.NEVER)  # few runs are not worth it
+            step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # few runs are not worth it
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
             part = phases.extract(program, {FORWARD, GRADIENT}, wanted)
             if step.memory_limit is not None:

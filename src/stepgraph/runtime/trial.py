@@ -44,7 +44,7 @@ class Trial:
 
 def replay(program: Program, arrays: Arrays) -> Trial:
     """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
-    step = replace(program.step, fusion=Fusion.NEVER)
+    step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
     part = phases.whole(program, list(program.outputs))
     after = {key: arrays[key].clone() for key in changed(step) if key in arrays}
     executable = Executable(part, step)
