@@ -91,8 +91,9 @@ class Layer:
     """Base of all layers. A layer does not change after construction, except for its label and debugging flag.
 
     Args:
-        label: name; the kind of layer if not given. is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and
-        gradients of this layer readable after each step.
+        label: name; the kind of layer if not given.
+        is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and gradients of this layer readable after each
+            step.
     """
 
     label: str = field(default="", kw_only=True)
@@ -201,7 +202,13 @@ class Layer:
                 f"its forward gives {results!r}, not arrays",
                 fix="return a torch.Tensor, or a tuple of them",
             )
-        return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in _as_tuple(results))
+        if any(array.ndim == 0 for array in found):
+            raise ShapeError(
+                self.where,
+                "its forward gives a number without extents, shape []",
+                fix="keep one extent, as in x.mean().reshape(1)",
+            )
+        return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
 
     def require_floating(self, source: TensorDescriptor) -> None:
         """Refuses sources that hold no real numbers."""
