@@ -51,8 +51,8 @@ def _tabulate(enumeration: griffe.Class) -> None:
     rows = []
     for name, member in list(enumeration.attributes.items()):
         if name.isupper():
-            raw = str(member.value).strip("()").partition(",")[0]
-            meaning = lines[member.lineno - 1].partition("  # ")[2]
+            raw, _, description = str(member.value).strip("()").partition(", ")
+            meaning = lines[member.lineno - 1].partition("  # ")[2] or description.strip("'\"").lower()
             rows.append(f"| `{name}` | {raw} | {meaning.replace('|', '&#124;')} |")
             enumeration.del_member(name)
     if rows:

@@ -110,10 +110,10 @@ def check_swift(names: dict[str, Any], printed: str) -> None:
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "README.md": check_readme,
-    "checkpoints.md": check_checkpoints,
-    "training.md": check_training,
-    "performance.md": check_performance,
-    "porting-from-swift.md": check_swift,
+    "docs/checkpoints.md": check_checkpoints,
+    "docs/training.md": check_training,
+    "docs/performance.md": check_performance,
+    "docs/porting-from-swift.md": check_swift,
 }
 
 
@@ -125,7 +125,7 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
     assert {block.language for block in blocks(page)} <= LANGUAGES
     names, printed, count = run(page, monkeypatch)
     assert count == text.count("```python")
-    CHECKS.get(page.name, lambda *_: None)(names, printed)
+    CHECKS.get(str(page.relative_to(ROOT)), lambda *_: None)(names, printed)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def test_every_public_name_has_a_docstring() -> None:
 
 def error_classes() -> list[str]:
     classes = {name: getattr(sg, name) for name in public_names() if inspect.isclass(getattr(sg, name))}
-    return [name for name, one in classes.items() if issubclass(one, sg.StepgraphError) and one is not sg.StepgraphError]
+    return [
+        name for name, one in classes.items() if issubclass(one, sg.StepgraphError) and one is not sg.StepgraphError
+    ]
 
 
 @pytest.mark.parametrize("name", error_classes())
@@ -231,7 +233,9 @@ def site(tmp_path: Path) -> Path:
 def fetched(page: str) -> list[str]:
     """Addresses a browser would go to for a page by itself: scripts, styles, pictures, frames, imports."""
     tags = re.findall(r"<(?:script|link|img|iframe|source|object|embed|video|audio)\b[^>]*>", page)
-    found = [address for tag in tags for address in re.findall(r"(?:src|href|data|srcset)\s*=\s*[\"']?([^\"'\s>]+)", tag)]
+    found = [
+        address for tag in tags for address in re.findall(r"(?:src|href|data|srcset)\s*=\s*[\"']?([^\"'\s>]+)", tag)
+    ]
     return found + re.findall(r"(?:url\(|@import\s+(?!url))\s*[\"']?([^\"')\s]+)", page)
 
 
