@@ -161,8 +161,11 @@ def test_the_readme_shows_programs_and_pages_that_exist() -> None:
 
 
 def public_names() -> list[str]:
-    """What `stepgraph` exports: all of its names that are neither private nor modules."""
-    return [n for n, v in vars(sg).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)]
+    """What `stepgraph` exports: its classes and functions that are not private."""
+    ours = {name: value for name, value in vars(sg).items() if not isinstance(value, types.ModuleType)}
+    return [
+        n for n, v in ours.items() if not n.startswith("_") and getattr(v, "__module__", "").startswith("stepgraph")
+    ]
 
 
 def documented() -> set[str]:
