@@ -162,10 +162,8 @@ def test_the_readme_shows_programs_and_pages_that_exist() -> None:
 
 def public_names() -> list[str]:
     """What `stepgraph` exports: its classes and functions that are not private."""
-    ours = {name: value for name, value in vars(sg).items() if not isinstance(value, types.ModuleType)}
-    return [
-        n for n, v in ours.items() if not n.startswith("_") and getattr(v, "__module__", "").startswith("stepgraph")
-    ]
+    names = [name for name in vars(sg) if not name.startswith("_")]
+    return [name for name in names if getattr(getattr(sg, name), "__module__", "").startswith("stepgraph")]
 
 
 def documented() -> set[str]:
