@@ -19,10 +19,11 @@ VENV  := .venv/.made
 DEMO  := .venv/.installed-demo
 DEV   := .venv/.installed-dev
 BENCH := .venv/.installed-bench
+DOCS  := .venv/.installed-docs
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-deep lint format types contracts bench clean
+.PHONY: help demo test test-deep lint format types contracts bench docs docs-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -58,6 +59,13 @@ bench: $(BENCH) ## speed and memory, side by side with other libraries; pictures
 	$(BIN)/python -m benchmarks.scaling --json build/bench/scaling.json
 	$(BIN)/python -m benchmarks.plot build/bench/*.json
 
+# The variable leaves out a notice of the theme about its own future.
+docs: $(DOCS) ## the documentation as a site in site/; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(DOCS) ## the same at http://127.0.0.1:8000, built again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8000
+
 clean: ## remove .venv, caches and build results
 	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -71,6 +79,6 @@ $(VENV):
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-$(DEMO) $(DEV) $(BENCH): .venv/.installed-%: $(VENV) pyproject.toml constraints.txt
+$(DEMO) $(DEV) $(BENCH) $(DOCS): .venv/.installed-%: $(VENV) pyproject.toml constraints.txt
 	$(PIP) --editable '.[$*]'
 	@touch $@

@@ -324,6 +324,12 @@ LAYERS = [
         sg.ShapeError,
         rf"Broken 'b' {HERE}.*\[2, 3\]",
     ),
+    R(
+        "own layer gives a number",
+        node(lambda: Broken(torch.tensor(1.0), label="b"), T(2, 3)),
+        sg.ShapeError,
+        rf"Broken 'b' {HERE}.*\[\].*reshape\(1\)",
+    ),
     *(
         R(
             f"own layer gives {value!r}",

@@ -399,3 +399,12 @@ def test_outputs_arrive_or_are_refused_but_never_get_lost(memory: Any) -> None:
         return
     found = np.frombuffer(memory, np.float32).reshape(4, 2) if isinstance(memory, memoryview) else np.asarray(memory)
     assert found[:4].tolist() == kit.out.numpy().tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [((64, 16, 14, 14), r"reshape the source to \[64, 3136\]"), ((64, 128), "make it take 128 inputs")],
+)
+def test_a_fully_connected_layer_names_the_fix_that_can_work(shape: tuple[int, ...], fix: str) -> None:
+    with pytest.raises(sg.ShapeError, match=f"Fix: {fix}."):
+        sg.Graph().node(sg.FullyConnectedLayer.create(3136, 10), T(*shape))

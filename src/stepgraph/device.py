@@ -101,7 +101,9 @@ class Device:
     def __str__(self) -> str:
         if self.torch.type == "cuda":
             return f"{self.torch} ({torch.cuda.get_device_name(self.torch)})"
-        return f"cpu ({torch.get_num_threads()} threads)" if self.torch.type == "cpu" else str(self.torch)
+        threads = torch.get_num_threads()
+        cpu = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+        return cpu if self.torch.type == "cpu" else str(self.torch)
 
 
 def _accelerators() -> tuple[TorchDevice, ...]:

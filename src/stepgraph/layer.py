@@ -36,25 +36,50 @@ _ROLE = "stepgraph.role"
 
 
 def statistic(**settings: Any) -> Any:
-    """A field whose tensor the forward pass hands back changed (a running mean); no optimizer touches it."""
+    """A field whose tensor the forward pass hands back changed (a running mean); no optimizer touches it.
+
+    Args:
+        settings: those of `dataclasses.field`.
+
+    Example:
+        >>> class Counted(Layer):
+        ...     count: Tensor = statistic()
+        >>> list(Counted(Tensor((1,), fill=0)).statistics)
+        ['count']
+    """
     return field(metadata={_ROLE: "statistic"}, **settings)
 
 
 def constant(**settings: Any) -> Any:
-    """A field whose tensor is read and never changed."""
+    """A field whose tensor is read and never changed.
+
+    Args:
+        settings: those of `dataclasses.field`.
+    """
     return field(metadata={_ROLE: "constant"}, **settings)
 
 
 @dataclass
 class Scope:
-    """What a layer needs beyond its sources: its tensors' arrays, the mode, random numbers, a place for statistics."""
+    """What a layer needs beyond its sources: its tensors' arrays, the mode, random numbers, a place for statistics.
+
+    Args:
+        arrays: the arrays of the layer's tensors; read them with `array`.
+        training: whether this is training.
+        stream: seed and position of the random stream; drawn from with `keep_mask`.
+        salt: what tells this node's random numbers from those of others.
+        batch: the declared batch size and that of this call.
+        channels_last: how convolutions should lay out images in memory.
+        updates: new values of statistics; written with `update`.
+        drew: whether the layer has drawn random numbers.
+    """
 
     arrays: Mapping[Tensor, torch.Tensor]
     training: bool = False
     stream: torch.Tensor | None = None
     salt: int = 0
     batch: tuple[int, int] = (0, 0)
-    channels_last: bool = False  # how convolutions should lay out images in memory
+    channels_last: bool = False
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     drew: bool = False
 
@@ -91,8 +116,18 @@ class Layer:
     """Base of all layers. A layer does not change after construction, except for its label and debugging flag.
 
     Args:
-        label: name; the kind of layer if not given. is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and
-        gradients of this layer readable after each step.
+        label: name; the kind of layer if not given.
+        is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and gradients of this layer readable after each
+            step.
+
+    Example:
+        >>> class Scaled(Layer):
+        ...     factor: Tensor
+        ...
+        ...     def forward(self, x, *, scope):
+        ...         return scope.array(self.factor) * x
+        >>> Scaled(Tensor((1,), fill=2.0)).infer(TensorDescriptor((8, 3)))[0].shape
+        (8, 3)
     """
 
     label: str = field(default="", kw_only=True)
@@ -201,7 +236,13 @@ class Layer:
                 f"its forward gives {results!r}, not arrays",
                 fix="return a torch.Tensor, or a tuple of them",
             )
-        return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in _as_tuple(results))
+        if any(array.ndim == 0 for array in found):
+            raise ShapeError(
+                self.where,
+                "its forward gives a number without extents, shape []",
+                fix="keep one extent, as in x.mean().reshape(1)",
+            )
+        return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
 
     def require_floating(self, source: TensorDescriptor) -> None:
         """Refuses sources that hold no real numbers."""

@@ -45,8 +45,23 @@ class OptimizerDescriptor:
     Order of work: clip, then rescale, then add the regularization's gradient (`scale * sign(W)` or `scale * W`),
     which is itself neither clipped nor rescaled.
 
-    `custom_global_norm` other than 0 is used in place of the computed global norm. (The original's short factories
-    set it to 1; here it is 0, so that clipping by global norm clips.)
+    Args:
+        learning_rate: how far a step goes.
+        gradient_rescale: every gradient is multiplied with it.
+        applies_gradient_clipping: whether gradients are kept within bounds.
+        gradient_clipping_type: by value, by the norm of each gradient, or by the norm of all of them together.
+        gradient_clip_max: the largest element, by value.
+        gradient_clip_min: the smallest element, by value.
+        maximum_clipping_norm: the largest norm, by norm and by global norm.
+        custom_global_norm: other than 0, it is used in place of the computed global norm. (The original's short
+            factories set it to 1; here it is 0, so that clipping by global norm clips.)
+        regularization_type: what is added to gradients to keep parameters small.
+        regularization_scale: how much of it; the weight decay of `AdamWOptimizer`.
+
+    Example:
+        >>> clipped = dict(applies_gradient_clipping=True, gradient_clipping_type=GradientClippingType.BY_GLOBAL_NORM)
+        >>> AdamOptimizer(OptimizerDescriptor(1e-3, maximum_clipping_norm=5.0, **clipped)).needs_global_norm
+        True
     """
 
     learning_rate: float
@@ -75,6 +90,11 @@ class Optimizer:
 
     Args:
         descriptor: the shared settings, or just the learning rate.
+        learning_rate: instead of a descriptor.
+
+    Example:
+        >>> optimizer = SGDOptimizer(learning_rate=0.1)
+        >>> optimizer.learning_rate = 0.05  # the next update uses it
     """
 
     slots: tuple[str, ...] = ()
@@ -213,6 +233,12 @@ class SGDOptimizer(Optimizer):
     Plain momentum keeps the learning rate inside the buffer, `torch.optim.SGD` outside: the two agree until the
     learning rate changes. State: `momentum`, none if `momentum_scale` is 0.
 
+    Args:
+        descriptor: the shared settings, or just the learning rate.
+        learning_rate: instead of a descriptor.
+        momentum_scale: μ.
+        uses_nesterov_momentum: whether the gradient is taken a step ahead.
+
     Example:
         >>> SGDOptimizer(learning_rate=0.1, momentum_scale=0.9).slots
         ('momentum',)
@@ -262,7 +288,16 @@ class AdamOptimizer(Optimizer):
     the largest `v` so far stands in for `v`.
 
     ε is added to the uncorrected `√v`, as TensorFlow does; `torch.optim.Adam` adds it after the correction.
-    `time_step` is the `t` of the next update. State: `momentum`, `velocity`, with AMSGrad also `largest_velocity`.
+    State: `momentum`, `velocity`, with AMSGrad also `largest_velocity`.
+
+    Args:
+        descriptor: the shared settings, or just the learning rate.
+        learning_rate: instead of a descriptor.
+        beta1: β₁, how long gradients are remembered.
+        beta2: β₂, how long their squares are.
+        epsilon: ε.
+        uses_ams_grad: whether the largest `v` so far is used.
+        time_step: the `t` of the next update.
 
     Example:
         >>> AdamOptimizer(learning_rate=1e-3).time_step
@@ -350,6 +385,14 @@ class RMSPropOptimizer(Optimizer):
 
     With momentum, `torch.optim.RMSprop` keeps the learning rate outside the buffer: the two agree until it changes.
     State: `velocity`, centered also `average`, with momentum also `momentum`.
+
+    Args:
+        descriptor: the shared settings, or just the learning rate.
+        learning_rate: instead of a descriptor.
+        momentum_scale: μ.
+        alpha: α, how long squares of gradients are remembered.
+        epsilon: ε.
+        is_centered: whether the mean of gradients is taken off.
 
     Example:
         >>> RMSPropOptimizer(learning_rate=0.01, momentum_scale=0.9).slots

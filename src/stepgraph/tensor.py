@@ -396,6 +396,12 @@ class TensorParameter:
     Args:
         tensor: the tensor to update.
         optimizer_data: optimizer buffers to start from.
+
+    Example:
+        >>> layer = FullyConnectedLayer.create(3, 2)
+        >>> layer.weights_parameter.is_updatable = False  # frozen from the next step on
+        >>> TensorParameter(layer.weights).is_updatable
+        False
     """
 
     def __init__(self, tensor: Tensor, optimizer_data: Sequence[Any] | None = None) -> None:

@@ -96,16 +96,16 @@ class DeviceType(RawEnum):
 
     CPU = 0, "CPU"
     GPU = 1, "GPU"
-    ANY = 2, "Any"
-    ANE = 3, "ANE"
+    ANY = 2, "Any"  # a GPU where there is one, else the CPU
+    ANE = 3, "ANE"  # Apple's Neural Engine, which is never there
 
 
 class RandomInitializerType(RawEnum):
     """How a new tensor is filled with random numbers."""
 
-    UNIFORM = 1, "Uniform"
-    GLOROT_UNIFORM = 2, "Glorot Uniform"
-    XAVIER = 3, "Xavier"
+    UNIFORM = 1, "Uniform"  # evenly from 0 to 1
+    GLOROT_UNIFORM = 2, "Glorot Uniform"  # evenly from -a to a, a = √(6 / (inputs + outputs))
+    XAVIER = 3, "Xavier"  # normally, with the variance 2 / (inputs + outputs)
 
 
 class ReductionType(RawEnum):
@@ -126,19 +126,19 @@ class ReductionType(RawEnum):
 class PaddingPolicy(RawEnum):
     """How a sliding window meets the border of an image."""
 
-    SAME = 0, "Same"
-    VALID = 1, "Valid"
-    USE_PADDING_SIZE = 2, "Use Padding Size"
+    SAME = 0, "Same"  # pads so that a stride of 1 keeps the size; the extra pixel is at the bottom and right
+    VALID = 1, "Valid"  # no padding: windows that lie inside only
+    USE_PADDING_SIZE = 2, "Use Padding Size"  # as many pixels as `padding_sizes` says
 
 
 class GraphCompilationOptions(IntFlag):
     """What `compile` may be asked for."""
 
     NONE = 0
-    DEBUG_LAYERS = 0x01
-    DISABLE_LAYER_FUSION = 0x02
-    LINK_GRAPHS = 0x04
-    COMPUTE_ALL_GRADIENTS = 0x08
+    DEBUG_LAYERS = 0x01  # layers with `is_debugging_enabled` keep their results and gradients readable
+    DISABLE_LAYER_FUSION = 0x02  # never fuse
+    LINK_GRAPHS = 0x04  # the graph will be joined to others with `link`
+    COMPUTE_ALL_GRADIENTS = 0x08  # also gradients that no update needs: of inputs and of frozen layers
     DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring, nothing fused
     FUSE_LAYERS = 0x2000  # ours: fuse with PyTorch's compiler before the first step, on any device
     CHECK_NUMERICS = 0x4000  # ours: a step that makes a NaN or an infinity is taken back, and the error says where
@@ -148,9 +148,9 @@ class ExecutionOptions(IntFlag):
     """What an execute call may be asked for."""
 
     NONE = 0
-    SKIP_WRITING_INPUT_DATA_TO_DEVICE = 0x01
-    SYNCHRONOUS = 0x02
-    PROFILING = 0x04
-    FORWARD_FOR_INFERENCE = 0x08
-    PER_LAYER_PROFILING = 0x10
+    SKIP_WRITING_INPUT_DATA_TO_DEVICE = 0x01  # use the data of the last call again
+    SYNCHRONOUS = 0x02  # return when the work is done, on a GPU too
+    PROFILING = 0x04  # measure the time: `Execution.time`
+    FORWARD_FOR_INFERENCE = 0x08  # the forward pass only, in inference mode
+    PER_LAYER_PROFILING = 0x10  # measure time and memory by layer and phase: `Execution.profile`
     ACCUMULATE_GRADIENTS = 0x1000  # ours: add to the gradients of the last pass instead of replacing them

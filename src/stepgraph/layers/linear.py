@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -68,11 +70,12 @@ class FullyConnectedLayer(Layer):
         self.require_type(sources[0], self.weights)
         inputs, shape = self.descriptor.input_feature_channel_count, sources[0].shape
         if shape[-1] != inputs and not _is_pixel(shape, inputs):
+            flat = math.prod(shape[1:]) == inputs
             raise ShapeError(
                 self.where,
                 f"the last extent of the source is {shape[-1]}, the layer takes {inputs} inputs",
                 source=sources[0],
-                fix=f"reshape the source to [{shape[0]}, {inputs}]",
+                fix=f"reshape the source to [{shape[0]}, {inputs}]" if flat else f"make it take {shape[-1]} inputs",
             )
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:

@@ -15,7 +15,8 @@ _HEAD = """# Coming from ML Compute
 
 `import stepgraph.mlc as MLCompute` runs a PyObjC program that drives ML Compute on Linux, CUDA or a Mac. All
 {count} public symbols are here, spelled as PyObjC spells them; this page lists them, and is written from the tables
-that make the module (`python -m stepgraph.mlc --page`). `docs/porting-from-swift.md` shows whole programs.
+that make the module (`python -m stepgraph.mlc --page`). [Porting from Swift](porting-from-swift.md) shows whole
+programs.
 
 ## Conventions
 

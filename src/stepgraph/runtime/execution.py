@@ -33,7 +33,13 @@ def turn(device: Device) -> threading.RLock:
 
 
 class Execution:
-    """One accepted execute call: can be waited for, awaited, and asked for its loss, result and time."""
+    """One accepted execute call: can be waited for, awaited, and asked for its loss, result and time.
+
+    Attributes:
+        result: the loss, or the last result of a graph without one.
+        error: what made the work fail, or None.
+        profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
+    """
 
     def __init__(self, device: Device, timed: bool) -> None:
         self.result: Tensor | None = None
