@@ -44,6 +44,7 @@ CLASSES = {
     sg.RunError: ValueError,
     sg.StorageError: OSError,
     sg.MemoryLimitError: MemoryError,
+    sg.NumericsError: FloatingPointError,
 }
 INFERENCE = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
 LINK = sg.GraphCompilationOptions.LINK_GRAPHS
