@@ -307,6 +307,14 @@ def test_a_folder_that_is_no_run_or_is_not_there(tmp_path: Path) -> None:
         Run(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("content", ["hello", "hello\n", '{"format":"another"}'])
+def test_fit_leaves_a_file_of_another_program_alone(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(sg.RunError, match="is not the record of a run"):
+        sg.fit(network(), arrays(), run=tmp_path, resume=True, **QUIET)
+    assert (tmp_path / FILE).read_text() == content
+
+
 def test_fit_refuses_a_folder_before_it_trains(tmp_path: Path) -> None:
     training = network()
     before = state(training)

@@ -21,6 +21,13 @@ FILE = "run.jsonl"
 CHECKPOINTS = "checkpoints"
 
 
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(plain(line), separators=(",", ":"), allow_nan=False).encode()
+
+
+HEADER = _encoded({"format": FORMAT, "version": VERSION})
+
+
 class Record:
     """The file of a run, open for appending."""
 
@@ -32,8 +39,8 @@ class Record:
             # Unbuffered: one line is one write, and nothing waits in this process when it is killed.
             self._file = self.path.open("ab", buffering=0)
             self._file.truncate(whole)
-        if whole == 0:
-            self._write({"format": FORMAT, "version": VERSION})
+            if whole == 0:
+                self._file.write(HEADER + b"\n")
 
     def add(self, kind: str, **fields: Any) -> None:
         """Appends one line."""
@@ -44,9 +51,8 @@ class Record:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        text = json.dumps(plain(line), separators=(",", ":"), allow_nan=False)
         with storage(self.path.parent, "written"):
-            self._file.write(text.encode() + b"\n")
+            self._file.write(_encoded(line) + b"\n")
 
 
 def check_new(folder: Path, resume: bool) -> None:
@@ -54,10 +60,13 @@ def check_new(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder}", "it is a file, not a folder", fix="give another name for run=")
     path = folder / FILE
-    if not path.exists() or _whole_lines(path) == 0:
+    if not path.exists():
         return
     with storage(folder, "read"), path.open("rb") as file:
-        check_header(folder, file.readline())
+        first = file.readline()
+    if not first.endswith(b"\n") and HEADER.startswith(first):  # killed before it had written anything
+        return
+    check_header(folder, first)
     if not resume:
         raise ArgumentError(
             "fit", f"there is a run in {folder} already", fix="give resume=True to go on with it, or another folder"
