@@ -15,23 +15,20 @@ import argparse
 import sys
 
 import numpy as np
-import scipy.sparse as sparse
+from scipy import sparse
 from scipy.sparse.linalg import splu
 
 import stepgraph as sg
 
 options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 options.add_argument("--quick", action="store_true", help="fewer steps, for tests")
-quick = options.parse_args().quick
-STEPS, LIMIT = (300, 0.3) if quick else (3000, 0.1)
-CELLS = 100
-random = np.random.default_rng(0)
+STEPS, LIMIT = (300, 0.3) if options.parse_args().quick else (3000, 0.1)
+CELLS, random = 100, np.random.default_rng(0)
 sg.set_seed(0)
 
 # The rod: CELLS cells with a conductivity each, points between them, both ends kept at temperature 0.
-places = ((np.arange(CELLS) + 0.5) / CELLS)[:, np.newaxis]
-slope = sparse.diags([1.0, -1.0], [0, -1], (CELLS, CELLS - 1), format="csc") * CELLS  # temperature → its slope in a cell
-points = np.arange(1, CELLS)[:, np.newaxis] / CELLS
+places, points = ((np.arange(CELLS) + 0.5) / CELLS)[:, np.newaxis], (np.arange(1, CELLS) / CELLS)[:, np.newaxis]
+slope = CELLS * sparse.diags([1.0, -1.0], [0, -1], (CELLS, CELLS - 1), format="csc")  # temperature → slope in a cell
 heat = np.exp(-(((points - [0.2, 0.4, 0.6, 0.8]) / 0.1) ** 2))  # four heaters, one at a time
 
 
@@ -95,8 +92,8 @@ for step in range(STEPS):
         print(f"step {step + 1:4}   temperatures are off by {np.sqrt(loss):.6f}")
 
 found = conductivity.numpy()
-for name, values in (("true conductivity", truth), ("found", found)):
-    print(f"{name:18}", "".join(" ▁▂▃▄▅▆▇█"[int(value * 3)] for value in values[::2, 0]))
+for name, values in (("true", truth), ("found", found)):
+    print(f"{name:6}", "".join(" ▁▂▃▄▅▆▇█"[int(value * 3)] for value in values[::2, 0]))
 error = np.sqrt(np.square(found - truth).mean() / np.square(truth).mean())
 print(f"the conductivity is found to {error:.2%}")
 if error > LIMIT or abs(claimed - differences) > 0.01 * abs(differences):

@@ -7,9 +7,9 @@ convolutional network learns the digits 0 to 4 and is saved. Of 5 to 9 there are
 its body from the checkpoint, frozen, and trains a new head; another one trains everything from scratch on the same
 twenty-five. Both are asked about curves nobody trained on; the mean of three draws of the few examples counts.
 
-Expect about 58% against 32%, where guessing gives 20%, and a body that did not change by a bit. The program ends with an
-error below 50%, or less than 10 points ahead of scratch (--quick: one draw, 40% and 5 points), or where a frozen number
-changed. Half a minute.
+Expect about 58% against 32%, where guessing gives 20%, and a body that did not change by a bit. The program ends with
+an error below 50%, or less than 10 points ahead of scratch (--quick: one draw, 40% and 5 points), or where a frozen
+number changed. Half a minute.
 """
 
 import argparse
