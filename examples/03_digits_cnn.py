@@ -7,7 +7,7 @@ compile the same layers for inference. 1797 digits of 8 × 8 pixels (scikit-lear
 a fifth of them is kept for the test.
 
 Expect 99% of the test digits. The program ends with an error below 98% (93% with --quick: 3 epochs instead of 15). Ten
-seconds; mixed precision is for GPUs and takes minutes on most CPUs.
+seconds; mixed precision is for GPUs and slower on most CPUs.
 """
 
 import argparse
