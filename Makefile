@@ -29,7 +29,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO) ## train the digits example
-	$(BIN)/python examples/digits_cnn.py
+	$(BIN)/python examples/03_digits_cnn.py
 
 test: lint types contracts ## every check CI makes: lint, types, contracts, then the tests
 	$(TEST) $(TESTS)

@@ -34,7 +34,7 @@ def cnn(on: Any, p: Parameters, x: Any) -> Any:
 
 
 def demo(on: Any, p: Parameters, x: Any) -> Any:
-    """The network of examples/digits_cnn.py."""
+    """The network of examples/03_digits_cnn.py."""
     x = on.convolution(x, p["conv1.weights"], p["conv1.biases"])
     x = on.relu(on.batch_norm(x, p["norm.gamma"], p["norm.beta"], "norm"))
     x = on.relu(on.convolution(x, p["conv2.weights"], p["conv2.biases"]))

@@ -224,3 +224,16 @@ def test_several_inputs_and_constants() -> None:
     sg.fit(training, ({"a": X[:16], "b": X[:16]}, X[:16]), accumulate=2, progress="quiet")
     with pytest.raises(ValueError, match="one array was given as input, the graph has 2"):
         sg.fit(training, (X, X))
+
+
+def test_one_array_is_for_the_input_that_waits_for_data() -> None:
+    x, offset, y = sg.Tensor((BATCH, FEATURES)), sg.Tensor((1, FEATURES), fill=1.0), sg.Tensor((BATCH, FEATURES))
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(FEATURES, FEATURES), graph.node(sg.ArithmeticLayer.add(), offset, x))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    by_name = sg.evaluate(training, {"x": X, "y": X})
+    assert len(training.inputs) == 2 and sg.evaluate(training, (X, X)) == by_name
+    assert len(sg.fit(training, (X, X), accumulate=2, progress="quiet").epochs) == 1
+    assert sg.evaluate(training, (X, X)) == sg.evaluate(training, {"x": X, "y": X})  # fit let go of what it bound

@@ -8,7 +8,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler.kernels import convolution as conv
-from stepgraph.compiler.kernels import measure, operators
+from stepgraph.compiler.kernels import half, measure, operators
 
 SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
     (4, 3, 9, 5, 3, 1, 1),
@@ -180,3 +180,61 @@ def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatc
     )
     np.testing.assert_allclose(chosen, plain, rtol=1e-4)
     assert {name.split(".")[1] for name in asked} == {"mm", "addmm", "sum", "gelu_backward", "tanh"}
+
+
+@pytest.mark.parametrize("kind", half.HALF, ids=str)
+def test_half_precision_by_way_of_float32_is_rounded_once(kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(kind)
+
+    settings = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    x, w, g = drawn(2, 3, 9, 9), drawn(4, 3, 3, 3), drawn(2, 4, 5, 5)
+    arguments = {
+        "mm": (drawn(5, 40), drawn(40, 6)),
+        "addmm": (drawn(6), drawn(5, 40), drawn(40, 6)),
+        "bmm": (drawn(2, 5, 40), drawn(2, 40, 6)),
+        "convolution": (x, w, drawn(4), *settings),
+        "convolution_backward": (g, x, w, [4], *settings, [True, True, False]),
+    }
+    for operator, way in half.WAYS.items():
+        given = arguments[operator.overloadpacket.__name__]
+        exact = operator(*(one.double() if isinstance(one, torch.Tensor) else one for one in given))
+        found = way(*given)
+        for one, other in zip(found, exact, strict=True) if isinstance(exact, tuple) else [(found, exact)]:
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.dtype is kind
+                torch.testing.assert_close(one, other.to(kind), rtol=torch.finfo(kind).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_trains_alike_by_either_way(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def losses(way: str) -> tuple[list[float], int]:
+        monkeypatch.setattr(half, "fastest", lambda operator, ways, _: asked.append(operator) or way)
+        sg.set_seed(2)
+        x, y, graph = sg.Tensor.image(12, 12, 3, 8), sg.Tensor((8,), "int64"), sg.Graph()
+        hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.ConvolutionLayer.create(3, 8, 3), x))
+        graph.node(sg.FullyConnectedLayer.create(8 * 144, 4), graph.reshape((8, -1), hidden))
+        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(learning_rate=0.05))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile(sg.Device.cpu(), compute_type=kind)
+        return [training.execute(*DATA).loss for _ in range(10)], training.memory_plan.workspace
+
+    asked: list[str] = []
+    (own, _), (other, workspace) = losses("pytorch"), losses("float32")
+    assert {"aten.convolution.default", "aten.convolution_backward.default", "aten.addmm.default"} <= set(asked)
+    assert other == pytest.approx(own, rel=20 * torch.finfo(getattr(torch, kind)).eps) and other[-1] < other[0]
+    assert workspace > 0  # what is computed twice as wide is counted
+
+
+def test_float32_does_not_go_by_way_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half, "choose", lambda node: pytest.fail(f"{node} is not in half precision"))
+    assert np.isfinite(network().execute(*DATA).loss)
+
+
+def test_half_precision_may_differ_by_its_own_steps_only() -> None:
+    right = torch.tensor([1.0, 0.5], dtype=torch.float16)
+    assert measure._agree(right * (1 + 2**-10), right, 1e-4) and not measure._agree(right * 1.02, right, 1e-4)
+    assert measure._agree((None, right), (None, right), 1e-4) and not measure._agree((right,), (None,), 1e-4)

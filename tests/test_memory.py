@@ -14,9 +14,6 @@ from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS
 from stepgraph.compiler.kernels import convolution
 
-# from examples.digits_cnn import build_network
-
-
 PLAIN = sg.GraphCompilationOptions.NONE
 
 

@@ -103,7 +103,9 @@ class Feeds:
                         self.what, f"the graph has no {KINDS[kind]} '{name}'", known=self._known(), fix="rename it"
                     )
             return dict(part)
-        if len(names) != 1:
+        # One array is for the one tensor that waits for data: a tensor made with data needs none.
+        waiting = [name for name, t in names.items() if t.is_bound or not t.has_data] if len(names) > 1 else list(names)
+        if len(waiting) != 1:
             known = ", ".join(f"'{name}'" for name in names) or "none"
             raise DataError(
                 self.what,
@@ -111,7 +113,7 @@ class Feeds:
                 names=known,
                 fix="give a dictionary by name",
             )
-        return {next(iter(names)): part}
+        return {waiting[0]: part}
 
     def _require_all(self, found: list[dict[str, Any]]) -> None:
         for kind, names in enumerate(self.kinds):

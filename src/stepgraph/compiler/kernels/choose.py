@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import convolution, operators
+from stepgraph.compiler.kernels import convolution, half, operators
 
 aten = torch.ops.aten
 
@@ -23,6 +23,10 @@ def choose_kernels(module: fx.GraphModule, device: torch.device) -> None:
     """Puts the fastest way in the place of each operator that has several."""
     choices = {"cpu": ON_CPU, "cuda": CHOICES}.get(device.type, {})
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in choices:
+        if node.op != "call_function":
+            continue
+        if device.type == "cpu" and half.applies(node):
+            half.choose(node)
+        elif node.target in choices:
             choices[node.target](node)
     module.recompile()

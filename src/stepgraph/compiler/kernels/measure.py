@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
-# on CUDA both may compute in TF32
+# on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
 ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
 LONG, SLOW = 0.02, 1.5  # a way whose first run took this long, and this many times another's, is not run again
 GAIN = 0.9  # another way must take less than this share of the reference's time
@@ -67,11 +67,17 @@ def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.dev
 
 
 def _agree(found: Any, right: Any, tolerance: float) -> bool:
-    """Whether two results, or all of several, are the same up to `tolerance` of the largest number."""
+    """Whether two results, or all of several, are the same up to `tolerance` of the largest number.
+
+    Types that round more than that may differ by a few of their own steps.
+    """
+    if right is None:
+        return found is None
     if isinstance(right, tuple | list):
         return all(_agree(one, other, tolerance) for one, other in zip(found, right, strict=True))
     if not right.dtype.is_floating_point:
         return torch.equal(found, right)
+    tolerance = max(tolerance, 4 * torch.finfo(right.dtype).eps)
     return bool((found - right).abs().max() <= tolerance * right.abs().max())
 
 

@@ -1,12 +1,16 @@
 """A layer and a loss of your own: ten lines each, and everything else follows.
 
-    python examples/custom_layer.py
+    python examples/11_custom_layer.py [--quick]
 
 `Swish` learns its own slope; `FocalLoss` weighs hard digits more. Subclassing `sg.Layer` makes a dataclass: tensors in
 fields are parameters that the optimizer updates, everything else is a setting. Shapes, gradients, the three phases, the
-table, the profile and mixed precision come from `forward` alone. The program ends with an error below 95% accuracy.
+table, the profile and mixed precision come from `forward` alone. The data is scikit-learn's 1797 handwritten digits.
+
+Expect 97% of the test digits. The program ends with an error below 95% (--quick: 5 epochs instead of 30, 85%). Five
+seconds.
 """
 
+import argparse
 import sys
 
 import numpy as np
@@ -17,7 +21,10 @@ from sklearn.model_selection import train_test_split
 
 import stepgraph as sg
 
-BATCH, EPOCHS, TARGET = 64, 30, 0.95
+options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+options.add_argument("--quick", action="store_true", help="a few epochs, for tests")
+BATCH = 64
+EPOCHS, TARGET = (5, 0.85) if options.parse_args().quick else (30, 0.95)
 
 
 class Swish(sg.Layer):

@@ -1,11 +1,16 @@
-"""Handwritten digits with `fit`: stopped after a few epochs, resumed in a new graph, the same bits as in one go.
+"""Save and resume: stopped after a few epochs, resumed in a new graph, the same bits as in one go.
 
-    python examples/save_and_resume.py
+    python examples/09_save_and_resume.py [--quick]
 
-It ends with an error if the resumed run differs from the uninterrupted one, or recognizes less than 95% of digits it
-has not seen.
+A perceptron with dropout learns 1797 handwritten digits (scikit-learn's bundled set; a fifth is kept for the test). One
+graph trains without a pause; another one is stopped and a third, new one goes on from its checkpoint. Parameters,
+optimizer, learning rate, dropout, the order of rows and the history all come from there.
+
+Expect 97% of the test digits and not one bit of difference. The program ends with an error if the resumed run differs
+from the uninterrupted one, or below 95% (--quick: 3 epochs instead of 12, 85%). Ten seconds.
 """
 
+import argparse
 import sys
 import tempfile
 
@@ -16,7 +21,10 @@ from sklearn.model_selection import train_test_split
 
 import stepgraph as sg
 
-BATCH, EPOCHS, TARGET = 32, 12, 0.95
+options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+options.add_argument("--quick", action="store_true", help="a few epochs, for tests")
+EPOCHS, STOP, TARGET = (3, 1, 0.85) if options.parse_args().quick else (12, 4, 0.95)
+BATCH = 32
 
 digits = load_digits()
 pixels, classes = (digits.data / 16).astype(np.float32), digits.target.astype(np.int64)
@@ -61,8 +69,8 @@ console.print(uninterrupted, "")
 expected = fit(uninterrupted, EPOCHS)
 
 with tempfile.TemporaryDirectory() as folder:
-    console.print("\nthe same, stopped after 4 epochs")
-    fit(build(), 4, folder)
+    console.print(f"\nthe same, stopped after {STOP} of {EPOCHS} epochs")
+    fit(build(), STOP, folder)
     console.print("resumed in a new graph")
     resumed = build()
     history = fit(resumed, EPOCHS, folder)

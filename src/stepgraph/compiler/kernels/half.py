@@ -1,0 +1,73 @@
+"""Products and convolutions in float16 and bfloat16 by way of float32, for processors that have no such arithmetic.
+
+PyTorch emulates it there, one number at a time, which may take a hundred times as long. The sources are rounded
+already; multiplied and summed in float32 and rounded once at the end, they give what the matrix units of a GPU give.
+Adding a way is a function and an entry in `WAYS`; `measure` decides for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.measure import fastest
+
+aten = torch.ops.aten
+Array = torch.Tensor
+HALF = (torch.float16, torch.bfloat16)
+LARGE = 1 << 10  # elements of a source from which another way can make a difference
+
+
+def applies(node: fx.Node) -> bool:
+    """Whether a node multiplies numbers in half precision, and enough of them to be worth it."""
+    if node.target not in WAYS or node.kwargs:
+        return False
+    arrays = [one.meta["val"] for one in node.all_input_nodes]
+    return all(a.dtype in HALF for a in arrays) and max(a.numel() for a in arrays) >= LARGE
+
+
+def choose(node: fx.Node) -> None:
+    """Puts the fastest way in the operator's place."""
+    own, other = cast(Any, node.target), WAYS[cast(Any, node.target)]
+    settings = [one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args]
+    if fastest(str(own), {"pytorch": own, "float32": other}, settings) == "float32":
+        node.target = other
+        arrays = [one.meta["val"] for one in node.all_input_nodes] + _arrays(node.meta["val"])
+        node.meta["workspace"] = 2 * sum(one.nbytes for one in arrays)  # all of them once more, twice as wide
+
+
+def _arrays(found: Any) -> list[Array]:
+    return [one for one in (found if isinstance(found, tuple | list) else [found]) if one is not None]
+
+
+def _product(a: Array, b: Array) -> Array:
+    return aten.mm.default(a.float(), b.float()).to(a.dtype)
+
+
+def _product_and_sum(c: Array, a: Array, b: Array) -> Array:
+    return aten.addmm.default(c.float(), a.float(), b.float()).to(a.dtype)
+
+
+def _products(a: Array, b: Array) -> Array:
+    return aten.bmm.default(a.float(), b.float()).to(a.dtype)
+
+
+def _convolution(x: Array, w: Array, b: Array | None, *settings: Any) -> Array:
+    return aten.convolution.default(x.float(), w.float(), None if b is None else b.float(), *settings).to(x.dtype)
+
+
+def _convolution_backward(g: Array, x: Array, w: Array, *settings: Any) -> tuple[Array | None, ...]:
+    found = aten.convolution_backward.default(g.float(), x.float(), w.float(), *settings)
+    return tuple(None if one is None else one.to(g.dtype) for one in found)
+
+
+WAYS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: _product,
+    aten.addmm.default: _product_and_sum,
+    aten.bmm.default: _products,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}
