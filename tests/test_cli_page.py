@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import stepgraph as sg
-from stepgraph.cli import places
+from stepgraph.cli import places, shapes
 from stepgraph.cli.main import COMMANDS, EXAMPLES
 from tests.cli_graphs import Called
 
@@ -54,6 +54,16 @@ def test_the_commands_run_and_print_what_is_shown(
     again = Called(capsys, "demo", "--save", "run/demo")
     assert (again.code, again.out) == (1, "") and "there is something already" in again.err
     assert type(sg.load("run/demo", sg.Device.cpu())) is sg.TrainingGraph
+
+
+def test_pictures_keep_to_the_width() -> None:
+    pictures, kinds = shapes.draw(5, seed=0)
+    assert pictures.shape == (5, 1, 16, 16) and set(shapes.draw(100, seed=1)[1]) == {0, 1, 2, 3}
+    names = [shapes.NAMES[kind] for kind in kinds]
+    for width, rows in ((10_000, 1), (40, 3), (10, 5)):
+        lines = shapes.as_text(pictures, names, width).splitlines()
+        assert len(lines) == 18 * rows - 1 and max(map(len, lines)) <= max(width, 16)
+        assert " ".join(lines[16::18]).split() == names
 
 
 def test_settings_and_exit_codes_are_all_there() -> None:

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     first = [int((seen[1] == kind).argmax()) for kind in range(len(shapes.NAMES))]
     count, side = f"{SEEN + UNSEEN:,}", shapes.SIZE
     screen.show(f"{count} pictures of {side}×{side} pixels, drawn by formula and noisy. Which shape is it?", "")
-    screen.show(shapes.as_text(seen[0][first], list(shapes.NAMES)), "")
+    screen.show(shapes.as_text(seen[0][first], list(shapes.NAMES), screen.width()), "")
     sg.set_seed(arguments.seed)
     training = network()
     training.compile(device, **arguments.device.compilation)
@@ -99,14 +99,15 @@ def network() -> TrainingGraph:
 def _guesses(training: TrainingGraph, unseen: tuple[np.ndarray, np.ndarray]) -> str:
     """A few pictures and what the network makes of them: an inference graph shares the parameters."""
     import stepgraph as sg
-    from stepgraph.cli import shapes
+    from stepgraph.cli import screen, shapes
 
     inference = sg.InferenceGraph([training])
     inference.add_inputs(training.inputs)
     inference.compile(training.device)
     found = inference.execute({"picture": unseen[0][:4]}, batch_size=4).result
     assert found is not None
-    return shapes.as_text(unseen[0][:4], [f"{shapes.NAMES[kind]}?" for kind in found.torch().argmax(dim=1).tolist()])
+    names = [f"{shapes.NAMES[kind]}?" for kind in found.torch().argmax(dim=1).tolist()]
+    return shapes.as_text(unseen[0][:4], names, screen.width())
 
 
 def _require_new(folder: Path | None) -> None:

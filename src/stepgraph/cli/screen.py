@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from stepgraph import draw
@@ -16,16 +16,28 @@ from stepgraph.history import plain
 _UNLIMITED = 10_000
 
 
-def show(*parts: RenderableType) -> None:
+def show(*parts: Any) -> None:
     """Prints parts one below the other. Nothing is cut: a narrow terminal folds, a pipe gets lines of any length."""
-    for part in parts:
-        for column in part.columns if isinstance(part, Table) else ():
-            column.overflow = "fold"
     if sys.stdout.isatty():
-        Console(markup=False, highlight=False).print(*parts, sep="\n")
+        Console(markup=False, highlight=False).print(*map(_folding, parts), sep="\n")
         return
     for part in parts:
         print(draw.text(part, width=_UNLIMITED))
+
+
+def width() -> int:
+    """Characters in a line; a pipe has room for any number."""
+    return Console().width if sys.stdout.isatty() else _UNLIMITED
+
+
+def _folding(part: Any) -> RenderableType:
+    """A part whose tables fold what is too long, where rich would cut it."""
+    part = part.__rich__() if hasattr(part, "__rich__") else part
+    if isinstance(part, Group):
+        return Group(*map(_folding, part.renderables))
+    for column in part.columns if isinstance(part, Table) else ():
+        column.overflow = "fold"
+    return part
 
 
 def facts(rows: Mapping[str, object]) -> Table:

@@ -40,8 +40,11 @@ def _distances(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> list[np.ndar
     ]
 
 
-def as_text(pictures: np.ndarray, captions: list[str]) -> str:
-    """Pictures side by side, in characters; a caption below each."""
+def as_text(pictures: np.ndarray, captions: list[str], width: int) -> str:
+    """Pictures in characters, a caption below each: side by side, as many as the width has room for."""
     levels = np.clip(pictures[:, 0] * len(_SHADES), 0, len(_SHADES) - 1).astype(int)
-    lines = ["  ".join("".join(_SHADES[one] for one in row) for row in rows) for rows in levels.transpose(1, 0, 2)]
-    return "\n".join(line.rstrip() for line in [*lines, "  ".join(f"{one:^{SIZE}}" for one in captions)])
+    drawn = [["".join(_SHADES[pixel] for pixel in row) for row in picture] for picture in levels]
+    blocks = [[*lines, f"{caption:^{SIZE}}"] for lines, caption in zip(drawn, captions, strict=True)]
+    room = max(1, (width + 2) // (SIZE + 2))
+    rows = [blocks[start : start + room] for start in range(0, len(blocks), room)]
+    return "\n\n".join("\n".join("  ".join(parts).rstrip() for parts in zip(*row, strict=True)) for row in rows)
