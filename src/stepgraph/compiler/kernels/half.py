@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.kernels.measure import WAY, fastest
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -33,7 +33,9 @@ def choose(node: fx.Node) -> None:
     """Puts the fastest way in the operator's place."""
     own, other = cast(Any, node.target), WAYS[cast(Any, node.target)]
     settings = [one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args]
-    if fastest(str(own), {"pytorch": own, "float32": other}, settings) == "float32":
+    way = fastest(str(own), {"pytorch": own, "float32": other}, settings)
+    node.meta[WAY] = (str(own).split(".")[1], way)
+    if way == "float32":
         node.target = other
         arrays = [one.meta["val"] for one in node.all_input_nodes] + _arrays(node.meta["val"])
         node.meta["workspace"] = 2 * sum(one.nbytes for one in arrays)  # all of them once more, twice as wide
