@@ -175,26 +175,11 @@ function epochTables(run, isNamed) {
       "details",
       { class: "numbers", "data-table": `${run.name} epochs` },
       element("summary", null, `Numbers of ${count(run.epochs.length, "epoch")}${isNamed ? ` of ${run.name}` : ""}`),
-      element(
-        "div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": "Numbers by epoch" },
-        element(
-          "table",
-          null,
-          element(
-            "thead",
-            null,
-            element(
-              "tr",
-              null,
-              names.map((name) => element("th", { scope: "col", class: "numeric" }, name)),
-            ),
-          ),
-          element(
-            "tbody",
-            null,
-            run.epochs.map((row) => element("tr", null, cells(row))),
-          ),
+      scrolling(
+        "Numbers by epoch",
+        table(
+          names.map((name) => [name, true]),
+          run.epochs.map((row) => element("tr", null, cells(row))),
         ),
       ),
     ),
@@ -212,41 +197,21 @@ function matrix(run, name, isNamed) {
     "details",
     { class: "numbers", "data-table": `${run.name} ${name}` },
     element("summary", null, `${isNamed ? `${run.name}: ` : ""}${name}, last epoch`),
-    element(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
-      element(
-        "table",
-        { class: "matrix" },
-        element(
-          "thead",
-          null,
-          element(
+    scrolling(
+      name,
+      table(
+        [["class ↓ taken for →", false], ...rows[0].map((_, i) => [i, true])],
+        rows.map((row, i) => {
+          const total = row.reduce((sum, one) => sum + one, 0);
+          const shaded = (one) => ({ "--share": `${total ? Math.round((100 * one) / total) : 0}%` });
+          return element(
             "tr",
             null,
-            element("th", { scope: "col" }, "class ↓ taken for →"),
-            rows[0].map((_, i) => element("th", { scope: "col", class: "numeric" }, i)),
-          ),
-        ),
-        element(
-          "tbody",
-          null,
-          rows.map((row, i) => {
-            const total = row.reduce((sum, one) => sum + one, 0);
-            return element(
-              "tr",
-              null,
-              element("th", { scope: "row" }, i),
-              row.map((one) =>
-                element(
-                  "td",
-                  { class: "numeric", style: { "--share": `${total ? Math.round((100 * one) / total) : 0}%` } },
-                  number(one),
-                ),
-              ),
-            );
-          }),
-        ),
+            element("th", { scope: "row" }, i),
+            row.map((one) => element("td", { class: "numeric", style: shaded(one) }, number(one))),
+          );
+        }),
+        { class: "matrix" },
       ),
     ),
   );

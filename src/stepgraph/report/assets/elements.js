@@ -51,6 +51,22 @@ function bar(parts, whole) {
   );
 }
 
+/** What may be wider than the page scrolls by itself, also by the keyboard. */
+const scrolling = (label, child, size = "") =>
+  element("div", { class: `scroll ${size}`.trim(), tabindex: "0", role: "region", "aria-label": label }, child);
+
+/** Titles are [text, whether numbers stand below]; rows and foot are elements. */
+function table(titles, rows, settings = null, foot = null) {
+  const heads = titles.map(([text, isNumeric]) => element("th", { scope: "col", class: isNumeric && "numeric" }, text));
+  return element(
+    "table",
+    settings,
+    element("thead", null, element("tr", null, heads)),
+    element("tbody", null, rows),
+    foot,
+  );
+}
+
 const empty = (text) => element("p", { class: "empty" }, text);
 
 /** A table whose columns sort when their title is pressed. Columns: {title, value(row), cell(row), numeric}. */
@@ -63,7 +79,7 @@ function sortable(caption, columns, rows, state, onRow) {
       column.value ? element("button", { type: "button", onclick: () => sortBy(index) }, column.title) : column.title,
     ),
   );
-  const table = element(
+  const made = element(
     "table",
     { class: "sortable" },
     element("caption", { class: "unseen" }, caption),
@@ -108,5 +124,5 @@ function sortable(caption, columns, rows, state, onRow) {
   }
 
   show();
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table);
+  return scrolling(caption, made);
 }

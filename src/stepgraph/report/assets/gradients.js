@@ -18,36 +18,21 @@ function drawGradients(place, data, view) {
         : `Nothing stops them: gradients flow from the loss to all ${count(trained.size, "parameter tensor")}.`,
     ),
     stops.length
-      ? element(
-          "div",
-          { class: "scroll", tabindex: "0", role: "region", "aria-label": "Where gradients stop" },
-          element(
-            "table",
-            null,
-            element(
-              "thead",
-              null,
+      ? scrolling(
+          "Where gradients stop",
+          table(
+            [["Layer"], ["What gets none"], ["Why"]],
+            stops.map(([layer, what, why]) =>
               element(
                 "tr",
                 null,
-                ["Layer", "What gets none", "Why"].map((one) => element("th", { scope: "col" }, one)),
-              ),
-            ),
-            element(
-              "tbody",
-              null,
-              stops.map(([layer, what, why]) =>
                 element(
-                  "tr",
-                  null,
-                  element(
-                    "th",
-                    { scope: "row" },
-                    element("button", { type: "button", class: "link", onclick: () => view.chooseLayer(layer) }, layer),
-                  ),
-                  element("td", null, what),
-                  element("td", null, why),
+                  "th",
+                  { scope: "row" },
+                  element("button", { type: "button", class: "link", onclick: () => view.chooseLayer(layer) }, layer),
                 ),
+                element("td", null, what),
+                element("td", null, why),
               ),
             ),
           ),

@@ -80,33 +80,18 @@ function costTable(cost, run) {
   if (!run.profiles.length) return empty("No profile was taken.");
   if (!cost) return empty("The profile has no operator of this layer: it only changes how memory is looked at.");
   const total = PHASES.reduce((sum, phase) => sum + cost[phase].time, 0);
-  return element(
-    "table",
-    null,
-    element(
-      "thead",
-      null,
+  return table(
+    [["Phase"], ["Time", true], ["Memory made", true]],
+    PHASES.map((phase) =>
       element(
         "tr",
         null,
-        ["Phase", "Time", "Memory made"].map((one, i) =>
-          element("th", { scope: "col", class: i ? "numeric" : "" }, one),
-        ),
+        element("th", { scope: "row" }, element("span", { class: `key ${phase}` }, phase)),
+        element("td", { class: "numeric" }, cost[phase].time ? seconds(cost[phase].time) : NOTHING),
+        element("td", { class: "numeric" }, cost[phase].time ? bytes(cost[phase].size) : NOTHING),
       ),
     ),
-    element(
-      "tbody",
-      null,
-      PHASES.map((phase) =>
-        element(
-          "tr",
-          null,
-          element("th", { scope: "row" }, element("span", { class: `key ${phase}` }, phase)),
-          element("td", { class: "numeric" }, cost[phase].time ? seconds(cost[phase].time) : NOTHING),
-          element("td", { class: "numeric" }, cost[phase].time ? bytes(cost[phase].size) : NOTHING),
-        ),
-      ),
-    ),
+    null,
     element(
       "tfoot",
       null,

@@ -195,37 +195,21 @@ function aliveTable({ alive, timeline, peak, layers, phases }) {
     { class: "alive" },
     element("h3", null, "Alive at the peak"),
     element("p", { class: "lead" }, `in the ${phases[phase]} phase of ${layers[layer]}`),
-    element(
-      "div",
-      { class: "scroll short", tabindex: "0", role: "region", "aria-label": "Alive at the peak" },
-      element(
-        "table",
-        null,
-        element(
-          "thead",
-          null,
+    scrolling(
+      "Alive at the peak",
+      table(
+        [["Made by"], [""], ["Size", true]],
+        alive.map(([name, when, kind, size]) =>
           element(
             "tr",
             null,
-            element("th", { scope: "col" }, "Made by"),
-            element("th", { scope: "col" }, ""),
-            element("th", { scope: "col", class: "numeric" }, "Size"),
-          ),
-        ),
-        element(
-          "tbody",
-          null,
-          alive.map(([name, when, kind, size]) =>
-            element(
-              "tr",
-              null,
-              element("th", { scope: "row" }, name, " ", element("small", null, when)),
-              element("td", { class: "barcell" }, bar([[kind, size]], most)),
-              element("td", { class: "numeric" }, bytes(size)),
-            ),
+            element("th", { scope: "row" }, name, " ", element("small", null, when)),
+            element("td", { class: "barcell" }, bar([[kind, size]], most)),
+            element("td", { class: "numeric" }, bytes(size)),
           ),
         ),
       ),
+      "short",
     ),
   );
 }
