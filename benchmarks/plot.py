@@ -19,6 +19,7 @@ from matplotlib.axes import Axes  # noqa: E402
 
 COLORS = {
     "stepgraph": "#1b6ca8",
+    "fused": "#5fa8d3",
     "pytorch": "#e4572e",
     "channels_last": "#f3a712",
     "compile": "#a05195",
