@@ -2,12 +2,24 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="stepgraph-tests-")  # kernels chosen here stay here
 torch.set_num_threads(int(os.environ.get("STEPGRAPH_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def onednn() -> Iterator[None]:
+    """Kept on: where a CPU has no bfloat16, PyTorch's first product of that type switches oneDNN off for the process.
+
+    Later tests would then run other kernels than the memory plan counts.
+    """
+    was = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.set_flags(was)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
