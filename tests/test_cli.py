@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,6 +48,8 @@ def test_elsewhere_all_public_names_are_there_at_once() -> None:
 
     names = [name for name in vars(public) if not name.startswith("_")]
     assert len(names) > 80 and all(vars(sg)[name] is getattr(public, name) for name in names)
+    others = {name for name, one in vars(sg).items() if not name.startswith("_") and not isinstance(one, ModuleType)}
+    assert others == set(names), "nothing else looks public"
 
 
 def test_every_command_has_help_with_examples(capsys: Capture) -> None:

@@ -126,6 +126,15 @@ def test_the_first_layer_beyond_is_marked(saved: Path, capsys: Capture) -> None:
     assert called.code == 0 and called.out.splitlines()[-1].startswith("All 17 within 0.1 of the largest number")
 
 
+def test_float16_does_not_overflow(capsys: Capture, tmp_path: Path) -> None:
+    path = saved_dense(tmp_path / "dense")
+    np.savez(tmp_path / "batch.npz", x=np.ones((4, 3), np.float32), y=np.full((4, 2), 100, np.float32))
+    given = [path, "--devices", "cpu,cpu:float16", "--data", tmp_path / "batch.npz", "--tolerance", "0.01"]
+    rows = compared(capsys, 0, *given)["rows"]
+    assert [one["name"] for one in rows] == ["dense", "Loss", "dense.biases", "dense.weights"]
+    assert rows[2]["largest"] * 65536 > 65504  # at the scale that training starts with it would overflow
+
+
 def test_other_batches_and_seeds(capsys: Capture, tmp_path: Path) -> None:
     given = [saved_dense(tmp_path / "dense"), "--devices", "cpu,cpu:deterministic"]
     np.savez(tmp_path / "batch.npz", x=np.ones((9, 3), np.float32), y=np.ones((9, 2), np.float32))

@@ -31,7 +31,7 @@ def test_the_commands_run_and_print_what_is_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```console\n\$ stepgraph (.*?)\n(.*?)```", PAGE, re.DOTALL)
+    blocks = re.findall(r"```text\n\$ stepgraph (.*?)\n(.*?)```", PAGE, re.DOTALL)
     assert {shlex.split(command)[0] for command, _ in blocks} == set(COMMANDS) - {
         "report"
     }  # that has a page of its own

@@ -93,7 +93,7 @@ def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
         graph.execute_forward(rows).wait()
         found |= _results(graphs, graph)
     for graph in reversed(ordered):
-        graph.execute_gradient(rows).wait()
+        _walk_back(graph, rows)
     return found | _gradients(graphs)
 
 
@@ -119,6 +119,14 @@ def _start_gradients(graph: Any, rows: int, seed: int) -> None:
             shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph._feeds.batch else tensor.shape
             numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
             graph.allocate_user_gradient(tensor).bind(numbers, graph.device)
+
+
+def _walk_back(graph: Any, rows: int) -> None:
+    """The gradient pass; in float16 with a loss scale at which nothing overflows, as training finds one."""
+    graph.execute_gradient(rows).wait()
+    while (graph.loss_scale or 1) > 1 and not all(array.isfinite().all() for array in graph._gradients.found.values()):
+        graph.loss_scale /= 2
+        graph.execute_gradient(rows).wait()
 
 
 def _in_order(graphs: Sequence[Any]) -> list[Any]:
