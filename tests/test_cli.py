@@ -43,6 +43,12 @@ def test_help_does_not_wait_for_torch(way: str, tmp_path: Path) -> None:
     assert "stepgraph" in imported and not imported & {"torch", "numpy", "rich", "safetensors"}
 
 
+@pytest.mark.parametrize("command", ["inspect", "report"])
+def test_a_command_finds_its_modules_in_a_process_of_its_own(command: str, tmp_path: Path) -> None:
+    done = ended(sys.executable, "-m", "stepgraph", command, tmp_path / "nowhere")
+    assert done.returncode == 1 and "Fix:" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_elsewhere_all_public_names_are_there_at_once() -> None:
     from stepgraph import public
 

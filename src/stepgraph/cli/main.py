@@ -82,6 +82,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # a terminal without × must not end the command
         sys.stdout.reconfigure(errors="replace")
     try:
+        if asked.command != "completion":
+            # First, and whole: its modules import one another through the package, whose names come from there.
+            import_module("stepgraph.public")
         code: int = asked.run(asked)
         sys.stdout.flush()
         return code
