@@ -7,10 +7,10 @@ The same operators on the same numbers give the same numbers: training is what i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from enum import IntEnum
+from itertools import cycle, islice
 from operator import getitem, itemgetter
 from typing import Any
 
@@ -37,6 +37,7 @@ PRODUCTS = {
 
 
 SMALL = 1 << 12  # bytes that are not worth it
+PASSES = 4  # times each cut between segments is looked at
 
 
 class Effort(IntEnum):
@@ -76,16 +77,21 @@ def _segmented(step: Step, part: Part, limit: int, effort: Effort) -> tuple[Part
     """Keeps what goes from segment to segment; then joins or splits segments, one at a time, while that helps."""
     everything = {one for node in _waiting(part) for one in memory.storages(node)}
     cuts = _cuts(part)
-    choices = [frozenset(cuts)]
-    best, least = part, sys.maxsize
-    while least > limit and choices:
-        tried = {some: _recomputing(part, everything - some, effort) for some in choices}
-        needed = {some: memory.plan(step, one).total for some, one in tried.items()}
-        kept = min(choices, key=needed.__getitem__)
-        if needed[kept] >= least:
+
+    def keeping(some: frozenset[int]) -> tuple[int, Part]:
+        tried = _recomputing(part, everything - some, effort)
+        return memory.plan(step, tried).total, tried
+
+    kept = frozenset(cuts)
+    least, best = keeping(kept)
+    since = 0  # cuts that were looked at since one of them helped
+    for one in islice(cycle(cuts), PASSES * len(cuts)):
+        if least <= limit or since >= len(cuts):
             break
-        best, least = tried[kept], needed[kept]
-        choices = [kept ^ {one} for one in cuts]
+        needed, tried = keeping(kept ^ {one})
+        since += 1
+        if needed < least:
+            kept, least, best, since = kept ^ {one}, needed, tried, 0
     return best, least
 
 
