@@ -47,7 +47,7 @@ def test_everything_is_told(saved: Path, capsys: Capture) -> None:
         r"^Loss +│ Loss +│ 6×3 +│ 1 +│$",
         r"^norm.mean +│ statistic +│ 2 +│ float32 +│ +2 │",
         r"^square.weights +│ parameter +│ 32×32 +│ float32 +│ 1,024 │",
-        r"^Memory by batch size on cpu \(\d+ threads\)$",
+        r"^Memory by batch size on cpu \(\d+ threads?\)$",
         r"^ +┃ +1 ┃ +8$",
         r"^total +│ +[\d.]+ KiB │ +[\d.]+ KiB$",
     ):

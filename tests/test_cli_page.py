@@ -22,7 +22,7 @@ def masked(text: str) -> list[str]:
     found = []
     for line in text.splitlines():
         words = re.sub(r"\d[\d.,]*(e[-+]\d+)?%?", "#", re.sub(r"[━─╇┼]+", "━", line))
-        words = re.sub(r"# ([KMG]i)?B", "# B", re.sub(r"\s+", " ", words))
+        words = re.sub(r"# ([KMG]i)?B", "# B", re.sub(r"\s+", " ", words)).replace("# threads", "# thread")
         found.append(words.strip())
     return found
 

@@ -231,7 +231,7 @@ def test_the_page_runs_from_top_to_bottom(
     printed = capsys.readouterr().out
     assert "NaN in its result, in the forward pass of step 1." in printed and "root forward 1" in printed
     assert "Everything is finite in step 1." in printed and "[3, 5]" in printed
-    (shown,) = re.findall(r"```\n(How it runs\n.*?)```", page, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(How it runs\n.*?)```", page, re.DOTALL)
     without_count = [re.sub(r"\d+ operators", "", text) for text in (shown, printed)]  # it is PyTorch's
     assert without_count[0] in without_count[1]
     assert ET.parse("graph.svg").getroot().tag.endswith("svg")
