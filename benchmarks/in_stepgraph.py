@@ -1,7 +1,6 @@
 """The step in stepgraph."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +83,7 @@ class Operators:
 
 
 class Stepgraph:
-    """A compiled training graph. On the CPU it is given NumPy arrays, on a GPU arrays that are there already.
+    """A compiled training graph. It is given arrays of PyTorch that are on the device already, as PyTorch itself is.
 
     On a GPU operators are fused in the background while training runs; here the fused step is what is timed.
     """
@@ -132,8 +131,8 @@ class Fused(Stepgraph):
     options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.FUSE_LAYERS, "cuda": OPTIONS.FUSE_LAYERS}
 
 
-def _on(device: str, array: np.ndarray) -> Any:
-    return array if device == "cpu" else torch.from_numpy(array).to(device)
+def _on(device: str, array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 def _parts(tensor: sg.Tensor, count: int) -> list[sg.Tensor]:

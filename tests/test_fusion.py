@@ -13,8 +13,9 @@ from torch import fx
 import stepgraph as sg
 from stepgraph.compiler import fusion, phases
 from stepgraph.compiler.join import join_products
+from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
-from stepgraph.compiler.step import Fusion
+from stepgraph.compiler.step import Fusion, value
 from stepgraph.settings import fusion_of
 
 OPTIONS = sg.GraphCompilationOptions
@@ -46,6 +47,103 @@ def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:
     fused = network(OPTIONS.FUSE_LAYERS)
     np.testing.assert_allclose(losses(fused), losses(network(OPTIONS.DETERMINISTIC)), rtol=1e-4)
     assert next(iter(fused._programs.executables.values())).mode == "fused traced"
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_the_kernels_of_a_tiny_step_are_launched_directly() -> None:
+    graphs = [tiny(OPTIONS.FUSE_LAYERS), tiny(OPTIONS.DETERMINISTIC)]
+    rng, found = np.random.default_rng(0), []
+    for step in range(20):  # other memory with every call
+        batch = {"x": rng.standard_normal((2, 6)).astype(np.float32)}, {"y": np.array([step % 3, 1])}
+        found.append([training.execute(*batch).loss for training in graphs])
+    np.testing.assert_allclose(*np.transpose(found), rtol=1e-4)
+    executable = next(iter(graphs[0]._programs.executables.values()))
+    assert isinstance(executable._function, Replay) and executable._function.is_direct
+
+
+def tiny(options: OPTIONS) -> sg.TrainingGraph:
+    sg.set_seed(3)
+    x, y = sg.Tensor((2, 6)), sg.Tensor((2,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.FullyConnectedLayer.create(6, 8), x))
+    graph.node(sg.FullyConnectedLayer.create(8, 3), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-2))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), options)
+    return training
+
+
+GENERATED = """
+def call(args):
+    a, b = args
+    args.clear()
+    assert_size_stride(a, (4,), (1,))
+    buf0 = empty_strided_cpu((4,), (1,), torch.float32)
+    buf1 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
+    cpp_fused_add_0(a, b, buf0)
+    {other}
+    cpp_fused_mul_1(buf0, b, buf1)
+    return ({result},)
+"""
+
+
+def generated(other: str = "", result: str = "reinterpret_tensor(buf1, (4,), (1,), 0)") -> tuple[Replay, list[str]]:
+    """As PyTorch's compiler writes it: `b` becomes `a + b`, the result is its square."""
+    ran: list[str] = []
+
+    def add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        ran.append("add")
+        out.copy_(a + b)
+
+    def square(total: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        ran.append("square")
+        b.copy_(total)
+        out.view(-1).copy_(total * total)
+
+    def allocate(*like: object) -> torch.Tensor:
+        ran.append("allocate")
+        return torch.empty_strided(*like[:2])  # type: ignore[arg-type]
+
+    names = {
+        "torch": torch,
+        "extern_kernels": torch,
+        "assert_size_stride": lambda *_: ran.append("check"),
+        "empty_strided_cpu": allocate,
+        "reinterpret_tensor": lambda x, size, stride, _: x.as_strided(size, stride),
+        "cpp_fused_add_0": add,
+        "cpp_fused_mul_1": square,
+    }
+    exec(GENERATED.format(other=other, result=result), names)
+    call: Callable[..., list[torch.Tensor]] = names["call"]  # type: ignore[assignment]
+    return Replay(lambda *arrays: call(list(arrays)), call), ran
+
+
+def test_replayed_kernels_need_no_checks_and_no_buffers() -> None:
+    replay, ran = generated()
+    b, kept = torch.ones(4), []
+    for step in range(4):
+        kept.append(replay(torch.full((4,), float(step)), b)[0])
+    assert replay.is_direct
+    assert ran[-4:] == ["add", "square"] * 2
+    assert b.tolist() == [7.0] * 4
+    assert [one.tolist() for one in kept] == [[n] * 4 for n in (1.0, 4.0, 16.0, 49.0)]  # each call has its own
+
+
+@pytest.mark.parametrize("other", ["extern_kernels.mm(a.view(2, 2), b.view(2, 2), out=buf1)", "torch.ops.aten.sin_(b)"])
+def test_code_that_does_more_than_launch_is_left_alone(other: str) -> None:
+    replay, ran = generated(other)
+    for _ in range(3):
+        replay(torch.ones(4), torch.ones(4))
+    assert not replay.is_direct and ran.count("allocate") == 6
+
+
+@pytest.mark.parametrize("result", ["b", "buf1, reinterpret_tensor(buf0, (2,), (1,), 0)"])
+def test_results_that_are_no_buffers_of_their_own_are_left_alone(result: str) -> None:
+    replay, _ = generated(result=result)
+    for _ in range(3):
+        found = replay(torch.ones(4), torch.ones(4))
+    assert not replay.is_direct and found[0].flatten().tolist() == [2.0 if result == "b" else 4.0] * 4
 
 
 def test_who_is_fused_and_when() -> None:
@@ -124,7 +222,7 @@ def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], Non
     change(changed.graph)
     changed.recompile()
     generator = torch.Generator().manual_seed(0)
-    fed = {key: torch.randn(4, 6, 16, generator=generator) for key in training._feeds.keys}
+    fed = {key: torch.randn(4, 6, 16, generator=generator) for key in map(value, training._feeds.tensors)}
     arrays = training._bound("step", 4).filled(fed)
     given, again = ([one.clone() for one in arrays] for _ in range(2))
     with torch.no_grad():

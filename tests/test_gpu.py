@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.runtime import losses
 
 pytestmark = pytest.mark.gpu
 BATCH = 16
@@ -99,8 +100,17 @@ def test_replay_draws_a_new_mask_each_step() -> None:
     net = Digits(gpu(), rate=0.5)
     (x, y), *_ = batches(1)
     net.optimizer.learning_rate = 0.0
-    losses = {net.training.execute({"x": x}, {"y": y}).loss for _ in range(6)}
-    assert len(losses) == 6
+    found = {net.training.execute({"x": x}, {"y": y}).loss for _ in range(6)}
+    assert len(found) == 6
+
+
+def test_losses_stay_when_their_places_on_the_device_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "PLACES", 4)
+    net, again = Digits(gpu()), Digits(gpu())
+    executions = [net.training.execute({"x": x}, {"y": y}) for x, y in batches(15)]
+    assert [execution.loss for execution in executions] == [
+        again.training.execute({"x": x}, {"y": y}).loss for x, y in batches(15)
+    ]
 
 
 def test_losses_stay_what_they_were_after_later_steps() -> None:
@@ -244,7 +254,7 @@ def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
-    def losses(device: sg.Device) -> list[float]:
+    def trained(device: sg.Device) -> list[float]:
         sg.set_seed(3)
         x, y = sg.Tensor((4, 7, 5)), sg.Tensor((4, 7, 12 if bidirectional else 6))
         graph = sg.Graph()
@@ -257,7 +267,7 @@ def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
         data = [generator.standard_normal(shape).astype(np.float32) for shape in (x.shape, y.shape)]
         return [training.execute({"x": data[0]}, {"y": data[1]}).loss for _ in range(10)]
 
-    np.testing.assert_allclose(losses(gpu()), losses(sg.Device.cpu()), rtol=1e-5)
+    np.testing.assert_allclose(trained(gpu()), trained(sg.Device.cpu()), rtol=1e-5)
 
 
 def test_tf32_is_a_switch() -> None:

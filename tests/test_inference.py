@@ -398,5 +398,5 @@ def test_a_completion_is_called_at_once_where_the_caller_has_waited() -> None:
     execution.announce(completion, waited=True)
     assert threads == [threading.get_ident()]
     called.clear()
-    execution.announce(completion)
+    execution.announce(completion, waited=False)
     assert called.wait(30) and threads[1] != threads[0]

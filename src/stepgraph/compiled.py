@@ -6,9 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from operator import is_
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,9 +34,10 @@ from stepgraph.errors import (
 from stepgraph.graph import Graph, Node
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
-from stepgraph.runtime.executable import Binding
+from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names, merged
+from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress
@@ -45,9 +47,11 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
+Answer = tuple[Tensor | None, torch.Tensor | Loss | None]  # what a call results in, and its loss
 
 
-class Call(NamedTuple):
+@dataclass(slots=True)
+class Call:
     """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
 
     batch: int
@@ -80,12 +84,13 @@ class CompiledGraph(DeclaredGraph):
         self._tf32: bool | None = None
         self._memory_limit: int | None = None
         self._compiled: tuple[Node, ...] = ()
+        self._last_loss: Node | None = None
         self._held: tuple[Tensor, ...] = ()
         self._programs = Programs(self._step, self._kept_keys)
         self._bindings: dict[tuple[str, int], tuple[list[torch.Tensor | None], Binding]] = {}
         self._written: Found = {}
         self._last: Call | None = None
-        self._given: dict[Tensor, torch.Tensor | None] = {}
+        self._given: list[torch.Tensor | None] = []
         self._holding: set[Tensor] = set()
         self._plan = MemoryPlan()
 
@@ -162,6 +167,7 @@ class CompiledGraph(DeclaredGraph):
         require_options(options, GraphCompilationOptions)
         self._options = options
         self._compiled = self._all_nodes()
+        self._last_loss = next((node for node in reversed(self._compiled) if node.is_loss), None)
         if not self._compiled:
             raise StateError(f"{type(self).__name__}.compile", "the graph has no layers", fix="add nodes first")
         self._constants = self._read_constants(self.device, constants or {}, constants_data or {})
@@ -257,12 +263,13 @@ class CompiledGraph(DeclaredGraph):
         step = None if self._optimizer is None else self._optimizer.time_step
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
-            written = {k.owner: a for k, a in self._written.items() if self._given[k.owner] is _current(k.owner)}
+            then = zip(self._written.items(), self._given, strict=True)
+            written = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
             feeds = self._feeds.arrays(written, batch, self._require_compiled("execute"))
             self._last = Call(batch, step, feeds)
             return feeds
         self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
-        self._given = {tensor: _current(tensor) for tensor in self._feeds.tensors}
+        self._given = [tensor.current for tensor in self._feeds.tensors]
         self._last = Call(batch, step, self._written)
         return self._written
 
@@ -306,25 +313,19 @@ class CompiledGraph(DeclaredGraph):
         arrays: Mapping[Key, torch.Tensor],
         options: ExecutionOptions,
         completion: Completion | None,
-        keep: Callable[[Found], tuple[Tensor | None, torch.Tensor | None]],
+        keep: Callable[[Found], Answer],
     ) -> Execution:
         """Runs an executable and lets `keep` store what it found; the handle tells the rest."""
-        device, executable = self._require_compiled("execute"), binding.executable
+        device = self._require_compiled("execute")
         if completion is not None and not callable(completion):
             raise DataTypeError(
                 "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
             )
         with turn(device), current_device(device):
-            execution = Execution(device, timed=bool(options) and ExecutionOptions.PROFILING in options)
-
-            def run() -> Found:
-                if not options or ExecutionOptions.PER_LAYER_PROFILING not in options:
-                    return executable(binding, arrays)
-                found, execution.profile = profile(executable.part, binding.filled(arrays), device.torch)
-                return found
-
+            timed = bool(options) and ExecutionOptions.PROFILING in options
+            execution = Execution(device, timed, announced=completion is not None)
             try:
-                execution.finish(*keep(self._computed(binding, arrays, run)))
+                execution.finish(*keep(self._run(binding, arrays, options, execution)))
             except (ExecutionError, NumericsError) as error:
                 execution.fail(error)
                 if completion is None:
@@ -332,12 +333,19 @@ class CompiledGraph(DeclaredGraph):
         synchronous = bool(options) and ExecutionOptions.SYNCHRONOUS in options
         if synchronous and execution.error is None:
             execution.wait()
-        execution.announce(completion, waited=synchronous)
+        if completion is not None:
+            execution.announce(completion, waited=synchronous)
         return execution
 
-    def _computed(self, binding: Binding, arrays: Mapping[Key, torch.Tensor], run: Callable[[], Found]) -> Found:
+    def _run(
+        self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
+    ) -> Found:
         """What one run of an executable gives."""
-        return run()
+        executable = binding.executable
+        if not options or ExecutionOptions.PER_LAYER_PROFILING not in options:
+            return executable(binding, arrays)
+        found, execution.profile = profile(executable.part, binding.filled(arrays), executable.step.device)
+        return found
 
     # Keeping results
 
@@ -376,21 +384,18 @@ class CompiledGraph(DeclaredGraph):
 
     def _hold(self, results: Mapping[Tensor, torch.Tensor]) -> None:
         """Makes results readable through their tensors, and those of earlier calls unreadable."""
-        for tensor in self._holding - results.keys():
-            tensor.hold(None, "a whole call keeps its loss, last result and outputs; declare it with add_outputs")
+        if self._holding != results.keys():
+            for tensor in self._holding - results.keys():
+                tensor.hold(None, "a whole call keeps its loss, last result and outputs; declare it with add_outputs")
+            self._holding = set(results)
         for tensor, array in results.items():
             tensor.hold(array)
-        self._holding = set(results)
 
-    def _answer(self, found: Mapping[Key, torch.Tensor]) -> tuple[Tensor, torch.Tensor | None]:
+    def _answer(self, executable: Executable, found: Found) -> Answer:
         """The loss, or the last result without a loss."""
-        node = next((node for node in reversed(self._compiled) if node.is_loss), self._compiled[-1])
-        result = node.results[0]
-        if not node.is_loss:
-            return result, None
-        loss = found[value(result)]
-        # A replay would write over it. As an operator: a plain copy waits much longer behind a replayed CUDA graph.
-        return result, loss * 1 if loss.is_cuda else loss
+        if self._last_loss is None:
+            return self._compiled[-1].results[0], None
+        return self._last_loss.results[0], executable.loss(found)
 
     def _check_outputs(self, outputs: Names) -> None:
         made = {tensor for node in self._compiled for tensor in node.results}
@@ -430,14 +435,14 @@ class CompiledGraph(DeclaredGraph):
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
 
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
 def current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
-    elsewhere = device.torch.type == "cuda" and device.torch.index != torch.cuda.current_device()
-    return torch.cuda.device(device.torch) if elsewhere else nullcontext()
-
-
-def _current(tensor: Tensor) -> torch.Tensor | None:
-    return tensor.torch() if tensor.has_data else None
+    place = device.torch
+    elsewhere = place.type == "cuda" and place.index != torch.cuda.current_device()
+    return torch.cuda.device(place) if elsewhere else _HERE
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
 from stepgraph.compiled import Found
 from stepgraph.compiler.step import STREAM, Key, gradient, source_gradient, value
@@ -109,22 +112,24 @@ class DifferentiatedGraph(TrainingRecipe):
         return [graph._gradients for graph in self._linked if graph is not self]
 
     def _seeds(self, batch: int) -> Found:
-        return seeds(self._programs.program(batch), self._user_gradients, self._others())
+        program = self._programs.program(batch)
+        return seeds(program, self._user_gradients, self._others()) if program.step.seeded else {}
 
     def _has_seed(self, batch: int) -> bool:
         """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
-        if any(node.is_loss for node in self._compiled) or any(t.has_data for t in self._user_gradients.values()):
+        if self._last_loss is not None or any(t.has_data for t in self._user_gradients.values()):
             return True
         program = self._programs.program(batch)
         return any(starts_at(tensor, program) for tensor in program.step.seeded)
 
-    def _forget_passes(self) -> None:
+    def _forget_passes(self, found: Mapping[Key, torch.Tensor] = MappingProxyType({})) -> None:
+        """Forgets what separate passes have left; the gradients that a whole step `found` are readable instead."""
         self._saved, self._forward_batch = {}, None
-        self._gradients.forget()
+        self._gradients.forget(found)
 
     def _has_drawn(self) -> None:
         if self._last is not None:
-            self._last = self._last._replace(drew=True)
+            self._last.drew = True
 
     def _replayed(self, batch: int, again: bool) -> Found:
         """Arrays for the last step once more (`again`), which had the random numbers before these, or for another."""

@@ -28,6 +28,7 @@ from stepgraph.metrics import Metric, Tally, by_name
 from stepgraph.progress import Quiet, display
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
+from stepgraph.runtime.losses import Loss
 from stepgraph.schedule import Schedule, WarmupCosine
 from stepgraph.trained import Trained, read_losses, until
 from stepgraph.training import TrainingGraph
@@ -374,7 +375,7 @@ class _Unread:
 
     step: int
     rate: float
-    losses: list[tuple[torch.Tensor, int]]
+    losses: list[tuple[torch.Tensor | Loss, int]]
 
 
 @contextmanager

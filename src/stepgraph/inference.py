@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import Found, results_of
+from stepgraph.compiled import Answer, Found, results_of
 from stepgraph.compiler import memory
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import STREAM
@@ -17,7 +17,6 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.programs import Programs
 from stepgraph.settings import mixed
-from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
@@ -101,11 +100,11 @@ class InferenceGraph(InspectedGraph):
         binding = self._bound("inference", batch)
         self._check_destinations(outputs_data, binding.executable.part)
 
-        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+        def keep(found: Found) -> Answer:
             results = results_of(found)
             self._hold(results)
             self._write_outputs(outputs_data, results)
-            return self._compiled[-1].results[0], self._answer(found)[1]
+            return self._compiled[-1].results[0], self._answer(binding.executable, found)[1]
 
         return self._launch(binding, feeds, options, completion, keep)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,13 @@ from stepgraph.errors import ArgumentError, NumericsError, StateError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.description import described
 from stepgraph.runtime.executable import Binding, Executable
-from stepgraph.runtime.execution import turn
+from stepgraph.runtime.execution import Execution, turn
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
 from stepgraph.runtime.trial import Trial, changed, replay
-from stepgraph.types import GraphCompilationOptions
+from stepgraph.types import ExecutionOptions, GraphCompilationOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
 
@@ -180,14 +180,16 @@ class InspectedGraph(CompiledGraph):
     def _next_step(self) -> int | None:
         return None if self._optimizer is None else self._optimizer.time_step
 
-    def _computed(self, binding: Binding, arrays: Mapping[Key, torch.Tensor], run: Callable[[], Found]) -> Found:
+    def _run(
+        self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
+    ) -> Found:
         """What one run gives; with `CHECK_NUMERICS`, a run that leaves anything not finite is taken back."""
-        if GraphCompilationOptions.CHECK_NUMERICS not in self._options:
-            return run()
+        if not self._options or GraphCompilationOptions.CHECK_NUMERICS not in self._options:
+            return super()._run(binding, arrays, options, execution)
         executable = binding.executable
         memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
         before = {key: memory[key].clone() for key in changed(executable.step) if key in memory}
-        found = run()
+        found = super()._run(binding, arrays, options, execution)
         if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
             return found
         after = {key: memory[key].clone() for key in before}

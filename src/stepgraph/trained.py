@@ -15,6 +15,7 @@ from stepgraph.layers.loss import LossLayer
 from stepgraph.metrics import Metric, Tally
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
+from stepgraph.runtime.losses import Loss
 from stepgraph.tensor import Tensor
 from stepgraph.training import TrainingGraph
 from stepgraph.types import ExecutionOptions, ReductionType
@@ -61,7 +62,7 @@ class Trained:
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
 
-    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor, int]]:
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor | Loss, int]]:
         """One update with the gradients of a group of batches; their losses."""
         if len(group) == 1:
             batch = group[0]
@@ -146,15 +147,16 @@ class Trained:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
 
 
-def _loss(execution: Execution) -> torch.Tensor:
+def _loss(execution: Execution) -> torch.Tensor | Loss:
     """The loss where it is; asking the execution for the number would wait for it."""
     assert execution._loss is not None
     return execution._loss
 
 
-def read_losses(losses: Sequence[torch.Tensor]) -> list[float]:
+def read_losses(losses: Sequence[torch.Tensor | Loss]) -> list[float]:
     """Losses as numbers, with one wait and one transfer for all. Losses that were not reduced give their mean."""
-    numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in losses]
+    arrays = [loss.array if isinstance(loss, Loss) else loss for loss in losses]
+    numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in arrays]
     return torch.stack(numbers).tolist() if numbers else []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import Found, logger, results_of
+from stepgraph.compiled import Answer, Found, logger, results_of
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import gradient
 from stepgraph.device import Device
@@ -221,19 +221,20 @@ class TrainingGraph(DifferentiatedGraph):
                 fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
             )
         binding = self._bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
-        self._check_destinations(outputs_data, binding.executable.part)
+        if outputs_data:
+            self._check_destinations(outputs_data, binding.executable.part)
 
-        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+        def keep(found: Found) -> Answer:
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
                 self._has_drawn()
-                self._forget_passes()
-                self._gradients.show(found)
+                self._forget_passes(found)
             if learning:
                 self._training_state.updated()
-            self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
-            return self._answer(found)
+            if outputs_data:
+                self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
+            return self._answer(binding.executable, found)
 
         return self._launch(binding, feeds | self._seeds(batch) if learning else feeds, options, completion, keep)
 
@@ -253,14 +254,14 @@ class TrainingGraph(DifferentiatedGraph):
         binding = self._bound("evaluation" if evaluating else "forward", batch)
         self._check_destinations(outputs_data, binding.executable.part)
 
-        def keep(found: Found) -> tuple[Tensor, torch.Tensor | None]:
+        def keep(found: Found) -> Answer:
             results = results_of(found)
             self._hold(results)
             if not evaluating:  # an evaluation leaves the passes before it alone
                 self._has_drawn()
                 self._saved, self._forward_batch = feeds | found, batch
             self._write_outputs(outputs_data, results)
-            return self._answer(found)
+            return self._answer(binding.executable, found)
 
         return self._launch(binding, feeds, options, completion, keep)
 
@@ -284,7 +285,7 @@ class TrainingGraph(DifferentiatedGraph):
         adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
         kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
 
-        def keep(found: Found) -> tuple[None, None]:
+        def keep(found: Found) -> Answer:
             self._gradients.replace(added(kept, found))
             self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
             return None, None
@@ -307,7 +308,7 @@ class TrainingGraph(DifferentiatedGraph):
                 fix="call execute_forward and execute_gradient first",
             )
 
-        def keep(found: Found) -> tuple[None, None]:
+        def keep(found: Found) -> Answer:
             self._training_state.updated()
             self._gradients.used = True
             self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update

@@ -70,7 +70,7 @@ class DataType(RawEnum):
         known = ", ".join(member.debug_description for member in cls)
         raise DataTypeError("DataType", f"{name} is not a data type of stepgraph", fix=f"use one of {known}")
 
-    @property
+    @cached_property
     def torch(self) -> torch.dtype:
         """The PyTorch spelling."""
         return torch.bool if self is DataType.BOOLEAN else getattr(torch, self.debug_description)

@@ -16,6 +16,7 @@ from torch import fx
 
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.phases import Part
+from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.trace import recording
 
@@ -24,20 +25,30 @@ Function = Callable[..., Sequence[torch.Tensor]]
 # The step is captured as a CUDA graph by its executable. Small independent kernels (the update of each parameter) are
 # launched together.
 SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
+ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken up
 
 
 def fuse(part: Part) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    if all(array.device.type == "cpu" for array in arrays):
+    on_cpu = all(array.device.type == "cpu" for array in arrays)
+    if on_cpu:
         spell_out_small_products(module.graph)
     join_products(module.graph)
     module.recompile()
+    generated: list[Any] = []
+
+    def compile_inner(*arguments: Any, **settings: Any) -> Any:
+        generated.append(compile_fx_inner(*arguments, **settings))
+        return generated[-1]
+
+    settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad():
-        return cast(Function, compile_fx(module, arrays, config_patches=SETTINGS))
+        function = cast(Function, compile_fx(module, arrays, compile_inner, config_patches=settings))
+    return Replay(function, generated[0].current_callable) if on_cpu and len(generated) == 1 else function
 
 
 def fuse_in_background(part: Part) -> Future[Function]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -12,6 +13,8 @@ from stepgraph.compiler.passes import mutates
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
+
+TINY = 1 << 16  # numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,13 @@ class Part:
     def nodes(self) -> list[fx.Node]:
         """The operators, in order."""
         return [node for node in self.module.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @cached_property
+    def is_tiny(self) -> bool:
+        """Whether one thread has computed it before others would have woken up."""
+        found = (node.meta.get("val") for node in self.nodes)
+        arrays = (one for result in found for one in (result if isinstance(result, tuple | list) else (result,)))
+        return sum(one.numel() for one in arrays if isinstance(one, torch.Tensor)) < TINY
 
     @property
     def results(self) -> dict[Key, torch.Tensor]:

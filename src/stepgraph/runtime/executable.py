@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,15 @@ import torch
 from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Fusion, Key, Step
+from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
+from stepgraph.runtime.losses import Loss, Losses
 
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
+_InferenceMode: Any = torch._C._InferenceMode  # `torch.inference_mode` without the Python around it
 
 
 class Binding(NamedTuple):
@@ -52,6 +54,7 @@ class Executable:
         self.part, self.step = part, step
         self._function, self._lines = _function(part)
         self._capture = _Capture(self) if step.device.type == "cuda" else None
+        self._is_tiny = step.device.type == "cpu" and part.is_tiny
         self.is_fused = False
         self._fusing: Future[Function] | None = None
         self._refused = ""
@@ -91,6 +94,20 @@ class Executable:
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
 
+    @cached_property
+    def loss_index(self) -> int | None:
+        """Which of the results is the last loss; None where there is none."""
+        losses = [value(node.results[0]) for node in self.step.losses]
+        return self.part.outputs.index(losses[-1]) if losses and losses[-1] in self.part.outputs else None
+
+    def loss(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor | Loss:
+        """The loss that the last call found, as it stays when later calls find others."""
+        assert self.loss_index is not None
+        array, capture = found[self.part.outputs[self.loss_index]], self._capture
+        if capture is None or capture.graph is None or capture.results[self.loss_index] is not array:
+            return array
+        return array.clone() if capture.losses is None else capture.losses.latest()
+
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
         if self.step.fusion is Fusion.LATER and not self.is_fused:
@@ -127,8 +144,17 @@ class Executable:
 
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
-        with torch.inference_mode():
+        with _InferenceMode(True):
+            return self._alone(given) if self._is_tiny else self._function(*given)
+
+    def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs in this thread only: waking others up would take longer than the work, on a busy machine very long."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             return self._function(*given)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _function(part: Part) -> tuple[Function, list[str]]:
@@ -162,6 +188,9 @@ class _Capture:
         step = executable.step
         self.given = [key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed]
         self.copied: dict[Key, torch.Tensor] = {}
+        index = executable.loss_index
+        like = None if index is None else executable.part.results[executable.part.outputs[index]]
+        self.losses = Losses(like.dtype, step.device) if like is not None and like.numel() == 1 else None
         self.in_place: dict[Key, int] = {}
 
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -178,6 +207,8 @@ class _Capture:
         if self.copied:
             torch._foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
+        if self.losses is not None:
+            self.losses.make_room()
         self.graph.replay()
         return self.results
 
@@ -192,6 +223,8 @@ class _Capture:
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
         with self.executable.settings(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(arrays)
+            if self.losses is not None and self.executable.loss_index is not None:
+                self.losses.capture(results[self.executable.loss_index])
         # The arrays are kept: memory that is read in place must not become another's.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))

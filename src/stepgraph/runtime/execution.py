@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
+from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import Profile
 from stepgraph.tensor import Tensor
 
@@ -41,39 +42,44 @@ class Execution:
         profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
     """
 
-    def __init__(self, device: Device, timed: bool) -> None:
+    __slots__ = ("_elapsed", "_events", "_loss", "_started", "_stream", "_timed", "error", "profile", "result")
+
+    def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
         self.result: Tensor | None = None
         self.error: Exception | None = None
         self.profile: Profile | None = None
-        self._loss: torch.Tensor | None = None
+        self._loss: torch.Tensor | Loss | None = None
         self._timed = timed
         self._elapsed: float | None = None
-        # The first tells when the work began, the last when it ended.
-        count = 0 if device.torch.type != "cuda" else 2 if timed else 1
-        self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(count)]
+        self._events: list[torch.cuda.Event] = []
+        # An event costs as much as a small step, so without need the stream is asked, which goes on with later calls.
+        self._stream: torch.cuda.Stream | None = None
+        place = device.torch
+        if place.type == "cuda":
+            if timed or announced:  # the first tells when the work began, the last when it ended
+                self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
+                self._events[0].record()
+            else:
+                self._stream = torch.cuda.current_stream(place)
         self._started = time.perf_counter()
-        if timed and self._events:
-            self._events[0].record()
 
-    def finish(self, result: Tensor | None, loss: torch.Tensor | None) -> None:
+    def finish(self, result: Tensor | None, loss: torch.Tensor | Loss | None) -> None:
         """Records what the call gave; on a GPU the work may still be under way."""
         self.result = result
         self._loss = loss
         if self._events:
             self._events[-1].record()
-        else:
+        elif self._stream is None:
             self._elapsed = time.perf_counter() - self._started
 
     def fail(self, error: Exception) -> None:
         """Records that the work failed."""
         self.error = error
-        self._events = []
+        self._events, self._stream = [], None
         self._elapsed = time.perf_counter() - self._started
 
-    def announce(self, completion: Completion | None, waited: bool = False) -> None:
+    def announce(self, completion: Completion, waited: bool) -> None:
         """Calls `completion` exactly once, when the work is done; at once if the caller has waited for that."""
-        if completion is None:
-            return
         if self._events and not waited:
             threading.Thread(target=self._announce, args=(completion,), daemon=True).start()
         else:
@@ -89,9 +95,12 @@ class Execution:
     def _synchronize(self) -> None:
         if self._events:
             self._events[-1].synchronize()
+        elif self._stream is not None:
+            self._stream.synchronize()
+            self._stream = None
 
     def wait(self) -> Execution:
-        """Returns when the work is done; raises what made it fail."""
+        """Returns when the work is done, on a GPU with that of later calls so far; raises what made it fail."""
         self._synchronize()
         if self.error is not None:
             raise self.error
@@ -99,8 +108,9 @@ class Execution:
 
     @property
     def done(self) -> bool:
-        """Whether the work is done."""
-        return not self._events or self._events[-1].query()
+        """Whether the work is done, on a GPU with that of later calls so far."""
+        waiting = self._events[-1] if self._events else self._stream
+        return waiting is None or waiting.query()
 
     @property
     def time(self) -> float | None:
@@ -118,10 +128,11 @@ class Execution:
         self.wait()
         if self._loss is None:
             return None
-        return self._loss.item() if self._loss.numel() == 1 else self._loss.cpu().numpy()
+        loss = self._loss.array if isinstance(self._loss, Loss) else self._loss
+        return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
 
     def __await__(self) -> Generator[Any, None, Execution]:
-        if self._events and not self.done:
+        if not self.done:
             yield from asyncio.get_running_loop().run_in_executor(None, self._synchronize).__await__()
         return self.wait()
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,19 @@ from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Node
 from stepgraph.tensor import Tensor
+from stepgraph.types import DataType
 
 Names = Mapping[str, Tensor]
 Data = Mapping[str, Any]
+
+
+class _Wanted(NamedTuple):
+    """One array that is fed: what it must be, and how messages name it."""
+
+    key: Key
+    shape: tuple[int, ...]
+    data_type: DataType
+    where: str
 
 
 @dataclass(frozen=True)
@@ -103,30 +113,45 @@ class Feeds:
 
     def arrays(self, given: Mapping[Tensor, Any], batch: int, device: Device) -> dict[Key, torch.Tensor]:
         """Arrays of all feeds for one call: given with it, or bound to their tensors before."""
-        return {key: self._array(key.owner, given, batch, device.torch) for key in self.keys}
+        found, place = {}, device.torch
+        for key, shape, data_type, where in self._wanted(batch):
+            values = given.get(key.owner)
+            if values is None:
+                values = _bound_before(key.owner, where)
+            array = buffers.read(values, shape, data_type, where)
+            found[key] = array if array.device == place else array.to(place, non_blocking=True)
+        return found
 
-    def _array(self, tensor: Tensor, given: Mapping[Tensor, Any], batch: int, device: torch.device) -> torch.Tensor:
-        where = self.spoken[tensor]
-        values = given.get(tensor)
-        if values is None:
-            if not tensor.has_data:
-                raise DataError(
-                    where, "there is no data for it", needed=tensor.descriptor, fix="pass it by name, or bind it before"
+    def _wanted(self, batch: int) -> tuple[_Wanted, ...]:
+        """What each feed must be for a batch size; looked up in every call, so made once."""
+        if batch not in self._tables:
+            self._tables[batch] = tuple(
+                _Wanted(
+                    value(tensor),
+                    (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape,
+                    tensor.data_type,
+                    self.spoken[tensor],
                 )
-            values = tensor.torch()
-        shape = (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape
-        array = buffers.read(values, shape, tensor.data_type, where)
-        return array if array.device == device else array.to(device, non_blocking=True)
+                for tensor in self.tensors
+            )
+        return self._tables[batch]
 
     @cached_property
-    def keys(self) -> tuple[Key, ...]:
-        """The arrays that are fed."""
-        return tuple(value(tensor) for tensor in self.tensors)
+    def _tables(self) -> dict[int, tuple[_Wanted, ...]]:
+        return {}
 
     @cached_property
     def spoken(self) -> dict[Tensor, str]:
         """How messages name each feed."""
         return {tensor: f"Tensor '{tensor.label}' ({kind} '{name}')" for kind, name, tensor in self}
+
+
+def _bound_before(tensor: Tensor, where: str) -> torch.Tensor:
+    if not tensor.has_data:
+        raise DataError(
+            where, "there is no data for it", needed=tensor.descriptor, fix="pass it by name, or bind it before"
+        )
+    return tensor.torch()
 
 
 def merged(kind: str, names: Names, new: Names | None) -> Names:

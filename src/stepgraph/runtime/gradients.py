@@ -40,10 +40,10 @@ class Gradients:
         for key, handle in self.handles.items():
             handle.hold(found.get(key), "the last pass did not compute it")
 
-    def forget(self) -> None:
-        """Drops everything but the tensors to read through."""
+    def forget(self, found: Mapping[Key, torch.Tensor]) -> None:
+        """Drops everything but the tensors to read through; through them, what was `found` can be read."""
         self.found, self.used = {}, False
-        self.show({})
+        self.show(found)
 
     def by_handle(self, found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
         """What was found, by the tensor it is read through."""

@@ -1,0 +1,134 @@
+"""The kernels of a part that PyTorch's compiler has fused on the CPU, launched without the code it puts around them.
+
+That code checks every array and allocates every buffer in each call, which takes longer than the kernels of a tiny
+network. What a CUDA graph is on a GPU, a list of kernels with their arguments is here: recorded in the first call, with
+buffers that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+Function = Callable[..., Sequence[torch.Tensor]]
+Kernel = Callable[..., None]
+KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
+# What generated code may use beside kernels: none of these computes anything.
+HARMLESS = {ALLOCATE, "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear", "torch"}
+HARMLESS |= {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+
+
+class Launch(NamedTuple):
+    """A kernel, its arguments, and which of them are arrays of the call and which are results."""
+
+    kernel: Kernel
+    arguments: list[Any]
+    given: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+
+
+class Replay:
+    """A fused function that launches its kernels directly from the second call on, where it is made of nothing else.
+
+    Args:
+        function: the whole of it, checks and allocations included; what runs where kernels are not all there is.
+        generated: the generated code that it comes down to.
+    """
+
+    def __init__(self, function: Function, generated: Any) -> None:
+        self._function = function
+        self._code = getattr(generated, "__func__", generated)
+        self._launches: list[Launch] | None = None
+        self._like: list[torch.Tensor] = []
+        # Once a call was recorded there is nothing new to find out.
+        self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether calls launch kernels directly now."""
+        return self._launches is not None
+
+    def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._launches is not None:
+            return self._launch(self._launches, given)
+        return self._first(given) if self._to_record else self._function(*given)
+
+    def _launch(self, launches: Iterable[Launch], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = [torch.empty_like(one) for one in self._like]  # the caller may keep what earlier calls gave
+        for kernel, arguments, inputs, results in launches:
+            for position, index in inputs:
+                arguments[position] = given[index]
+            for position, index in results:
+                arguments[position] = found[index]
+            kernel(*arguments)
+        return found
+
+    def _first(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs whole and is recorded; the record is kept if it does the same to the same arrays, bit for bit."""
+        self._to_record = False
+        copies = [array.clone() for array in given]
+        with self._recording() as (calls, buffers):
+            found = self._function(*given)
+        launches = self._understood(calls, buffers, given, found)
+        if launches is not None:
+            self._like = list(found)
+            again = self._launch(launches, copies)
+            if all(map(torch.equal, [*given, *found], [*copies, *again])):
+                self._launches = launches
+        return found
+
+    def _only_launches(self) -> bool:
+        return set(self._code.__code__.co_names) <= HARMLESS | self._kernels().keys()
+
+    def _kernels(self) -> dict[str, Kernel]:
+        return {name: one for name, one in self._code.__globals__.items() if name.startswith(KERNEL)}
+
+    @contextmanager
+    def _recording(self) -> Any:
+        """Kernel calls and new buffers, in order, while generated code runs."""
+        names, calls, buffers = self._code.__globals__, [], []
+        plain = {**self._kernels(), ALLOCATE: names[ALLOCATE]}
+
+        def allocate(*arguments: Any) -> torch.Tensor:
+            buffers.append(plain[ALLOCATE](*arguments))
+            return buffers[-1]
+
+        def recorded(kernel: Kernel) -> Kernel:
+            def call(*arguments: Any) -> None:
+                calls.append((kernel, arguments))
+                kernel(*arguments)
+
+            return call
+
+        names.update({name: recorded(one) for name, one in self._kernels().items()} | {ALLOCATE: allocate})
+        try:
+            yield calls, buffers
+        finally:
+            names.update(plain)
+
+    @staticmethod
+    def _understood(
+        calls: Sequence[tuple[Kernel, tuple[Any, ...]]],
+        buffers: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor],
+    ) -> list[Launch] | None:
+        """The launches, if every array in them is one of the call, or a buffer, and all results are whole buffers."""
+        inputs = {id(array): index for index, array in enumerate(given)}
+        owners = {(one.data_ptr(), one.nbytes): index for index, one in enumerate(found)}
+        own = {id(one): owners.get((one.data_ptr(), one.nbytes)) for one in buffers}
+        if len(inputs) != len(given) or sorted(i for i in own.values() if i is not None) != list(range(len(found))):
+            return None
+        launches = []
+        for kernel, arguments in calls:
+            arrays = [(position, id(one)) for position, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
+            if any(one not in inputs and one not in own for _, one in arrays):
+                return None
+            ins = tuple((position, inputs[one]) for position, one in arrays if one in inputs)
+            outs = tuple((position, own[one]) for position, one in arrays if own.get(one) is not None)
+            launches.append(Launch(kernel, list(arguments), ins, outs))  # type: ignore[arg-type]
+        return launches

@@ -1,0 +1,28 @@
+"""Losses that a captured step writes by itself: each stays readable, however many come after it."""
+
+import pytest
+import torch
+
+from stepgraph.runtime import losses
+from stepgraph.runtime.losses import Losses
+
+
+def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "PLACES", 3)
+    written, kept = Losses(torch.float32, torch.device("cpu")), []
+    for step in range(10):
+        written.make_room()
+        written.capture(torch.tensor([float(step)]))  # what a replay does
+        kept.append(written.latest())
+    assert [one.array.item() for one in kept] == [float(step) for step in range(10)]
+
+
+def test_places_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "PLACES", 2)
+    written = Losses(torch.float32, torch.device("cpu"))
+    places = written._places
+    for step in range(5):
+        written.make_room()
+        written.capture(torch.tensor(float(step)))
+        written.latest()
+    assert places.tolist() == [4.0, 3.0]
