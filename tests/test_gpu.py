@@ -108,9 +108,8 @@ def test_losses_stay_when_their_places_on_the_device_are_used_up(monkeypatch: py
     monkeypatch.setattr(losses, "PLACES", 4)
     net, again = Digits(gpu()), Digits(gpu())
     executions = [net.training.execute({"x": x}, {"y": y}) for x, y in batches(15)]
-    assert [execution.loss for execution in executions] == [
-        again.training.execute({"x": x}, {"y": y}).loss for x, y in batches(15)
-    ]
+    early = [again.training.execute({"x": x}, {"y": y}).loss for x, y in batches(15)]
+    assert [execution.loss for execution in executions] == pytest.approx(early, rel=1e-4)
 
 
 def test_losses_stay_what_they_were_after_later_steps() -> None:

@@ -11,7 +11,7 @@ def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "PLACES", 3)
     written, kept = Losses(torch.float32, torch.device("cpu")), []
     for step in range(10):
-        written.make_room()
+        written.expect()
         written.capture(torch.tensor([float(step)]))  # what a replay does
         kept.append(written.latest())
     assert [one.array.item() for one in kept] == [float(step) for step in range(10)]
@@ -22,7 +22,7 @@ def test_places_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     written = Losses(torch.float32, torch.device("cpu"))
     places = written._places
     for step in range(5):
-        written.make_room()
+        written.expect()
         written.capture(torch.tensor(float(step)))
         written.latest()
     assert places.tolist() == [4.0, 3.0]

@@ -208,7 +208,7 @@ class _Capture:
             torch._foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
         if self.losses is not None:
-            self.losses.make_room()
+            self.losses.expect()
         self.graph.replay()
         return self.results
 

@@ -42,7 +42,18 @@ class Execution:
         profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
     """
 
-    __slots__ = ("_elapsed", "_events", "_loss", "_started", "_stream", "_timed", "error", "profile", "result")
+    __slots__ = (
+        "_elapsed",
+        "_events",
+        "_loss",
+        "_place",
+        "_started",
+        "_stream",
+        "_timed",
+        "error",
+        "profile",
+        "result",
+    )
 
     def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
         self.result: Tensor | None = None
@@ -53,14 +64,14 @@ class Execution:
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
         # An event costs as much as a small step, so without need the stream is asked, which goes on with later calls.
-        self._stream: torch.cuda.Stream | None = None
-        place = device.torch
+        self._stream: int | None = None
+        self._place = place = device.torch
         if place.type == "cuda":
             if timed or announced:  # the first tells when the work began, the last when it ended
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
             else:
-                self._stream = torch.cuda.current_stream(place)
+                self._stream = torch._C._cuda_getCurrentRawStream(place.index)
         self._started = time.perf_counter()
 
     def finish(self, result: Tensor | None, loss: torch.Tensor | Loss | None) -> None:
@@ -93,11 +104,15 @@ class Execution:
         completion(None if self.error else self.result, self.error, self.time or 0.0)
 
     def _synchronize(self) -> None:
-        if self._events:
-            self._events[-1].synchronize()
-        elif self._stream is not None:
-            self._stream.synchronize()
+        waited_for = self._waited_for()
+        if waited_for is not None:
+            waited_for.synchronize()
             self._stream = None
+
+    def _waited_for(self) -> torch.cuda.Event | torch.cuda.Stream | None:
+        if self._events:
+            return self._events[-1]
+        return None if self._stream is None else torch.cuda.ExternalStream(self._stream, self._place)
 
     def wait(self) -> Execution:
         """Returns when the work is done, on a GPU with that of later calls so far; raises what made it fail."""
@@ -109,8 +124,8 @@ class Execution:
     @property
     def done(self) -> bool:
         """Whether the work is done, on a GPU with that of later calls so far."""
-        waiting = self._events[-1] if self._events else self._stream
-        return waiting is None or waiting.query()
+        waited_for = self._waited_for()
+        return waited_for is None or waited_for.query()
 
     @property
     def time(self) -> float | None:

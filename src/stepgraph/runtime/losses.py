@@ -47,13 +47,13 @@ class Losses:
             self._places.index_copy_(0, self._next, loss.reshape(1))
             self._next.add_(1).remainder_(PLACES)
 
-    def make_room(self) -> None:
-        """To be called before a replay: it must not write over what somebody may still read."""
+    def expect(self) -> None:
+        """To be called before each replay: it must not write over what somebody may still read."""
         if self._count == PLACES:
             self._written.array = self._places.clone()
             self._written, self._count = _Written(self._places), 0
+        self._count += 1
 
     def latest(self) -> Loss:
-        """The loss of the replay that was just begun."""
-        self._count += 1
+        """The loss of the last replay."""
         return Loss(self._written, self._count - 1)
