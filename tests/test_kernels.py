@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.compiler.kernels import channels_first, channels_last, half, measure, operators
 from stepgraph.compiler.kernels import convolution as conv
-from stepgraph.compiler.kernels import half, measure, operators
 
 SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
     (4, 3, 9, 5, 3, 1, 1),
@@ -28,33 +28,42 @@ def arrays(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return x, w, b, [stride] * 2, [padding] * 2
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.shape == wanted.shape and found.is_contiguous()
+def close(found: torch.Tensor, wanted: torch.Tensor, order: torch.memory_format = torch.contiguous_format) -> None:
+    assert found.shape == wanted.shape and found.is_contiguous(memory_format=order)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
 
 
+LAYOUTS = {"first": (channels_first, torch.contiguous_format), "last": (channels_last, torch.channels_last)}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", conv.forward_ways(torch.empty(0)))
-def test_forward_ways_equal_pytorch(way: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_ways_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
     x, w, b, stride, padding = arrays(shape)
     wanted = torch.nn.functional.conv2d(x, w, b, stride, padding)
-    close(conv.FORWARD[way](x, w, b, stride, padding), wanted)
-    close(conv.FORWARD[way](x, w, None, stride, padding), wanted - b[:, None, None])
+    ways, order = LAYOUTS[layout]
+    x, w = (one.contiguous(memory_format=order) for one in (x, w))
+    for way in conv.forward_ways(ways, x).values():
+        close(way(x, w, b, stride, padding), wanted, order)
+        close(way(x, w, None, stride, padding), wanted - b[:, None, None], order)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient_ways_equal_pytorch(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_ways_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
     x, w, _, stride, padding = arrays(shape)
     x.requires_grad_()
     w.requires_grad_()
     y = torch.nn.functional.conv2d(x, w, None, stride, padding)
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     of_x, of_w = torch.autograd.grad(y, (x, w), g)
+    ways, order = LAYOUTS[layout]
     with torch.no_grad():
-        for way in conv.data_ways(x, w, stride, padding).values():
-            close(way(g, list(x.shape), w, stride, padding), of_x)
-        for way in conv.WEIGHTS.values():
-            close(way(g, x, w, stride, padding), of_w)
+        g, x, w = (one.contiguous(memory_format=order) for one in (g, x, w))
+        for way in conv.data_ways(ways, x, w, stride, padding).values():
+            close(way(g, list(x.shape), w, stride, padding), of_x, order)
+        for way in ways.WEIGHTS.values():
+            close(way(g, x, w, stride, padding), of_w, order)
 
 
 def network(options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE) -> sg.TrainingGraph:

@@ -62,7 +62,8 @@ class InferenceGraph(InspectedGraph):
     def memory_plan_for(self, batch_size: int) -> MemoryPlan:
         """What the forward pass would need with so many rows; nothing is run or kept."""
         self._require_compiled("memory_plan_for")
-        return Programs(self._step, self._kept_keys).plan("inference", self._batch_size(batch_size))
+        planned = Programs(self._step, self._kept_keys, self._programs.channels_last)
+        return planned.plan("inference", self._batch_size(batch_size))
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""

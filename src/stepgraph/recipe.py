@@ -138,7 +138,8 @@ class TrainingRecipe(InspectedGraph):
             48234496
         """
         self._require_compiled("memory_plan_for")
-        return Programs(self._step, self._kept_keys).plan("step", self._batch_size(batch_size))
+        planned = Programs(self._step, self._kept_keys, self._programs.channels_last)
+        return planned.plan("step", self._batch_size(batch_size))
 
     def _require_fit(self) -> None:
         """Refuses a plan that needs more than the limit, and tells which batch would fit."""

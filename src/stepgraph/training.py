@@ -345,7 +345,8 @@ class TrainingGraph(DifferentiatedGraph):
 
     def _restart(self) -> None:
         """Traces anew with what is compiled, declared and linked now."""
-        self._programs, self._bindings = Programs(self._step, self._kept_keys), {}
+        known = self._programs.channels_last  # where only details have changed since the graph was compiled
+        self._programs, self._bindings = Programs(self._step, self._kept_keys, known), {}
         if self._optimizer is not None:
             self._state = self._training_state.attached(self._optimizer, self._trainable())
         self._training_state.scale_loss(self._compute_type is torch.float16)

@@ -42,18 +42,7 @@ class Execution:
         profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
     """
 
-    __slots__ = (
-        "_elapsed",
-        "_events",
-        "_loss",
-        "_place",
-        "_started",
-        "_stream",
-        "_timed",
-        "error",
-        "profile",
-        "result",
-    )
+    __slots__ = "_elapsed", "_events", "_loss", "_place", "_started", "_stream", "_timed", "error", "profile", "result"
 
     def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
         self.result: Tensor | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from stepgraph.compiler import memory, phases, recompute
+from stepgraph.compiler import layout, memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
@@ -23,17 +24,27 @@ class Programs:
     Args:
         step: what to compute for a batch size, in training or inference mode.
         kept: what stays readable after one whole call.
+        channels_last: where images have their channels, if that is known already.
     """
 
-    def __init__(self, step: Callable[[int, bool], Step], kept: Callable[[], Sequence[Key]]) -> None:
+    def __init__(
+        self, step: Callable[[int, bool], Step], kept: Callable[[], Sequence[Key]], channels_last: bool | None = None
+    ) -> None:
         self._step, self._kept = step, kept
+        self.channels_last = channels_last
         self._traced: dict[tuple[int, bool], Program] = {}
         self.executables: dict[tuple[str, int], Executable] = {}
 
     def program(self, batch: int, training: bool = True) -> Program:
         """The traced step for a batch size."""
         if (batch, training) not in self._traced:
-            self._traced[batch, training] = trace(self._step(batch, training))
+            step = self._step(batch, training)
+            if self.channels_last is None:  # the first program decides for all others
+                program = layout.traced(step)
+                self.channels_last = program.step.channels_last
+            else:
+                program = trace(replace(step, channels_last=self.channels_last))
+            self._traced[batch, training] = program
         return self._traced[batch, training]
 
     def executable(self, part: str, batch: int) -> Executable:
@@ -53,7 +64,7 @@ class Programs:
 
     def keeping_anew(self) -> Programs:
         """The same programs, with executables that keep what is to be kept now."""
-        other = Programs(self._step, self._kept)
+        other = Programs(self._step, self._kept, self.channels_last)
         other._traced = self._traced
         return other
 

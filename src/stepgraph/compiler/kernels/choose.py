@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import convolution, half, operators
+from stepgraph.compiler.kernels import channels_last, convolution, half, operators
 
 aten = torch.ops.aten
 
@@ -17,6 +17,7 @@ CHOICES: dict[Any, Callable[[fx.Node], None]] = {
     aten.convolution_backward.default: convolution.choose_backward,
 }
 ON_CPU = CHOICES | dict.fromkeys(operators.WAYS, operators.choose)  # a GPU fuses these
+ON_CPU[aten.max_pool2d_with_indices_backward.default] = channels_last.turn_gradient
 
 
 def choose_kernels(module: fx.GraphModule, device: torch.device) -> None:

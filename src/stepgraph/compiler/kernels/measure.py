@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,25 @@ def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any]) ->
         ways: functions of `arguments`, all with the same result.
         arguments: arrays, of which only shape, type and device matter, and settings.
     """
-    described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    key = json.dumps([operator, sorted(ways), described, _place(device)], default=str)
-    choices = _choices()
+    key, choices = _key(operator, ways, arguments), _choices()
     if key not in choices:
-        choices[key] = measure(ways, arguments, device)
+        choices[key] = measure(ways, arguments, _device(arguments))
         _remember(choices)
     return choices[key]
+
+
+def remembered(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str | None:
+    """What was chosen before, or None."""
+    return _choices().get(_key(operator, ways, arguments))
+
+
+def _key(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str:
+    described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    return json.dumps([operator, sorted(ways), described, _place(_device(arguments))], default=str)
+
+
+def _device(arguments: Sequence[Any]) -> torch.device:
+    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
 
 
 @torch.inference_mode()

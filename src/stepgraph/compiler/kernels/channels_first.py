@@ -1,0 +1,104 @@
+"""Ways to compute a convolution and its gradients where images have their channels first in memory.
+
+On CUDA also where they have them last. A way takes the arguments of PyTorch's own operator. Adding one is a function
+and an entry in `FORWARD`, `DATA` or `WEIGHTS`; the first there is PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.kernels.patches import at_once, patches, portions, rows_at_once
+
+aten = torch.ops.aten
+Array = torch.Tensor
+Way = Callable[..., Any]
+
+
+# Forward: functions of (x, weights, biases, stride, padding)
+
+
+def pytorch(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """`w * x + b`, as PyTorch has it."""
+    return aten.convolution(x, w, b, stride, padding, [1, 1], False, [0, 0], 1)
+
+
+def nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """By NNPACK: Winograd's and Fourier's ways of multiplying less."""
+    return aten._nnpack_spatial_convolution(x, w, b, padding, stride)
+
+
+def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    outputs, _, height, width = w.shape
+    flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
+    found = None
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, (n, *extents) = patches(images, height, width, stride, padding)
+        y = (rows @ flat if b is None else torch.addmm(b, rows, flat)).view(n, *extents, outputs).permute(0, 3, 1, 2)
+        if x.is_cuda:  # all at once, and channels last
+            return y
+        found = x.new_empty(len(x), outputs, *extents) if found is None else found
+        found[start : start + n] = y
+        del rows, y  # before the next ones are made
+    assert found is not None
+    return found
+
+
+# Gradient of the source: functions of (gradient, the source's extents, weights, stride, padding)
+
+
+def data_pytorch(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """As PyTorch has it."""
+    mask = [True, False, False]
+    return aten.convolution_backward(g, _shaped(g, size), w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[0]
+
+
+def data_native(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """By PyTorch's own products over patches, whatever library it would ask otherwise."""
+    mask, kernel = [True, False, False], w.shape[2:]
+    return aten._slow_conv2d_backward.output_mask(g.contiguous(), _shaped(g, size), w, kernel, stride, padding, mask)[0]
+
+
+def data_flipped(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """With stride 1, the gradient is a convolution with the kernel turned around."""
+    turned = w.flip(2, 3).transpose(0, 1).contiguous()
+    rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
+    return aten._nnpack_spatial_convolution(g.contiguous(), turned, None, rest, [1, 1])
+
+
+def _shaped(g: Array, size: Sequence[int]) -> Array:
+    """Stands for a source of which only the extents are read; it has no memory to speak of."""
+    return g.new_empty(1).expand(*size)
+
+
+# Gradient of the weights: functions of (gradient, x, weights, stride, padding)
+
+
+def weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """As PyTorch has it."""
+    mask = [False, True, False]
+    return aten.convolution_backward(g, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[1]
+
+
+def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    outputs, inputs, height, width = w.shape
+    total = None
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, _ = patches(images, height, width, stride, padding)
+        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
+        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
+        del rows, by_output  # before the next ones are made
+    assert total is not None
+    if x.is_cuda:
+        return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+    for some in total.split(rows_at_once(w)):  # channels first, row by row in place
+        some.copy_(some.view(len(some), -1, inputs).transpose(1, 2).reshape(len(some), -1))
+    return total.view(w.shape)
+
+
+FORWARD: dict[str, Way] = {"pytorch": pytorch, "nnpack": nnpack, "gemm": _gemm}
+DATA: dict[str, Way] = {"pytorch": data_pytorch, "native": data_native, "flipped": data_flipped}
+WEIGHTS: dict[str, Way] = {"pytorch": weights_pytorch, "gemm": _weights_gemm}

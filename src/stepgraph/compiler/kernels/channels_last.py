@@ -1,0 +1,102 @@
+"""Ways to compute a convolution and its gradients on the CPU where images have their channels last in memory.
+
+There a matrix product over patches needs no reordering: a row of patches is what a window sees, a row of the result is
+a pixel. Ways that know the other order only turn images around, before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels import channels_first as first
+from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions
+
+aten = torch.ops.aten
+Array = torch.Tensor
+Pair = Sequence[int]
+LAST = torch.channels_last
+
+
+def is_last(x: Array) -> bool:
+    """Whether the channels of images lie last, and only there: with one channel both orders are the same."""
+    return x.ndim == 4 and x.is_contiguous(memory_format=LAST) and not x.is_contiguous()
+
+
+def turn_gradient(node: fx.Node) -> None:
+    """Gives a pool's gradient the order of its images; PyTorch would turn the images and the indices around instead."""
+    g, x, *_ = cast(Any, node.args)
+    if is_last(x.meta["val"]) and not is_last(g.meta["val"]):
+        with node.graph.inserting_before(node):
+            turned = node.graph.call_function(aten.clone.default, (g,), {"memory_format": LAST})
+        turned.meta = dict(g.meta) | {"val": g.meta["val"].contiguous(memory_format=LAST)}
+        turned.meta["custom"] = node.meta.get("custom", {})
+        node.replace_input_with(g, turned)
+
+
+def _pytorch(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
+    return first.pytorch(x, w, b, stride, padding).contiguous(memory_format=LAST)
+
+
+def _nnpack(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
+    return first.nnpack(x.contiguous(), w.contiguous(), b, stride, padding).contiguous(memory_format=LAST)
+
+
+def _gemm(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
+    outputs, _, height, width = w.shape
+    flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
+    y = x.new_empty(len(x), *extents(x, w, stride, padding), outputs)
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, _ = patches(images, height, width, stride, padding)
+        pixels = y[start : start + len(images)].view(-1, outputs)
+        torch.mm(rows, flat, out=pixels) if b is None else torch.addmm(b, rows, flat, out=pixels)
+        del rows  # before the next ones are made
+    return y.permute(0, 3, 1, 2)
+
+
+def _data_pytorch(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
+    source = torch.empty(tuple(size), dtype=g.dtype, memory_format=LAST)
+    found = aten.convolution_backward(
+        g, source, w, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
+    )
+    return found[0].contiguous(memory_format=LAST)
+
+
+def _data_native(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
+    return first.data_native(g, size, w.contiguous(), stride, padding).contiguous(memory_format=LAST)
+
+
+def _data_flipped(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
+    return first.data_flipped(g, size, w, stride, padding).contiguous(memory_format=LAST)
+
+
+def _data_gemm(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
+    """With stride 1, the gradient is a convolution with the kernel turned around."""
+    rest = [extent - 1 - added for extent, added in zip(w.shape[2:], padding, strict=True)]
+    return _gemm(g, w.flip(2, 3).transpose(0, 1), None, stride, rest)
+
+
+def _weights_gemm(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    outputs, inputs, height, width = w.shape
+    total = None
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, _ = patches(images, height, width, stride, padding)
+        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
+        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
+        del rows, by_output  # before the next ones are made
+    assert total is not None
+    return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+
+
+Way = Callable[..., Any]
+FORWARD: dict[str, Way] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm}
+DATA: dict[str, Way] = {
+    "pytorch": _data_pytorch,
+    "native": _data_native,
+    "flipped": _data_flipped,
+    "flipped gemm": _data_gemm,
+}
+WEIGHTS: dict[str, Way] = {"pytorch": first.weights_pytorch, "gemm": _weights_gemm}

@@ -1,0 +1,55 @@
+"""Images cut into what the windows of a convolution see, so that a convolution is a matrix product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+Array = torch.Tensor
+PATCHES = 1 << 19  # numbers
+
+
+def rows_at_once(w: Array) -> int:
+    """How many outputs' weights are turned around at once."""
+    return max(1, PATCHES // w[0].numel())
+
+
+def portions(x: Array, count: int) -> Iterator[tuple[int, Array]]:
+    """`count` images at a time, and the number of the first."""
+    for start in range(0, len(x), count):
+        yield start, x[start : start + count]
+
+
+def at_once(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
+    """How many images' patches are made at once: what fits into a cache, and a bound on the memory it takes."""
+    if x.is_cuda:
+        return len(x)
+    return max(1, PATCHES // (windows(x, w, stride, padding) * w[0].numel()))
+
+
+def extents(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> list[int]:
+    """Rows and columns of the result."""
+    sizes = zip(x.shape[2:], w.shape[2:], stride, padding, strict=True)
+    return [(extent + 2 * added - size) // step + 1 for extent, size, step, added in sizes]
+
+
+def windows(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
+    """How many places of an image the kernel visits."""
+    return math.prod(extents(x, w, stride, padding))
+
+
+def patches(
+    x: Array, height: int, width: int, stride: Sequence[int], padding: Sequence[int]
+) -> tuple[Array, tuple[int, int, int]]:
+    """What each window sees, a row each: `[n * rows * columns, height * width * channels]`; and (n, rows, columns)."""
+    n, channels = x.shape[:2]
+    (top, left), (down, right) = padding, stride
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, top, top)).contiguous()
+    _, h, w, _ = padded.shape
+    rows, columns = (h - height) // down + 1, (w - width) // right + 1
+    size, strides = (n, rows, columns, height, width, channels), (h * w, down * w, right, w, 1)
+    seen = padded.as_strided(size, (*(step * channels for step in strides), 1))
+    return seen.reshape(n * rows * columns, -1), (n, rows, columns)

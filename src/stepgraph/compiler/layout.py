@@ -1,0 +1,73 @@
+"""Whether the channels of images lie first or last in memory, for a whole step on the CPU.
+
+Pooling compares many channels at once where they lie last, products over patches need no reordering there, other
+convolutions want them first: no operator can decide for its neighbours. So the step is traced in both orders, each with
+its own fastest kernels, and the two are timed once on made-up data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from stepgraph.compiler import phases
+from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.step import STREAM, Fusion, Step, gradient, value
+from stepgraph.compiler.trace import Program, trace
+from stepgraph.compiler.walk import FORWARD, GRADIENT
+
+aten = torch.ops.aten
+FIRST, LAST = "channels first", "channels last"
+
+
+def traced(step: Step) -> Program:
+    """The step as a program, in the order in which it runs faster; where that may be either, both are tried."""
+    first = trace(step)
+    if not _is_open(first):
+        return first
+    operator = f"layout {_digest(first)}"
+    arguments = [node.meta["val"] for node in first.inputs.values()]
+    known = measure.remembered(operator, (FIRST, LAST), arguments)
+    if known == FIRST:
+        return first
+    last = trace(replace(step, channels_last=True))
+    ways = {FIRST: _losses_and_gradients(first), LAST: _losses_and_gradients(last)}
+    return last if measure.fastest(operator, ways, arguments) == LAST else first
+
+
+def _digest(program: Program) -> str:
+    """What tells one program from others with the same inputs: its operators, with the extents of what they give."""
+    found = (node.meta.get("val") for node in program.nodes)
+    shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in found]
+    targets = [getattr(node.target, "__qualname__", str(node.target)) for node in program.nodes]
+    return hashlib.sha256(repr(list(zip(targets, shapes, strict=True))).encode()).hexdigest()[:16]
+
+
+def _is_open(program: Program) -> bool:
+    """Whether the order may matter: convolutions in float32, with pooling between them, and nobody else decides."""
+    step = program.step
+    if step.device.type != "cpu" or not step.chooses_kernels or step.fusion is Fusion.FIRST or step.channels_last:
+        return False
+    names = [node.meta.get(measure.WAY, ("",))[0] for node in program.nodes]
+    return step.compute_type is None and "convolution" in names and "max_pool2d_with_indices" in names
+
+
+def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
+    """Forward and gradient pass as a function of all that the program reads, which stays as it is."""
+    step = program.step
+    results = [value(node.results[0]) for node in step.losses or step.nodes[-1:]]
+    gradients = [gradient(tensor) for tensor in step.trainable]
+    wanted = [key for key in (*results, *gradients) if key in program.outputs]
+    part = in_place(phases.extract(program, {FORWARD, GRADIENT}, wanted))
+    position = {key: index for index, key in enumerate(program.inputs)}
+    changed = {STREAM, *map(value, step.statistics)}
+
+    def run(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+        given = ((key, arrays[position[key]]) for key in part.inputs)
+        return part.module(*(array.clone() if key in changed else array for key, array in given))
+
+    return run
