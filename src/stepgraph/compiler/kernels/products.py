@@ -16,11 +16,6 @@ aten = torch.ops.aten
 Array = torch.Tensor
 
 
-def product(a: Array, b: Array) -> Array:
-    """`a b`, as PyTorch has it."""
-    return aten.mm.default(a, b)
-
-
 def of_left_copied(a: Array, b: Array) -> Array:
     """`a b` with the rows of `a` in one piece."""
     return torch.mm(a.contiguous(), b)
@@ -36,11 +31,6 @@ def turned(a: Array, b: Array) -> Array:
     return torch.mm(b.t(), a.t()).t().contiguous()
 
 
-def product_and_sum(c: Array, a: Array, b: Array) -> Array:
-    """`c + a b`, as PyTorch has it."""
-    return aten.addmm.default(c, a, b)
-
-
 def sum_of_right_copied(c: Array, a: Array, b: Array) -> Array:
     """`c + a b` with the rows of `b` in one piece."""
     return torch.addmm(c, a, b.contiguous())
@@ -52,13 +42,13 @@ def turned_sum(c: Array, a: Array, b: Array) -> Array:
 
 
 PRODUCTS: dict[str, Callable[..., Array]] = {
-    "pytorch": product,
+    "pytorch": aten.mm.default,
     "left copied": of_left_copied,
     "right copied": of_right_copied,
     "turned": turned,
 }
 SUMS: dict[str, Callable[..., Array]] = {
-    "pytorch": product_and_sum,
+    "pytorch": aten.addmm.default,
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }
