@@ -9,7 +9,7 @@ from test_memory import measured_peak
 
 import stepgraph as sg
 from stepgraph.compiler import trace
-from stepgraph.compiler.kernels import embedding, measure, normalization, operators
+from stepgraph.compiler.kernels import embedding, measure, normalization, operators, products
 
 aten = torch.ops.aten
 OPTIONS = sg.GraphCompilationOptions
@@ -106,7 +106,10 @@ def test_ways_need_what_they_say() -> None:
     statistics = x.mean((0, 2, 3)), torch.ones(8)
     rows, indices = torch.randn(1000, 4, 32), torch.randint(0, 50, (1000, 4))
     turned = rows.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.randn(300, 200)
     calls = [
+        *((products.of_left_copied, (one, one.t().contiguous())) for one in (wide, wide.t())),
+        *((products.of_right_copied, (wide, other)) for other in (wide.t(), wide.t().contiguous())),
         (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.normalize_by_rows, (x + 20, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.gradients_by_rows, (g, x, gamma, None, None, *statistics, True, EPSILON, [True] * 3)),

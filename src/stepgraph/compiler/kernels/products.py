@@ -61,11 +61,16 @@ def fits(node: fx.Node) -> bool:
     return not node.kwargs and not (a.is_contiguous() and b.is_contiguous())
 
 
+def _copied(operand: Array) -> int:
+    """What is in one piece already is not copied."""
+    return 0 if operand.is_contiguous() else operand.nbytes
+
+
 # Bytes each way needs beside its operands and its result.
 SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
-    of_left_copied: lambda operands, _: operands[-2].nbytes,
-    of_right_copied: lambda operands, _: operands[-1].nbytes,
-    sum_of_right_copied: lambda operands, _: operands[-1].nbytes,
+    of_left_copied: lambda operands, _: _copied(operands[-2]),
+    of_right_copied: lambda operands, _: _copied(operands[-1]),
+    sum_of_right_copied: lambda operands, _: _copied(operands[-1]),
     turned: lambda _, result: result,
     turned_sum: lambda _, result: result,
 }
