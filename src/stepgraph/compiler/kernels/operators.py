@@ -31,6 +31,7 @@ def choose(node: fx.Node) -> None:
     settings = tuple(one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args)
     ways = {name: _with(way, **node.kwargs) for name, way in WAYS[operator].items()}
     below = INDICES[operator](settings) if operator in INDICES else 1
+    settings = FEWER[operator](settings) if operator in FEWER else settings
     way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below)
     node.meta[WAY] = (str(operator).split(".")[1], way)
     if way != next(iter(ways)):  # the operator itself needs no detour, and others know it
@@ -103,6 +104,12 @@ WAYS: dict[Any, dict[str, Way]] = {
 
 # Operators with indices among their arguments, and what these are below.
 INDICES: dict[Any, Callable[[Sequence[Any]], int]] = {aten.embedding_dense_backward.default: embedding.words}
+
+# Operators whose ways are compared on less than they get.
+FEWER: dict[Any, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
+    aten.native_batch_norm.default: normalization.fewer,
+    aten.native_batch_norm_backward.default: normalization.fewer,
+}
 
 # Bytes a way needs beside its arguments and results, from these arguments and the bytes of the results.
 SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
