@@ -66,6 +66,9 @@ def test_gradient_ways_equal_pytorch(layout: str, shape: tuple[int, ...]) -> Non
             close(way(g, x, w, stride, padding), of_w, order)
 
 
+STATISTICS = torch.tensor([[0.5, 2.0], [1.0, -1.0], [0.1, -0.2], [0.3, 0.4]])  # γ, β, means, inverse deviations
+
+
 def network(options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE) -> sg.TrainingGraph:
     sg.set_seed(2)
     x, y = sg.Tensor.image(12, 12, 3, 8), sg.Tensor((8,), "int64")
@@ -151,6 +154,22 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
         "gelu_backward": ((g, x), {"approximate": approximate}),
         "tanh": ((x,), {}),
         "max_pool2d_with_indices": ((x.view(2, 4, 10, 25), [3, 3], [2, 2], [1, 1]), {}),
+        "embedding_dense_backward": ((g, torch.arange(40) % 7, 9, -1, False), {}),
+        "native_batch_norm": ((x.view(4, 2, 5, 50), *STATISTICS[:2], None, None, True, 0.0, 1e-3), {}),
+        "native_batch_norm_backward": (
+            (
+                g.view(4, 2, 5, 50),
+                x.view(4, 2, 5, 50),
+                STATISTICS[0],
+                None,
+                None,
+                *STATISTICS[2:],
+                True,
+                1e-3,
+                [True] * 3,
+            ),
+            {},
+        ),
     }
     for operator, ways in operators.WAYS.items():
         given, settings = arguments[operator.overloadpacket.__name__]
@@ -166,7 +185,7 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
 def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     asked: list[str] = []
 
-    def pick(operator: str, ways: dict[str, object], _: object) -> str:
+    def pick(operator: str, ways: dict[str, object], _: object, *, below: int) -> str:
         asked.append(operator)
         return list(ways)[way]
 

@@ -1,6 +1,6 @@
 """Where the channels of images lie: tried in both orders, chosen for the whole step, the same numbers either way."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import layout
-from stepgraph.compiler.kernels import convolution, measure, operators
+from stepgraph.compiler.kernels import convolution, cross_entropy, measure, operators
 from stepgraph.compiler.layout import FIRST, LAST
 
 BATCH = 8
@@ -21,11 +21,11 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """What measuring is to find, by operator; PyTorch's own way where nothing is said."""
     wanted: dict[str, str] = {}
 
-    def fastest(operator: str, ways: Mapping[str, object], _: object) -> str:
+    def fastest(operator: str, ways: Mapping[str, object], _: object, **__: object) -> str:
         name = operator.split(" ", maxsplit=1)[0] if operator.startswith("layout") else operator
         return wanted[name] if wanted.get(name) in ways else next(iter(ways))
 
-    for module in (convolution, operators, measure):
+    for module in (convolution, cross_entropy, operators, measure):
         monkeypatch.setattr(module, "fastest", fastest)
     monkeypatch.setattr(measure, "remembered", lambda *_: None)
     yield wanted
@@ -95,9 +95,9 @@ def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: p
 def test_both_orders_are_timed_on_the_same_work(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
 
-    def fastest(operator: str, ways: Mapping[str, object], arguments: list[torch.Tensor]) -> str:
+    def fastest(operator: str, ways: Mapping[str, Callable], arguments: list[torch.Tensor]) -> str:
         generator = torch.Generator().manual_seed(0)
-        arrays = [measure._filled(one, generator, one.device) for one in arguments]
+        arrays = [measure._filled(one, generator, one.device, 1) for one in arguments]
         before = [array.clone() for array in arrays]
         found.update({name: way(*arrays) for name, way in ways.items()})
         assert all(map(torch.equal, arrays, before))  # what it is given stays

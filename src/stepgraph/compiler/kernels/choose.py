@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_last, convolution, half, operators
+from stepgraph.compiler.kernels import channels_last, convolution, cross_entropy, half, operators
 
 aten = torch.ops.aten
 
@@ -16,8 +16,12 @@ CHOICES: dict[Any, Callable[[fx.Node], None]] = {
     aten.convolution.default: convolution.choose_forward,
     aten.convolution_backward.default: convolution.choose_backward,
 }
-ON_CPU = CHOICES | dict.fromkeys(operators.WAYS, operators.choose)  # a GPU fuses these
-ON_CPU[aten.max_pool2d_with_indices_backward.default] = channels_last.turn_gradient
+ON_CPU = {  # a GPU fuses these
+    **CHOICES,
+    **dict.fromkeys(operators.WAYS, operators.choose),
+    aten._log_softmax_backward_data.default: cross_entropy.choose,
+    aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
+}
 
 
 def choose_kernels(module: fx.GraphModule, device: torch.device) -> None:

@@ -26,17 +26,18 @@ WAY = "way"  # where an operator notes what it computes and which way was chosen
 Way = Callable[..., Any]
 
 
-def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any]) -> str:
+def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], *, below: int = 1) -> str:
     """The name of the fastest way for arguments like these; the first way is the reference.
 
     Args:
         operator: what is computed.
         ways: functions of `arguments`, all with the same result.
         arguments: arrays, of which only shape, type and device matter, and settings.
+        below: whole numbers, which are indices, are measured with any from 0 to here.
     """
     key, choices = _key(operator, ways, arguments), _choices()
     if key not in choices:
-        choices[key] = measure(ways, arguments, _device(arguments))
+        choices[key] = measure(ways, arguments, _device(arguments), below)
         _remember(choices)
     return choices[key]
 
@@ -56,10 +57,10 @@ def _device(arguments: Sequence[Any]) -> torch.device:
 
 
 @torch.inference_mode()
-def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device) -> str:
+def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, below: int = 1) -> str:
     """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time."""
     generator = torch.Generator().manual_seed(0)
-    real = [_filled(a, generator, device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    real = [_filled(a, generator, device, below) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = ways
     if not others:
         return reference
@@ -107,10 +108,11 @@ def _described(array: torch.Tensor) -> list[Any]:
     return [list(array.shape), list(array.stride()), str(array.dtype)]
 
 
-def _filled(array: torch.Tensor, generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Real numbers in an array of this shape and layout; whole numbers are zeros, which are valid indices."""
+def _filled(array: torch.Tensor, generator: torch.Generator, device: torch.device, below: int) -> torch.Tensor:
+    """Numbers in an array of this shape and layout: real ones around 0, or whole ones from 0 to `below`."""
     size = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device="cpu")
-    filled = size.normal_(generator=generator) if array.dtype.is_floating_point else size.zero_()
+    real = array.dtype.is_floating_point
+    filled = size.normal_(generator=generator) if real else size.random_(0, below, generator=generator)
     return filled.to(device)
 
 

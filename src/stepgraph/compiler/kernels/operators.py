@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import products
+from stepgraph.compiler.kernels import embedding, normalization, products
 from stepgraph.compiler.kernels.measure import WAY, fastest
 
 aten = torch.ops.aten
@@ -24,31 +24,28 @@ LARGE = 1 << 14  # elements from which another way can make a difference
 
 def choose(node: fx.Node) -> None:
     """Puts the fastest way in the operator's place."""
-    arrays = [one.meta["val"] for one in node.all_input_nodes]
-    if not all(a.dtype.is_floating_point for a in arrays) or max(a.numel() for a in arrays) < LARGE:
+    operator, arrays = cast(Any, node.target), [one.meta["val"] for one in node.all_input_nodes]
+    real = operator in INDICES or all(a.dtype.is_floating_point for a in arrays)
+    if not real or max(a.numel() for a in arrays) < LARGE or not _fits(node):
         return
     settings = tuple(one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args)
-    ways = {name: _with(way, **node.kwargs) for name, way in WAYS[cast(Any, node.target)].items()}
-    if not _fits(node):
-        return
-    way = fastest(str(node.target), ways, (*settings, *node.kwargs.values()))
-    node.meta[WAY] = (str(node.target).split(".")[1], way)
-    node.target = WAYS[cast(Any, node.target)][way]
-    scratch = SCRATCH.get(node.target)
-    if scratch is not None:
+    ways = {name: _with(way, **node.kwargs) for name, way in WAYS[operator].items()}
+    below = INDICES[operator](settings) if operator in INDICES else 1
+    settings = FEWER[operator](settings) if operator in FEWER else settings
+    way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below)
+    node.meta[WAY] = (str(operator).split(".")[1], way)
+    if way != next(iter(ways)):  # the operator itself needs no detour, and others know it
+        node.target = WAYS[operator][way]
+        scratch = SCRATCH.get(node.target, lambda *_: 0)
         node.meta["workspace"] = scratch(arrays, sum(one.nbytes for one in _results(node)))
 
 
 def _results(node: fx.Node) -> list[Array]:
     found = node.meta["val"]
-    return list(found) if isinstance(found, tuple | list) else [found]
+    return [one for one in (found if isinstance(found, tuple | list) else [found]) if one is not None]
 
 
 # Sums over the first of two axes, as bias gradients are
-
-
-def _sum(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
-    return aten.sum.dim_IntList(x, axes, keepdim)
 
 
 def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
@@ -58,10 +55,6 @@ def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Arr
 
 
 # The derivative of GELU
-
-
-def _gelu_backward(g: Array, x: Array, *, approximate: str = "none") -> Array:
-    return aten.gelu_backward.default(g, x, approximate=approximate)
 
 
 def _gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none") -> Array:
@@ -80,20 +73,12 @@ def _gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none") ->
 # tanh
 
 
-def _tanh(x: Array) -> Array:
-    return aten.tanh.default(x)
-
-
 def _tanh_by_sigmoid(x: Array) -> Array:
     """`2 σ(2x) - 1`."""
     return torch.sigmoid(x * 2).mul_(2).sub_(1)
 
 
 # Maxima of windows, and where they are
-
-
-def _max_pool(x: Array, *window: Any) -> tuple[Array, Array]:
-    return aten.max_pool2d_with_indices.default(x, *window)
 
 
 def _max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
@@ -105,24 +90,50 @@ def _max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
 WAYS: dict[Any, dict[str, Way]] = {
     aten.mm.default: products.PRODUCTS,
     aten.addmm.default: products.SUMS,
-    aten.sum.dim_IntList: {"pytorch": _sum, "product": _sum_by_product},
-    aten.gelu_backward.default: {"pytorch": _gelu_backward, "parts": _gelu_backward_by_parts},
-    aten.tanh.default: {"pytorch": _tanh, "sigmoid": _tanh_by_sigmoid},
-    aten.max_pool2d_with_indices.default: {"pytorch": _max_pool, "channels last": _max_pool_channels_last},
+    aten.sum.dim_IntList: {"pytorch": aten.sum.dim_IntList, "product": _sum_by_product},
+    aten.gelu_backward.default: {"pytorch": aten.gelu_backward.default, "parts": _gelu_backward_by_parts},
+    aten.tanh.default: {"pytorch": aten.tanh.default, "sigmoid": _tanh_by_sigmoid},
+    aten.max_pool2d_with_indices.default: {
+        "pytorch": aten.max_pool2d_with_indices.default,
+        "channels last": _max_pool_channels_last,
+    },
+    aten.embedding_dense_backward.default: embedding.WAYS,
+    aten.native_batch_norm.default: normalization.FORWARD,
+    aten.native_batch_norm_backward.default: normalization.BACKWARD,
 }
 
+# Operators with indices among their arguments, and what these are below.
+INDICES: dict[Any, Callable[[Sequence[Any]], int]] = {aten.embedding_dense_backward.default: embedding.words}
+
+# Operators whose ways are compared on less than they get.
+FEWER: dict[Any, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
+    aten.native_batch_norm.default: normalization.fewer,
+    aten.native_batch_norm_backward.default: normalization.fewer,
+}
 
 # Bytes a way needs beside its arguments and results, from these arguments and the bytes of the results.
-SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = products.SCRATCH | {
+SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
+    **products.SCRATCH,
+    **embedding.SCRATCH,
+    **normalization.SCRATCH,
     _gelu_backward_by_parts: lambda arguments, _: 2 * arguments[0].nbytes,
     _max_pool_channels_last: lambda arguments, results: max(arguments[0].nbytes, results),
 }
 
 
+FITS: dict[Any, Callable[[fx.Node], bool]] = {
+    aten.mm.default: products.fits,
+    aten.addmm.default: products.fits,
+    aten.embedding_dense_backward.default: embedding.fits,
+    aten.native_batch_norm.default: normalization.fits,
+    aten.native_batch_norm_backward.default: normalization.fits,
+}
+
+
 def _fits(node: fx.Node) -> bool:
     """Whether the other ways compute this use of the operator."""
-    if node.target in (aten.mm.default, aten.addmm.default):
-        return products.fits(node)
+    if node.target in FITS:
+        return FITS[node.target](node)
     x, *settings = cast(Any, node.args)
     array = x.meta["val"]
     if node.target is aten.sum.dim_IntList:

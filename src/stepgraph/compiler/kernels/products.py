@@ -16,11 +16,6 @@ aten = torch.ops.aten
 Array = torch.Tensor
 
 
-def product(a: Array, b: Array) -> Array:
-    """`a b`, as PyTorch has it."""
-    return aten.mm.default(a, b)
-
-
 def of_left_copied(a: Array, b: Array) -> Array:
     """`a b` with the rows of `a` in one piece."""
     return torch.mm(a.contiguous(), b)
@@ -36,11 +31,6 @@ def turned(a: Array, b: Array) -> Array:
     return torch.mm(b.t(), a.t()).t().contiguous()
 
 
-def product_and_sum(c: Array, a: Array, b: Array) -> Array:
-    """`c + a b`, as PyTorch has it."""
-    return aten.addmm.default(c, a, b)
-
-
 def sum_of_right_copied(c: Array, a: Array, b: Array) -> Array:
     """`c + a b` with the rows of `b` in one piece."""
     return torch.addmm(c, a, b.contiguous())
@@ -52,13 +42,13 @@ def turned_sum(c: Array, a: Array, b: Array) -> Array:
 
 
 PRODUCTS: dict[str, Callable[..., Array]] = {
-    "pytorch": product,
+    "pytorch": aten.mm.default,
     "left copied": of_left_copied,
     "right copied": of_right_copied,
     "turned": turned,
 }
 SUMS: dict[str, Callable[..., Array]] = {
-    "pytorch": product_and_sum,
+    "pytorch": aten.addmm.default,
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }
@@ -71,11 +61,16 @@ def fits(node: fx.Node) -> bool:
     return not node.kwargs and not (a.is_contiguous() and b.is_contiguous())
 
 
+def _copied(operand: Array) -> int:
+    """What is in one piece already is not copied."""
+    return 0 if operand.is_contiguous() else operand.nbytes
+
+
 # Bytes each way needs beside its operands and its result.
 SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
-    of_left_copied: lambda operands, _: operands[-2].nbytes,
-    of_right_copied: lambda operands, _: operands[-1].nbytes,
-    sum_of_right_copied: lambda operands, _: operands[-1].nbytes,
+    of_left_copied: lambda operands, _: _copied(operands[-2]),
+    of_right_copied: lambda operands, _: _copied(operands[-1]),
+    sum_of_right_copied: lambda operands, _: _copied(operands[-1]),
     turned: lambda _, result: result,
     turned_sum: lambda _, result: result,
 }

@@ -1,0 +1,206 @@
+"""Softmax, cross entropy and its gradient, computed together instead of one after the other.
+
+PyTorch takes the logarithm of the softmax for the loss, and for the gradient its exponential again, beside an array of
+zeros with one number a row. The gradient is `(softmax(x) - onehot(t)) s`, with `s` what the loss of the row counts.
+Adding a way is a function in `WAYS`, and one in `REPLACE` that puts it into a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.measure import WAY, fastest
+
+aten = torch.ops.aten
+Array = torch.Tensor
+LARGE = 1 << 14  # elements from which another way can make a difference
+NONE, MEAN = 0, 1  # how PyTorch numbers reductions; 2 is the sum
+NO_LABEL = torch.iinfo(torch.int64).min  # left out are labels of this number: none
+FORWARD = {
+    aten.nll_loss_backward.default: aten.nll_loss_forward.default,
+    aten.nll_loss2d_backward.default: aten.nll_loss2d_forward.default,
+}
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The operators of one cross entropy: `logarithms → loss`, and back by `inner → outer`."""
+
+    logarithms: fx.Node
+    loss: fx.Node
+    inner: fx.Node
+    outer: fx.Node
+
+    @property
+    def x(self) -> fx.Node:
+        return cast(fx.Node, self.logarithms.args[0])
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Labels, class weights, reduction, and the label that is left out."""
+        return self.inner.args[2:6]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing else reads the logarithms, nor how much all labels count."""
+        counts = [one for one in self.loss.users if one.args[1] == 1]
+        own = all(set(one.users) == {self.inner} for one in counts)
+        return own and set(self.logarithms.users) == {self.loss, self.inner, self.outer}
+
+
+def choose(node: fx.Node) -> None:
+    """Puts the fastest way in the place of a cross entropy whose gradient ends at this operator."""
+    found = _match(node)
+    if found is None or node.meta["val"].numel() < LARGE:
+        return
+    x, labels = found.x.meta["val"], found.settings[0].meta["val"]
+    seed = cast(fx.Node, found.inner.args[0]).meta["val"]
+    seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be one number for all
+    ways = WAYS if found.is_closed else {name: way for name, way in WAYS.items() if name != "softmax"}
+    arguments = (x, seed, labels, None, *found.settings[2:])
+    way = fastest("cross entropy", ways, arguments, below=x.shape[1])
+    node.meta[WAY] = ("cross entropy", way)
+    if way != "pytorch":
+        REPLACE[way](found)
+
+
+def _match(outer: fx.Node) -> _Loss | None:
+    """The cross entropy this operator belongs to, if the gradient in between goes nowhere else."""
+    inner, logarithms, axis, kind = cast(Any, outer.args)
+    if not isinstance(inner, fx.Node) or inner.target not in FORWARD or set(inner.users) != {outer}:
+        return None
+    same = logarithms.target is aten._log_softmax.default and inner.args[1] is logarithms
+    total: Any = inner.args[6]
+    if not same or total.target is not getitem:
+        return None
+    x, *how = logarithms.args
+    loss = total.args[0]
+    pair = loss.target is FORWARD[inner.target] and loss.args == (logarithms, *inner.args[2:6])
+    plain = axis == 1 and how == [1, False] and x.meta["val"].dtype is kind and kind in (torch.float32, torch.float64)
+    return _Loss(logarithms, loss, inner, outer) if pair and plain else None
+
+
+def _replace_gradient(found: _Loss) -> None:
+    outer = found.outer
+    outer.target, outer.args = gradient_of_logarithms, (found.inner.args[0], found.logarithms, *found.settings)
+    outer.meta["workspace"] = _scratch(found)
+    outer.graph.erase_node(found.inner)
+
+
+def _replace_all(found: _Loss) -> None:
+    graph = found.outer.graph
+    with graph.inserting_before(found.logarithms):
+        softmax = graph.call_function(aten._softmax.default, (found.x, 1, False))
+    softmax.meta = dict(found.logarithms.meta)
+    with graph.inserting_before(found.loss):
+        loss = graph.call_function(losses, (found.x, softmax, *found.settings))
+    loss.meta = dict(found.loss.meta) | {"val": found.loss.meta["val"][0], "workspace": _scratch(found)}
+    found.outer.target, found.outer.args = gradient_of_softmax, (found.inner.args[0], softmax, *found.settings)
+    found.outer.meta["workspace"] = _scratch(found)
+    graph.erase_node(found.inner)
+    for result in list(found.loss.users):
+        result.replace_all_uses_with(loss)  # the other result has no reader left
+        graph.erase_node(result)
+    graph.erase_node(found.loss)
+    graph.erase_node(found.logarithms)
+
+
+def _scratch(found: _Loss) -> int:
+    """Bytes of what there is beside arguments and results: a few numbers for each label."""
+    labels = found.settings[0].meta["val"]
+    return labels.numel() * (4 * found.x.meta["val"].element_size() + 2 * labels.element_size())
+
+
+# Parts of the ways, with x [n, classes, …] and labels t [n, …]
+
+
+def losses(x: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
+    """`log Σ exp x - x[t]`, with `p = softmax(x)`: of the largest class, `log p = x - log Σ exp x`."""
+    places, counts = _places(t, left_out)
+    each = (x.amax(1) - x.gather(1, places).squeeze(1)).sub_(p.amax(1).log_())
+    if counts is not None:
+        each.masked_fill_(counts.logical_not(), 0)
+    factors = _factors(x, places, counts, weights)
+    each = each if factors is None else each.mul_(factors)
+    if reduction == NONE:
+        return each
+    return each.sum() / _total(t, factors) if reduction == MEAN else each.sum()
+
+
+def gradient_of_softmax(g: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
+    """`(p - onehot(t)) s`."""
+    places, scale = _scale(g, p, t, weights, reduction, left_out)
+    return (p * scale).scatter_add_(1, places, (-scale).expand_as(places))
+
+
+def gradient_of_logarithms(
+    g: Array, logarithms: Array, t: Array, weights: Array | None, reduction: int, left_out: int
+) -> Array:
+    """The same from `log p`."""
+    places, scale = _scale(g, logarithms, t, weights, reduction, left_out)
+    return torch.exp(logarithms).mul_(scale).scatter_add_(1, places, (-scale).expand_as(places))
+
+
+def _scale(g: Array, x: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> tuple[Array, Array]:
+    """The labels along the axis of the classes, and what each row's loss counts: one number where all count alike."""
+    places, counts = _places(t, left_out)
+    factors = _factors(x, places, counts, weights)
+    g = g / _total(t, factors) if reduction == MEAN else g
+    g = g if factors is None else g * factors
+    return places, g.unsqueeze(1) if g.ndim else g
+
+
+def _places(t: Array, left_out: int) -> tuple[Array, Array | None]:
+    """The labels along the axis of the classes, and which of them count, unless all do."""
+    if left_out == NO_LABEL:
+        return t.unsqueeze(1), None
+    counts = t != left_out
+    return torch.where(counts, t, 0).unsqueeze(1), counts
+
+
+def _factors(x: Array, places: Array, counts: Array | None, weights: Array | None) -> Array | None:
+    """What each label counts; None where that is 1 for all."""
+    if weights is None:
+        return None if counts is None else counts.to(x.dtype)
+    factors = weights[places.squeeze(1)]
+    return factors if counts is None else factors * counts
+
+
+def _total(t: Array, factors: Array | None) -> Array | int:
+    return t.numel() if factors is None else factors.sum()
+
+
+# Ways: functions of (x, gradient of the loss, labels, class weights, reduction, label that is left out)
+
+
+def _pytorch(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
+    logarithms = aten._log_softmax.default(x, 1, False)
+    back = aten.nll_loss_backward.default if x.ndim == 2 else aten.nll_loss2d_backward.default
+    loss, total = FORWARD[back](logarithms, t, *settings)
+    inner = back(g, logarithms, t, *settings, total)
+    return loss, aten._log_softmax_backward_data.default(inner, logarithms, 1, x.dtype)
+
+
+def _by_gradient(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
+    logarithms = aten._log_softmax.default(x, 1, False)
+    forward = aten.nll_loss_forward.default if x.ndim == 2 else aten.nll_loss2d_forward.default
+    return forward(logarithms, t, *settings)[0], gradient_of_logarithms(g, logarithms, t, *settings)
+
+
+def _by_softmax(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
+    p = aten._softmax.default(x, 1, False)
+    return losses(x, p, t, *settings), gradient_of_softmax(g, p, t, *settings)
+
+
+WAYS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "pytorch": _pytorch,
+    "gradient": _by_gradient,
+    "softmax": _by_softmax,
+}
+REPLACE: dict[str, Callable[[_Loss], None]] = {"gradient": _replace_gradient, "softmax": _replace_all}

@@ -1,0 +1,67 @@
+"""Other ways to compute the gradient of an embedding: rows of a gradient, added up by the word they belong to.
+
+A word that occurs several times gets the sum of its rows, in a fixed order. PyTorch looks at every word for each
+thread; adding the rows to zeros looks at the ones that occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Array = torch.Tensor
+
+
+def by_index(g: Array, indices: Array, words: int, padding: int, by_frequency: bool) -> Array:
+    """Adds row after row."""
+    rows = g.reshape(-1, g.shape[-1])
+    return _without(padding, rows.new_zeros(words, rows.shape[1]).index_add_(0, indices.reshape(-1), rows))
+
+
+def by_scatter(g: Array, indices: Array, words: int, padding: int, by_frequency: bool) -> Array:
+    """Sorts the places by their words first, so that threads share the words."""
+    rows = g.reshape(-1, g.shape[-1])
+    places = indices.reshape(-1, 1).long().expand_as(rows)
+    return _without(padding, rows.new_zeros(words, rows.shape[1]).scatter_add_(0, places, rows))
+
+
+def _without(padding: int, found: Array) -> Array:
+    """The word that stands for nothing has no gradient; -1 means that there is none."""
+    if padding >= 0:
+        found[padding] = 0
+    return found
+
+
+WAYS: dict[str, Callable[..., Array]] = {
+    "pytorch": aten.embedding_dense_backward.default,
+    "index": by_index,
+    "scatter": by_scatter,
+}
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether gradients are summed and not averaged."""
+    by_frequency = node.args[4]
+    return not by_frequency
+
+
+def words(arguments: Sequence[Any]) -> int:
+    """Every index is below this."""
+    return int(arguments[2])
+
+
+def _rows(arguments: Sequence[Array], _: int) -> int:
+    """Rows in one piece, where they are not."""
+    g, indices = arguments
+    return (0 if g.is_contiguous() else g.nbytes) + (0 if indices.is_contiguous() else indices.nbytes)
+
+
+# Bytes a way needs beside its arguments and its result. Sorting has words and places, each twice.
+SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
+    by_index: _rows,
+    by_scatter: lambda arguments, result: _rows(arguments, result) + 5 * 8 * arguments[1].numel(),
+}

@@ -1,0 +1,107 @@
+"""Other ways to normalize a batch of images, and to compute the gradients of that.
+
+PyTorch goes through each channel twice for its statistics, one number at a time. Sums and norms of rows, one for each
+channel of each image, are vectorized; what the rows of a channel give is added up then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Array = torch.Tensor
+FAR = 16  # times the variance: larger squares would lose more than a digit of it
+FEWEST, ENOUGH = 8, 1 << 19  # images, and numbers in them, that are measured with
+
+
+def normalize_by_rows(x: Array, gamma: Array, beta: Array, *settings: Any) -> tuple[Array, Array, Array]:
+    """`γ (x - mean) / sqrt(variance + ε) + β`, the mean, and `1 / sqrt(variance + ε)`.
+
+    The variance comes from sums of squares, unless a channel is so far from 0 that these would swallow it.
+    """
+    epsilon, count = settings[-1], x.numel() // x.shape[1]
+    mean, square = _total(x) / count, _squares(x) / count
+    variance = torch.addcmul(square, mean, mean, value=-1)
+    if bool((square > FAR * variance).any()):
+        return _centered(x, mean, gamma, beta, epsilon)
+    inverse = variance.add_(epsilon).rsqrt_()
+    slope = inverse * gamma
+    offset = torch.addcmul(beta, mean, slope, value=-1)
+    return torch.mul(x, _across(slope, x)).add_(_across(offset, x)), mean, inverse
+
+
+def _centered(x: Array, mean: Array, gamma: Array, beta: Array, epsilon: float) -> tuple[Array, Array, Array]:
+    """The same from squares of `x - mean`: one pass more over the images."""
+    y = x - _across(mean, x)
+    inverse = (_squares(y) / (x.numel() // x.shape[1])).add_(epsilon).rsqrt_()
+    return y.mul_(_across(inverse * gamma, x)).add_(_across(beta, x)), mean, inverse
+
+
+def gradients_by_rows(g: Array, x: Array, gamma: Array, *settings: Any) -> tuple[Array | None, ...]:
+    """With `x̂ = (x - mean) / deviation`: `β' = Σ g`, `γ' = Σ g x̂`, `x' = γ / deviation (g - (β' + x̂ γ') / count)`."""
+    _, _, mean, inverse, *_, wanted = settings
+    count = x.numel() // x.shape[1]
+    of_beta, products = _total(g), x * g
+    of_gamma = torch.addcmul(_total(products), mean, of_beta, value=-1).mul_(inverse)
+    slope, share = inverse * gamma, inverse * of_gamma / -count
+    offset = torch.addcmul(of_beta / count, mean, share).mul_(slope)
+    of_x = torch.mul(x, _across(share, x), out=products).add_(g).mul_(_across(slope, x)).sub_(_across(offset, x))
+    return of_x, of_gamma if wanted[1] else None, of_beta if wanted[2] else None
+
+
+def _total(x: Array) -> Array:
+    """`Σ x` of each channel."""
+    return x.flatten(2).sum(2).sum(0)
+
+
+def _squares(x: Array) -> Array:
+    """`Σ x²` of each channel."""
+    return torch.linalg.vector_norm(x.flatten(2), dim=2).square_().sum(0)
+
+
+def _across(numbers: Array, x: Array) -> Array:
+    """One number a channel, to be combined with images."""
+    return numbers.view(-1, *[1] * (x.ndim - 2))
+
+
+FORWARD: dict[str, Callable[..., Any]] = {"pytorch": aten.native_batch_norm.default, "rows": normalize_by_rows}
+BACKWARD: dict[str, Callable[..., Any]] = {
+    "pytorch": aten.native_batch_norm_backward.default,
+    "rows": gradients_by_rows,
+}
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether images in one piece are normalized by their own statistics, `γ` and `β` included."""
+    backward = node.target is aten.native_batch_norm_backward.default
+    given, settings = cast(Any, (node.args[:3], node.args[3:]))
+    arrays = [one.meta["val"] for one in given if isinstance(one, fx.Node)]
+    images = arrays[:2] if backward else arrays[:1]
+    plain = len(arrays) == 3 and settings[:2] == (None, None) and all(_is_plain(one) for one in images)
+    training, wanted = (settings[4], settings[6][0]) if backward else (settings[2], True)
+    return plain and bool(training) and bool(wanted)
+
+
+def _is_plain(images: Array) -> bool:
+    return images.ndim > 2 and images.is_contiguous() and images.dtype in (torch.float32, torch.float64)
+
+
+def fewer(settings: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arguments with as many images as it takes to compare: the time goes with their number."""
+    images = settings[0]
+    count = max(FEWEST, ENOUGH // images[0].numel())
+    return tuple(one[:count] if getattr(one, "ndim", 0) == images.ndim else one for one in settings)
+
+
+def _rows(arguments: Sequence[Array], _: int) -> int:
+    """A number for each channel of each image, at most two at once."""
+    x = arguments[0]
+    return 2 * x.shape[0] * x.shape[1] * x.element_size()
+
+
+# Bytes a way needs beside its arguments and its results.
+SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {normalize_by_rows: _rows, gradients_by_rows: _rows}

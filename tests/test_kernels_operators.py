@@ -1,0 +1,203 @@
+"""Ways for embeddings and normalization: PyTorch's numbers, used where they are chosen, their memory known."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from test_memory import measured_peak
+
+import stepgraph as sg
+from stepgraph.compiler import trace
+from stepgraph.compiler.kernels import embedding, measure, normalization, operators, products
+
+aten = torch.ops.aten
+OPTIONS = sg.GraphCompilationOptions
+EPSILON = 1e-5
+
+
+def close(found: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float) -> None:
+    assert (found is None) == (wanted is None)
+    if found is not None and wanted is not None:
+        assert found.shape == wanted.shape and found.is_contiguous()
+        assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+# Embedding
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("padding", [-1, 0, 4])
+@pytest.mark.parametrize("way", embedding.WAYS)
+def test_embedding_gradients_sum_repeated_words(way: str, padding: int, kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(6, 50, 16, generator=generator)
+    for indices in (torch.randint(0, 9, (6, 50), generator=generator), torch.full((6, 50), 4)):
+        found = embedding.WAYS[way](g, indices.to(kind), 12, padding, False)
+        wanted = torch.zeros(12, 16, dtype=torch.float64)
+        for row, word in zip(g.double().reshape(-1, 16), indices.flatten().tolist(), strict=True):
+            wanted[word] += row * (word != padding)
+        close(found, wanted.float(), 1e-6)
+        turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # the same numbers in another order in memory
+        close(embedding.WAYS[way](turned, indices.to(kind), 12, padding, False), found, 1e-6)
+
+
+def test_indices_are_measured_all_over_the_vocabulary() -> None:
+    seen: list[torch.Tensor] = []
+
+    def way(g: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        seen.append(indices)
+        return g
+
+    arguments = torch.empty(500, 2), torch.empty(500, dtype=torch.int64)
+    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"), 100)
+    assert seen[0].min() >= 0 and seen[0].max() < 100 and len(seen[0].unique()) > 90
+    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"))
+    assert not seen[-1].any()
+
+
+# Normalization
+
+
+def images(mean: float, *shape: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(shape, generator=generator) for _ in range(2))
+    gamma, beta = (torch.randn(shape[1], generator=generator) for _ in range(2))
+    x[:, 0] += mean  # one channel is far from 0
+    return g, x * 2, gamma, beta
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (6, 4, 32), (2, 3, 4, 2, 6)], ids=str)
+@pytest.mark.parametrize("mean", [0.0, 3.0, 30.0, 300.0])
+def test_normalization_by_rows_is_as_exact_as_pytorchs(mean: float, shape: tuple[int, ...]) -> None:
+    """The numbers themselves are rounded, to a part of their distance from 0."""
+    g, x, gamma, beta = images(mean, *shape)
+    settings = (None, None, True, 0.0, EPSILON)
+    found = normalization.normalize_by_rows(x, gamma, beta, *settings)
+    exact = aten.native_batch_norm.default(x.double(), gamma.double(), beta.double(), *settings)
+    for one, other in zip(found, exact, strict=True):
+        close(one, other.float(), 2e-6 * max(1, mean))
+    for wanted in ([True, True, True], [True, False, True], [True, True, False]):
+        rest = (None, None, *exact[1:], True, EPSILON, wanted)
+        of_x = aten.native_batch_norm_backward.default(g.double(), x.double(), gamma.double(), *rest)
+        rest = (None, None, *(one.float() for one in exact[1:]), True, EPSILON, wanted)
+        for one, other in zip(normalization.gradients_by_rows(g, x, gamma, *rest), of_x, strict=True):
+            close(one, None if other is None or not other.numel() else other.float(), 2e-6 * max(1, mean))
+
+
+def test_constant_and_missing_numbers_do_as_with_pytorch() -> None:
+    settings = (None, None, True, 0.0, EPSILON)
+    gamma, beta = torch.ones(3), torch.zeros(3)
+    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    for number in (0.0, 7.0, float("nan")):
+        x[:, 1] = number
+        found = normalization.normalize_by_rows(x, gamma, beta, *settings)
+        for one, other in zip(found, aten.native_batch_norm.default(x, gamma, beta, *settings), strict=True):
+            # PyTorch's own rounds `x a + b`, 7 · 316 here, where the result is 0.
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+# Memory
+
+
+@torch.inference_mode()
+def test_ways_need_what_they_say() -> None:
+    g, x, gamma, beta = images(0.0, 16, 8, 20, 20)
+    statistics = x.mean((0, 2, 3)), torch.ones(8)
+    rows, indices = torch.randn(1000, 4, 32), torch.randint(0, 50, (1000, 4))
+    turned = rows.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.randn(300, 200)
+    calls = [
+        *((products.of_left_copied, (one, one.t().contiguous())) for one in (wide, wide.t())),
+        *((products.of_right_copied, (wide, other)) for other in (wide.t(), wide.t().contiguous())),
+        (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
+        (normalization.normalize_by_rows, (x + 20, gamma, beta, None, None, True, 0.0, EPSILON)),
+        (normalization.gradients_by_rows, (g, x, gamma, None, None, *statistics, True, EPSILON, [True] * 3)),
+        *((way, (one, indices, 50, -1, False)) for one in (rows, turned) for way in list(embedding.WAYS.values())[1:]),
+    ]
+    for way, arguments in calls:
+        way(*arguments)
+        arrays = [one for one in arguments if isinstance(one, torch.Tensor)]
+        found: list[object] = []
+        measured = measured_peak(lambda way=way, arguments=arguments, found=found: found.append(way(*arguments)))
+        results = sum(one.nbytes for one in (found[0] if isinstance(found[0], tuple) else found))
+        said = results + operators.SCRATCH[way](arrays, results)
+        assert measured <= said <= 1.1 * measured + 8 * 5 * indices.numel(), way  # sorting allocates out of sight
+
+
+# In graphs
+
+
+def words() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    sg.set_seed(4)
+    x, y, graph = sg.Tensor((16, 64), "int64"), sg.Tensor((16, 64, 32)), sg.Graph()
+    rows = graph.node(sg.EmbeddingLayer.create(100, 32), x)
+    graph.node(sg.FullyConnectedLayer.create(32, 32), rows)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=5.0))
+    training.add_inputs({"x": x}, {"y": y})
+    random = np.random.default_rng(0)
+    return training, {"x": random.integers(0, 100, x.shape)}, {"y": random.random(y.shape, dtype=np.float32)}
+
+
+def pictures() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    sg.set_seed(4)
+    x, y, graph = sg.Tensor.image(16, 16, 3, 8), sg.Tensor((8, 16, 16, 16)), sg.Graph()
+    hidden = x
+    for channels in (3, 16):
+        hidden = graph.node(sg.ConvolutionLayer.create(channels, 16, 3), hidden)
+        hidden = graph.node(sg.BatchNormalizationLayer.create(16), hidden)
+        hidden = graph.node(sg.ActivationLayer.relu(), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.5))
+    training.add_inputs({"x": x}, {"y": y})
+    random = np.random.default_rng(0)
+    return training, *({name: random.random(t.shape, dtype=np.float32)} for name, t in (("x", x), ("y", y)))
+
+
+GRAPHS = [
+    (words, {"embedding_dense_backward": "index"}, {embedding.by_index}),
+    (words, {"embedding_dense_backward": "scatter"}, {embedding.by_scatter}),
+    (
+        pictures,
+        {"native_batch_norm": "rows", "native_batch_norm_backward": "rows"},
+        {normalization.normalize_by_rows, normalization.gradients_by_rows},
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "choice", "functions"), GRAPHS, ids=["index", "scatter", "rows"])
+def test_graphs_use_what_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[], tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]],
+    choice: dict[str, str],
+    functions: set[object],
+) -> None:
+    def pick(operator: str, ways: dict[str, object], *_: object, **__: object) -> str:
+        return choice.get(operator.split(".")[1], "pytorch")
+
+    used: set[object] = set()
+    choosing = trace.kernels.choose_kernels
+
+    def noting(module: torch.fx.GraphModule, device: torch.device) -> None:
+        choosing(module, device)
+        used.update(node.target for node in module.graph.nodes)
+
+    monkeypatch.setattr(operators, "fastest", pick)
+    monkeypatch.setattr(trace.kernels, "choose_kernels", noting)
+    (plain, *data), (chosen, *_) = build(), build()
+    plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
+    assert not used
+    chosen.compile(sg.Device.cpu())
+    assert functions <= used
+    losses = [(one.execute(*data).loss, other.execute(*data).loss) for one, other in [(plain, chosen)] * 20]
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-4)
+    assert losses[-1][0] < 0.9 * losses[0][0]
+
+
+def test_what_is_averaged_by_frequency_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "fastest", lambda what, *_, **__: pytest.fail(what))
+    x, y, graph = sg.Tensor((16, 64), "int64"), sg.Tensor((16, 64, 32)), sg.Graph()
+    descriptor = sg.EmbeddingDescriptor(100, 32, scales_gradient_by_frequency=True)
+    graph.node(sg.EmbeddingLayer(descriptor, sg.Tensor((100, 32), fill=1.0)), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
