@@ -348,7 +348,12 @@ def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path, message: str) -> 
 
 
 def test_a_folder_that_is_no_run_or_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(sg.RunError, match="holds no run"):
+    with pytest.raises(sg.RunError, match=r"holds no run.*\nFix: give a folder that fit"):
+        Run(tmp_path)
+    for number in range(8):
+        (tmp_path / "runs" / f"{number}").mkdir(parents=True)
+        (tmp_path / "runs" / f"{number}" / FILE).write_text("")
+    with pytest.raises(sg.RunError, match=r"below it .*5 and 2 more\nFix: give one of those below it"):
         Run(tmp_path)
     with pytest.raises(sg.StorageError, match="there is no such folder"):
         Run(tmp_path / "nowhere")
