@@ -102,6 +102,7 @@ def test_the_record_says_what_happened(finished: tuple[Path, sg.History, Any]) -
     assert [step for step, _, _ in run.steps] == list(range(1, 25))
     assert [loss for _, loss, _ in run.steps] == pytest.approx(history.losses, rel=1e-5)
     assert run.epochs == history.epochs and run.status == "finished" and run.end["step"] == 24
+    assert 0 < run.end["looking"] < run.end["at"]
     assert sum(rows for _, rows, _ in run.speeds) == 4 * ROWS and all(seconds > 0 for _, _, seconds in run.speeds)
     assert [one["step"] for one in run.distributions] == [1, 11, 21, 25]
     assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11), ("end", 24)]

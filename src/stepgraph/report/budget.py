@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.01  # of the time a run takes
+SHARE = 0.005  # of the time a run takes
 START = 0.1  # seconds on top: a small network is looked into as often as one likes, also in a short run
 
 

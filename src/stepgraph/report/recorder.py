@@ -139,8 +139,8 @@ class Recorder(Unrecorded):
                 self._write_distributions(step + 1, self.batch)
                 if not self.profiles or self.budget.has_room(self.gradient_seconds):
                     self._write_profile(step, "end")
-            at = round(time.perf_counter() - self.began, 3)
-            self.record.add("end", time=_now(), step=step, stopped=stopped, at=at)
+            at, looking = (round(one, 3) for one in (time.perf_counter() - self.began, self.budget.spent))
+            self.record.add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking)
             self._write_page()
         finally:
             self.record.close()
