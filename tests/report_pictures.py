@@ -72,7 +72,7 @@ def main() -> None:
         train(run)
         driver.get((run / "report.html").as_uri())
         scheme = "document.documentElement.dataset.scheme = '{}'; document.querySelector('#scheme').textContent = '{}'"
-        light, dark = (scheme.format(one.lower(), one) for one in ("Light", "Dark"))
+        light, dark = (scheme.format(one, f"Colors: {one}") for one in ("light", "dark"))
         smooth = ";const s = document.querySelector('input[type=range]'); s.value = 0.8;"
         smooth += "s.dispatchEvent(new Event('input'));document.querySelector('#curves [data-value=log]').click()"
         chosen = "document.querySelector('.node[data-layer=parts]').dispatchEvent(new MouseEvent('click'))"

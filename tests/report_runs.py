@@ -2,13 +2,17 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.report import budget
 
 BATCH, ROWS = 8, 44
 QUIET: dict[str, Any] = {"progress": "quiet", "metrics": [sg.accuracy]}
@@ -46,6 +50,14 @@ def state(training: sg.TrainingGraph) -> list[bytes]:
     progress = training._progress()
     buffers = [one.numpy().tobytes() for some in progress.buffers.values() for one in some]
     return [t.numpy().tobytes() for t in tensors] + buffers + [repr((progress.stream, progress.time_step)).encode()]
+
+
+@contextmanager
+def time_to_look(seconds: float) -> Iterator[None]:
+    """Runs inside may spend so long on looking, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "START", seconds)
+        yield
 
 
 def deep(layers: int) -> Any:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,25 @@ import torch
 
 import stepgraph as sg
 from stepgraph.data import Batch
-from stepgraph.report import facts, page, structure
-from stepgraph.report.distribution import BINS, distribution
+from stepgraph.report import budget, facts, page, structure
+from stepgraph.report.budget import Budget
+from stepgraph.report.distribution import BINS, COUNTED, distribution
 from stepgraph.report.probe import Probe
 from stepgraph.report.record import FILE
 from stepgraph.report.recorder import look_after
 from stepgraph.report.run import Run
 from stepgraph.report.view import POINTS, view
-from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state
+from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state, time_to_look
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _generous() -> Iterator[None]:
+    with time_to_look(1e9):
+        yield
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, sg.History, Any]:
+def finished(_generous: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, sg.History, Any]:
     """A run of 24 updates."""
     folder, training = tmp_path_factory.mktemp("runs") / "small", network()
     return folder, sg.fit(training, arrays(), validation=arrays(9, 1), epochs=4, run=folder, **QUIET), training
@@ -94,6 +102,7 @@ def test_the_record_says_what_happened(finished: tuple[Path, sg.History, Any]) -
     assert [step for step, _, _ in run.steps] == list(range(1, 25))
     assert [loss for _, loss, _ in run.steps] == pytest.approx(history.losses, rel=1e-5)
     assert run.epochs == history.epochs and run.status == "finished" and run.end["step"] == 24
+    assert 0 < run.end["looking"] < run.end["at"]
     assert sum(rows for _, rows, _ in run.speeds) == 4 * ROWS and all(seconds > 0 for _, _, seconds in run.speeds)
     assert [one["step"] for one in run.distributions] == [1, 11, 21, 25]
     assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11), ("end", 24)]
@@ -162,6 +171,45 @@ def test_any_numbers_have_a_distribution(values: list[float], by_magnitude: bool
         assert len(found["bins"]) == BINS and sum(found["bins"]) == len(counted) and found["from"] < found["to"]
     else:
         assert "bins" not in found
+
+
+def test_a_histogram_of_many_numbers_counts_some_from_everywhere() -> None:
+    kernels = torch.arange(9.0).expand(160_000, 9).contiguous()  # ninefold: a stride of 9, 18 … would see one value
+    found = distribution(kernels)
+    assert found["count"] == kernels.numel() and found["zeros"] == 160_000 and found["mean"] == 4.0
+    seen = [one for one in found["bins"] if one]
+    assert COUNTED / 2 < sum(seen) <= COUNTED and len(seen) == 9 and max(seen) - min(seen) <= 1
+    sparse = torch.zeros(1 << 20)
+    sparse[12345] = 1e-3
+    assert sum(distribution(sparse, by_magnitude=True)["bins"]) == 1  # what is not zero is looked for, not sampled
+
+
+# What it costs
+
+
+def test_a_budget_is_a_share_of_the_time_and_a_little_more() -> None:
+    now = [100.0]
+    spends = Budget(clock=lambda: now[0])
+    with time_to_look(0.5):
+        assert spends.has_room(0.49) and not spends.has_room(0.51)
+        with spends.spending():
+            now[0] += 2.0
+        assert spends.spent == 2.0 and not spends.has_room(0.0)
+        now[0] = 100.0 + 2.5 / budget.SHARE
+        assert spends.has_room(0.99) and not spends.has_room(1.01)
+
+
+def test_without_time_it_looks_at_parameters_and_takes_what_a_report_needs(tmp_path: Path) -> None:
+    with time_to_look(-1e9):
+        sg.fit(network(), arrays(), epochs=7, run=tmp_path / "long", **QUIET)
+        sg.fit(network(), arrays(), epochs=1, run=tmp_path / "short", **QUIET)
+    run = Run(tmp_path / "long")
+    assert [one["step"] for one in run.distributions if one["parameters"]] == [1, 11, 21, 31, 43]
+    assert [one["step"] for one in run.distributions if one["gradients"]] == [1, 11]
+    assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11)]
+    assert run.end is not None and not run.missing and (tmp_path / "long" / "report.html").exists()
+    run = Run(tmp_path / "short")
+    assert [one["step"] for one in run.distributions if one["gradients"]] == [1, 7] and len(run.profiles) == 1
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
@@ -301,7 +349,12 @@ def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path, message: str) -> 
 
 
 def test_a_folder_that_is_no_run_or_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(sg.RunError, match="holds no run"):
+    with pytest.raises(sg.RunError, match=r"holds no run.*\nFix: give a folder that fit"):
+        Run(tmp_path)
+    for number in range(8):
+        (tmp_path / "runs" / f"{number}").mkdir(parents=True)
+        (tmp_path / "runs" / f"{number}" / FILE).write_text("")
+    with pytest.raises(sg.RunError, match=r"below it .*5 and 2 more\nFix: give one of those below it"):
         Run(tmp_path)
     with pytest.raises(sg.StorageError, match="there is no such folder"):
         Run(tmp_path / "nowhere")

@@ -17,7 +17,7 @@ from stepgraph.report.drawing import harmless
 from stepgraph.report.live import LiveServer
 from stepgraph.report.run import Run
 from tests.browser import browser, why_missing
-from tests.report_runs import NASTY, QUIET, arrays, deep, network, slow_training
+from tests.report_runs import NASTY, QUIET, arrays, deep, network, slow_training, time_to_look
 
 needs_browser = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 LAYERS = 200
@@ -33,7 +33,8 @@ def driver() -> Iterator[Any]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a small run."""
     folder, metrics = tmp_path_factory.mktemp("runs") / "small", [sg.accuracy, sg.ConfusionMatrix(3)]
-    sg.fit(network(), arrays(), validation=arrays(9, 1), epochs=4, run=folder, **{**QUIET, "metrics": metrics})
+    with time_to_look(1e9):
+        sg.fit(network(), arrays(), validation=arrays(9, 1), epochs=4, run=folder, **{**QUIET, "metrics": metrics})
     return folder
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import gcd, isfinite
 from typing import Any
 
 import torch
 
 BINS = 32
+COUNTED = 1 << 16  # a histogram of more numbers looks the same
 DECADES = 12.0  # magnitudes further below the largest stand in the first bin
 
 
 def distribution(array: torch.Tensor, by_magnitude: bool = False) -> dict[str, Any]:
     """A histogram with its bounds, and mean, root mean square, zeros and what is not finite.
+
+    The histogram counts at most some 65,000 numbers, evenly spread over the array; all else counts every number.
 
     Args:
         array: any floating type, on any device.
@@ -23,33 +27,56 @@ def distribution(array: torch.Tensor, by_magnitude: bool = False) -> dict[str, A
     """
     # Metal has no float64, in which the sums are taken.
     values = (array.cpu() if array.device.type == "mps" else array).detach().flatten().float()
-    finite = values[values.isfinite()]
-    found: dict[str, Any] = {"count": values.numel(), "not_finite": values.numel() - finite.numel()}
+    count, finite = values.numel(), values
+    low, high = _bounds(values) if count else (0.0, 0.0)
+    if not (isfinite(low) and isfinite(high)):  # looked for only then: it takes longer than all the rest
+        finite = values[values.isfinite()]
+        low, high = _bounds(finite) if finite.numel() else (0.0, 0.0)
+    found: dict[str, Any] = {"count": count, "not_finite": count - finite.numel()}
     if not finite.numel():
         return found
-    squares = finite.double().square().mean().sqrt()
-    facts = torch.stack([finite.double().mean(), squares, *map(torch.Tensor.double, finite.aminmax())])
-    mean, rms, low, high = facts.tolist()
-    zeros = int((finite == 0).sum())
+    norm = torch.linalg.vector_norm(finite, dtype=torch.float64)
+    mean, size, others = torch.stack([finite.mean(dtype=torch.float64), norm, finite.count_nonzero().double()]).tolist()
+    rms, zeros = size / finite.numel() ** 0.5, finite.numel() - int(others)
     found |= {"mean": short(mean), "rms": short(rms), "low": short(low), "high": short(high), "zeros": zeros}
-    return found | _bins(finite, low, high, zeros, by_magnitude)
+    return found | (_magnitudes(finite, zeros) if by_magnitude else _bins(_some(finite), low, high))
 
 
-def _bins(finite: torch.Tensor, low: float, high: float, zeros: int, by_magnitude: bool) -> dict[str, Any]:
-    if by_magnitude:
-        if zeros == finite.numel():
-            return {}
-        finite = finite[finite != 0].abs().log10()
-        low, high = (float(one) for one in finite.aminmax())
-        low = max(low, high - DECADES)
-        finite = finite.clamp(min=low)
+def _magnitudes(finite: torch.Tensor, zeros: int) -> dict[str, Any]:
+    if zeros == finite.numel():
+        return {}
+    sizes = _some(finite[finite != 0] if zeros else finite).abs().log10()
+    low, high = _bounds(sizes)
+    if low < high - DECADES:
+        sizes = sizes.clamp(min=high - DECADES)
+        low, high = _bounds(sizes)
+    return _bins(sizes, low, high)
+
+
+def _bins(finite: torch.Tensor, low: float, high: float) -> dict[str, Any]:
     if low == high:  # all the same: one bin around it
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
-    counts = torch.histc(finite, BINS, low, high)
+    counts = [int(one) for one in torch.histc(finite, BINS, low, high).tolist()]
     # Rounded outwards by the type: what lies on a bound must not fall out of the histogram.
-    counts[0] += (finite < low).sum()
-    counts[-1] += finite.numel() - counts.sum()
-    return {"from": short(low), "to": short(high), "bins": [int(one) for one in counts.tolist()]}
+    counts[-1] += finite.numel() - sum(counts)
+    return {"from": short(low), "to": short(high), "bins": counts}
+
+
+def _some(values: torch.Tensor) -> torch.Tensor:
+    """Every so-manieth number, with a stride that has no factor in common with any extent of the array.
+
+    A stride of 9 would see one corner of all 3 × 3 kernels, and nothing else.
+    """
+    stride = -(-values.numel() // COUNTED)
+    while gcd(stride, values.numel()) > 1:
+        stride += 1
+    return values[::stride]
+
+
+def _bounds(values: torch.Tensor) -> tuple[float, float]:
+    """Least and largest; NaN where there is one."""
+    low, high = torch.stack(values.aminmax()).tolist()
+    return low, high
 
 
 def short(number: float) -> float:

@@ -50,12 +50,12 @@ class Probe:
             found = executable.run(executable.bind(arrays).filled({}))
         return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}
 
-    def profile(self, batch: Batch) -> Profile:
-        """Time by layer and phase of a step with this batch."""
+    def profile(self, batch: Batch, runs: int) -> Profile:
+        """Time by layer and phase of a step with this batch, the least of some runs."""
         plan = self.training.memory_plan
         copied = plan.parameters + plan.statistics + plan.optimizer_state
         _require_within(self.training._memory_limit, plan.total + copied)
-        return self.training.profile(*batch.parts, batch_size=batch.rows)
+        return self.training.profile(*batch.parts, batch_size=batch.rows, repeat=runs)
 
     def _executable(self, rows: int) -> Executable:
         """Forward and gradient in one piece that gives the gradients of what is trained, and nothing else."""

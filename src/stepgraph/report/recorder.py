@@ -1,7 +1,8 @@
 """What `fit` calls to write a run folder while it trains.
 
-With each update it compares two numbers; losses are written when `fit` reads them anyway. Looking into the step
-(gradients, a profile) costs about one more step, and is done at few updates that lie further and further apart.
+With each update it compares two numbers; losses are written when `fit` reads them anyway. Parameters are looked at
+before few updates that lie further and further apart. Gradients and profiles cost about one more step each: they are
+taken twice and once in any case, and then where the budget has room.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stepgraph import draw
 from stepgraph.data import Batch
 from stepgraph.errors import StepgraphError, reason
 from stepgraph.report import facts, page, structure
+from stepgraph.report.budget import Budget
 from stepgraph.report.distribution import distribution, short
 from stepgraph.report.probe import Probe
 from stepgraph.report.record import Record, check_new
@@ -27,6 +29,8 @@ from stepgraph.training import TrainingGraph
 
 logger = logging.getLogger("stepgraph")
 PAGE_SECONDS = 10.0  # the page is made again after an epoch if it is older than this
+ALWAYS = 2  # gradients that are taken whatever they cost
+QUICK = 0.01  # seconds of gradients up to which a profile is the least of three runs
 
 
 class Unrecorded:
@@ -61,11 +65,22 @@ class Recorder(Unrecorded):
         self.training, self.folder = training, folder
         self.probe, self.failed = Probe(training), set[str]()
         self.began = self.read_at = time.perf_counter()
-        self.page_at = float("-inf")
+        self.page_at = self.began
         self.batch: Batch | None = None
-        self.looks = 0
+        self.looks = self.profiles = 0
+        self.gradient_seconds = self.page_seconds = 0.0  # what the last ones took
 
     def begin(self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]) -> None:
+        self.budget = Budget()
+        with self.budget.spending():
+            self._write_beginning(step, epoch, total, resumed, settings)
+            self.read_back = Run(self.folder)
+        self.next_look = step + 1
+        self.read_at = time.perf_counter()
+
+    def _write_beginning(
+        self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]
+    ) -> None:
         self.record = Record(self.folder)
         device = self.training._require_compiled("fit")
         self.record.add(
@@ -81,21 +96,19 @@ class Recorder(Unrecorded):
         )
         self.record.add("graph", **structure.graph(self.training))
         self.record.add("memory", **structure.plan(self.training))
-        self.read_back = Run(self.folder)
-        self.next_look = step + 1
-        self.read_at = time.perf_counter()
 
     def epoch_begins(self) -> None:
         self.read_at = time.perf_counter()
 
     def look(self, step: int, batch: Batch) -> None:
-        began = time.perf_counter()
-        self.batch, self.looks = batch, self.looks + 1
+        self._wait()  # for updates under way: their time is not that of looking
+        spent = self.budget.spent
+        self.batch = batch
         self._write_distributions(step, batch)
         if self.looks == 2:  # the first steps warm caches up
             self._write_profile(step, "early")
         self.next_look = look_after(step)
-        self.read_at += time.perf_counter() - began  # not the time of training
+        self.read_at += self.budget.spent - spent  # not the time of training
 
     def steps(self, losses: Sequence[tuple[int, float, float]], rows: int) -> None:
         if not losses:
@@ -115,45 +128,62 @@ class Recorder(Unrecorded):
 
     def epoch(self, row: Mapping[str, Any]) -> None:
         self.record.add("epoch", at=round(time.perf_counter() - self.began, 3), numbers=dict(row))
-        if time.perf_counter() - self.page_at > PAGE_SECONDS:
+        old = time.perf_counter() - self.page_at > PAGE_SECONDS
+        if self.page_seconds == 0 or (old and self.budget.has_room(self.page_seconds)):
             self._write_page()
 
     def end(self, step: int, stopped: str) -> None:
         try:
             if self.batch is not None and stopped != "failed":
+                self._wait()
                 self._write_distributions(step + 1, self.batch)
-                self._write_profile(step, "end")
-            at = round(time.perf_counter() - self.began, 3)
-            self.record.add("end", time=_now(), step=step, stopped=stopped, at=at)
+                if not self.profiles or self.budget.has_room(self.gradient_seconds):
+                    self._write_profile(step, "end")
+            at, looking = (round(one, 3) for one in (time.perf_counter() - self.began, self.budget.spent))
+            self.record.add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking)
             self._write_page()
         finally:
             self.record.close()
 
     def _write_page(self) -> None:
-        self.read_back.update()
-        page.write(self.folder / page.FILE, [self.read_back])
-        self.page_at = time.perf_counter()
+        spent = self.budget.spent
+        with self.budget.spending():
+            self.read_back.update()
+            page.write(self.folder / page.FILE, [self.read_back])
+        self.page_at, self.page_seconds = time.perf_counter(), self.budget.spent - spent
 
     # Looking into the step
 
     @torch.inference_mode()
     def _write_distributions(self, step: int, batch: Batch) -> None:
-        """Parameters before update `step`, and the gradients of its first batch."""
+        """Parameters before update `step`, and the gradients of its first batch where there is time for them."""
+        self.looks += 1
         names = draw.parameter_names(self.training._compiled)
-        trained = self.training._trainable()
-        found = {names.get(t, t.label): distribution(t.torch()) for t in trained}
+        with self.budget.spending():
+            found = {names.get(t, t.label): distribution(t.torch()) for t in self.training._trainable()}
         gradients: dict[str, Any] = {}
-        for tensor, array in self._tried("gradients", lambda: self.probe.gradients(batch), {}).items():
-            gradients[names.get(tensor, tensor.label)] = distribution(array, by_magnitude=True)
+        if self.looks <= ALWAYS or self.budget.has_room(self.gradient_seconds):
+            spent = self.budget.spent
+            with self.budget.spending():
+                for tensor, array in self._tried("gradients", lambda: self.probe.gradients(batch), {}).items():
+                    gradients[names.get(tensor, tensor.label)] = distribution(array, by_magnitude=True)
+            self.gradient_seconds = self.budget.spent - spent
         self.record.add("distributions", step=step, parameters=found, gradients=gradients)
 
     def _write_profile(self, step: int, when: str) -> None:
-        batch = self.batch
+        batch, runs = self.batch, 3 if self.gradient_seconds <= QUICK else 1
         assert batch is not None
-        found = self._tried("profile", lambda: self.probe.profile(batch), None)
+        with self.budget.spending():
+            found = self._tried("profile", lambda: self.probe.profile(batch, runs), None)
         if found is not None:
+            self.profiles += 1
             rows = [list(row) for row in found.rows]
-            self.record.add("profile", step=step, when=when, rows_in_batch=batch.rows, rows=rows)
+            self.record.add("profile", step=step, when=when, rows_in_batch=batch.rows, runs=runs, rows=rows)
+
+    def _wait(self) -> None:
+        device = self.training._require_compiled("fit").torch
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     def _tried(self, what: str, looking: Any, otherwise: Any) -> Any:
         """What looking found. Where it fails, for want of memory mostly, training goes on and the record says why."""

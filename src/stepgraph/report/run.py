@@ -10,6 +10,8 @@ from typing import Any
 from stepgraph.errors import RunError, StorageError
 from stepgraph.report.record import FILE, check_header, storage
 
+BELOW = 6  # runs that an error names
+
 
 class Run:
     """What the record of a run says so far. Raises where the folder holds none, or one that cannot be read.
@@ -29,9 +31,7 @@ class Run:
         if not folder.is_dir():
             raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
         if not (folder / FILE).is_file():
-            raise RunError(
-                f"{folder}", f"it holds no run: there is no {FILE}", fix="give a folder that fit(run=…) wrote"
-            )
+            raise _no_run(folder)
         self._clear()
         self.update()
         if not self.begins:
@@ -121,6 +121,17 @@ class Run:
 
     def _profile(self, entry: dict[str, Any]) -> None:
         self.profiles.append({"step": entry["step"], "when": entry["when"], "rows": entry["rows"], **entry})
+
+
+def _no_run(folder: Path) -> RunError:
+    """Says where runs are, if there are any one or two folders below."""
+    with storage(folder, "read"):
+        below = sorted({f"{path.parent}" for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{FILE}")})
+    problem = f"it holds no run: there is no {FILE}"
+    if not below:
+        return RunError(f"{folder}", problem, fix="give a folder that fit(run=…) wrote")
+    shown = ", ".join(below[:BELOW]) + (f" and {len(below) - BELOW} more" if len(below) > BELOW else "")
+    return RunError(f"{folder}", problem, below_it=shown, fix="give one of those below it")
 
 
 def _number(value: Any) -> Any:

@@ -104,7 +104,7 @@ def thinned(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first, the last, and as many looks between as fit into a page."""
     if not looks:
         return []
-    bins = sum(len(one.get("bins", ())) for kind in ("parameters", "gradients") for one in looks[-1][kind].values())
+    bins = sum(len(one.get("bins", ())) for kind in ("parameters", "gradients") for one in looks[0][kind].values())
     most = max(3, CELLS // max(bins, 1))
     if len(looks) <= most:
         return list(looks)

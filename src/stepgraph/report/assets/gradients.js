@@ -6,8 +6,8 @@ function drawGradients(place, data, view) {
   const trained = new Set(
     run.graph.nodes.flatMap((node) => node.parameters.filter((one) => one.trained).map((one) => one.name)),
   );
-  const troubles = gradientTroubles(run, trained);
   const looks = run.distributions.filter((one) => Object.keys(one.gradients).length);
+  const troubles = gradientTroubles(looks, trained);
   put(
     place,
     element(
@@ -58,16 +58,16 @@ function drawGradients(place, data, view) {
 }
 
 /** Parameters that should learn and were seen with a gradient of zeros, or of what is no number. */
-function gradientTroubles(run, trained) {
+function gradientTroubles(looks, trained) {
   const found = [];
   for (const name of trained) {
-    const zero = run.distributions.filter(
+    const zero = looks.filter(
       ({ gradients }) => gradients[name] && gradients[name].zeros === gradients[name].count,
     );
-    const wild = run.distributions.filter(({ gradients }) => gradients[name] && gradients[name].not_finite > 0);
+    const wild = looks.filter(({ gradients }) => gradients[name] && gradients[name].not_finite > 0);
     if (zero.length)
       found.push(
-        `${name}: the whole gradient was zero at ${zero.length === run.distributions.length ? "every look" : `update ${zero.map((one) => number(one.step)).join(", ")}`}.`,
+        `${name}: the whole gradient was zero at ${zero.length === looks.length ? "every look" : `update ${zero.map((one) => number(one.step)).join(", ")}`}.`,
       );
     if (wild.length)
       found.push(`${name}: the gradient was not finite at update ${wild.map((one) => number(one.step)).join(", ")}.`);

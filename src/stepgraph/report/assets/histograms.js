@@ -11,7 +11,8 @@ function drawHistograms(place, data, view) {
   if (!names.includes(view.histograms.parameter)) [view.histograms.parameter] = names;
   const timeOf = (one) => ({ step: one.step, isEnd: run.end !== null && one.step > run.end.step });
   const ridges = element("div", { class: "charts ridges" });
-  const sizes = looks
+  const seen = looks.filter((one) => Object.keys(one.gradients).length);
+  const sizes = seen
     .flatMap((one) => names.map((name) => one.gradients[name]?.rms))
     .filter((one) => one > 0)
     .map(Math.log10);
@@ -21,8 +22,8 @@ function drawHistograms(place, data, view) {
       "button",
       { type: "button", class: "strip", "data-parameter": name, onclick: () => choose(name) },
       element("span", { class: "name" }, name),
-      strip(looks, name, range),
-      element("span", { class: "numeric" }, number(looks.at(-1).gradients[name]?.rms)),
+      strip(seen, name, range),
+      element("span", { class: "numeric" }, number(seen.at(-1)?.gradients[name]?.rms)),
     ),
   );
 
@@ -51,7 +52,7 @@ function drawHistograms(place, data, view) {
     element(
       "p",
       { class: "lead" },
-      `${count(looks.length, "look")}, further and further apart: the parameters before an update and the gradient of one batch. ` +
+      `${count(looks.length, "look")}, further and further apart: the parameters before an update, and in ${number(seen.length)} of them the gradient of one batch. ` +
         "Each strip is the size of a parameter's gradient over time (root mean square), stronger where it is larger.",
     ),
     element(

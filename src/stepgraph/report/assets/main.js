@@ -132,7 +132,7 @@ function tiles(run) {
 const middle = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 
 // Light, dark, or what the system says. A page from a file may not be allowed to remember it.
-const SCHEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+const SCHEMES = { auto: "Colors: auto", light: "Colors: light", dark: "Colors: dark" };
 
 function scheme() {
   const button = pick("#scheme");
@@ -147,7 +147,6 @@ function scheme() {
     if (current === "auto") delete document.documentElement.dataset.scheme;
     else document.documentElement.dataset.scheme = current;
     button.textContent = SCHEMES[current];
-    button.setAttribute("aria-label", `Color scheme: ${SCHEMES[current]}`);
     try {
       localStorage.setItem("stepgraph-scheme", current);
     } catch {

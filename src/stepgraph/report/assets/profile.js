@@ -44,7 +44,7 @@ function drawProfile(place, data, view) {
     },
     { title: "Memory made", numeric: true, value: (row) => row.size, cell: (row) => bytes(row.size) },
   ];
-  const { step, rows_in_batch: batch } = run.profiles[which];
+  const { step, rows_in_batch: batch, runs = 3 } = run.profiles[which];
   const options = run.profiles.map((one, i) => [
     String(i),
     i === 0 && one.when === "early" ? `early, update ${number(one.step)}` : `end, update ${number(one.step)}`,
@@ -55,7 +55,7 @@ function drawProfile(place, data, view) {
     element(
       "p",
       { class: "lead" },
-      `A step with ${count(batch, "row")} takes ${seconds(whole)}, operator by operator (update ${number(step)}, the least of three runs). ` +
+      `A step with ${count(batch, "row")} takes ${seconds(whole)}, operator by operator (update ${number(step)}, ${runs > 1 ? `the least of ${number(runs)} runs` : "one run"}). ` +
         "A real step is a little faster: nothing waits between its operators.",
     ),
     element(
