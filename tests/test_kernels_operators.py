@@ -50,7 +50,7 @@ def test_indices_are_measured_all_over_the_vocabulary() -> None:
         return g
 
     arguments = torch.empty(500, 2), torch.empty(500, dtype=torch.int64)
-    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"), 100)
+    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"), below=100)
     assert seen[0].min() >= 0 and seen[0].max() < 100 and len(seen[0].unique()) > 90
     measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"))
     assert not seen[-1].any()

@@ -95,7 +95,7 @@ def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: p
 def test_both_orders_are_timed_on_the_same_work(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
 
-    def fastest(operator: str, ways: Mapping[str, Callable], arguments: list[torch.Tensor]) -> str:
+    def fastest(operator: str, ways: Mapping[str, Callable], arguments: list[torch.Tensor], **_: object) -> str:
         generator = torch.Generator().manual_seed(0)
         arrays = [measure._filled(one, generator, one.device, 1) for one in arguments]
         before = [array.clone() for array in arrays]

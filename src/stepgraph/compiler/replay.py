@@ -43,7 +43,7 @@ class Replay:
         self._function = function
         self._code = getattr(generated, "__func__", generated)
         self._launches: list[Launch] | None = None
-        self._like: list[torch.Tensor] = []
+        self._like: list[tuple[Any, ...]] = []  # extents, strides and types of the results
         # Once a call was recorded there is nothing new to find out.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
@@ -58,7 +58,8 @@ class Replay:
         return self._first(given) if self._to_record else self._function(*given)
 
     def _launch(self, launches: Iterable[Launch], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = [torch.empty_like(one) for one in self._like]  # the caller may keep what earlier calls gave
+        allocate = self._code.__globals__[ALLOCATE]
+        found = [allocate(*like) for like in self._like]  # the caller may keep what earlier calls gave
         for kernel, arguments, inputs, results in launches:
             for position, index in inputs:
                 arguments[position] = given[index]
@@ -75,7 +76,7 @@ class Replay:
             found = self._function(*given)
         launches = self._understood(calls, buffers, given, found)
         if launches is not None:
-            self._like = list(found)
+            self._like = [(one.shape, one.stride(), one.dtype) for one in found]
             again = self._launch(launches, copies)
             if all(map(torch.equal, [*given, *found], [*copies, *again])):
                 self._launches = launches

@@ -145,7 +145,7 @@ class Executable:
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
         with _InferenceMode(True):
-            return self._alone(given) if self._is_tiny else self._function(*given)
+            return self._alone(given) if self._is_tiny and not self.is_fused else self._function(*given)
 
     def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs in this thread only: waking others up would take longer than the work, on a busy machine very long."""

@@ -11,14 +11,14 @@ from torch import fx
 
 from stepgraph.compiler.kernels import channels_first, channels_last
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
-from stepgraph.compiler.kernels.measure import WAY, fastest
+from stepgraph.compiler.kernels.measure import FEWEST, WAY, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
 
 aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
 FEW = 4  # channels
-FEWEST, ENOUGH = 8, 1 << 18  # images, and numbers in them, that are measured with
+ENOUGH = 1 << 17  # numbers in the images that are measured with
 
 
 def choose_forward(node: fx.Node) -> None:

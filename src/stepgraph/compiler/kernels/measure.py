@@ -21,23 +21,24 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
 ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
 LONG, SLOW = 0.02, 1.5  # a way whose first run took this long, and this many times another's, is not run again
-GAIN = 0.9  # another way must take less than this share of the reference's time
+FEWEST = 8  # images
+GAIN = 0.9  # share of the reference's time that another way must stay below
 WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
 Way = Callable[..., Any]
 
 
-def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], *, below: int = 1) -> str:
+def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **rules: Any) -> str:
     """The name of the fastest way for arguments like these; the first way is the reference.
 
     Args:
         operator: what is computed.
         ways: functions of `arguments`, all with the same result.
         arguments: arrays, of which only shape, type and device matter, and settings.
-        below: whole numbers, which are indices, are measured with any from 0 to here.
+        rules: how they are compared, as for `measure`.
     """
     key, choices = _key(operator, ways, arguments), _choices()
     if key not in choices:
-        choices[key] = measure(ways, arguments, _device(arguments), below)
+        choices[key] = measure(ways, arguments, _device(arguments), **rules)
         _remember(choices)
     return choices[key]
 
@@ -56,9 +57,33 @@ def _device(arguments: Sequence[Any]) -> torch.device:
     return next(a.device for a in arguments if isinstance(a, torch.Tensor))
 
 
+def fewer(arguments: Sequence[Any], enough: int = 1 << 19) -> tuple[Any, ...]:
+    """The same arguments with fewer images, of `enough` numbers: time goes with their number, the choice does not."""
+    images = arguments[0]
+    count = max(FEWEST, enough // images[0].numel())
+    return tuple(one[:count] if isinstance(one, torch.Tensor) and one.ndim == images.ndim else one for one in arguments)
+
+
 @torch.inference_mode()
-def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, below: int = 1) -> str:
-    """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time."""
+def measure(
+    ways: Mapping[str, Way],
+    arguments: Sequence[Any],
+    device: torch.device,
+    *,
+    below: int = 1,
+    gain: float = GAIN,
+    tolerance: float | None = None,
+) -> str:
+    """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time.
+
+    Args:
+        ways: functions of `arguments`; the first is the reference.
+        arguments: arrays, which are filled with random numbers, and settings.
+        device: where to measure.
+        below: whole numbers, which are indices, are any from 0 to here.
+        gain: the share of the reference's time that another way must stay below.
+        tolerance: the largest difference from its results, relative to their largest element; `TOLERANCE` if not given.
+    """
     generator = torch.Generator().manual_seed(0)
     real = [_filled(a, generator, device, below) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = ways
@@ -71,11 +96,11 @@ def measure(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.dev
             found, seconds = _timed(ways[name], real, device)
         except RuntimeError:  # not every library takes every shape
             continue
-        if _agree(found, right, TOLERANCE[device.type]):
+        if _agree(found, right, tolerance or TOLERANCE[device.type]):
             best[name] = seconds
     _repeat(ways, real, device, best)
     winner = min(best, key=best.__getitem__)
-    return winner if best[winner] < GAIN * best[reference] else reference
+    return winner if best[winner] < gain * best[reference] else reference
 
 
 def _agree(found: Any, right: Any, tolerance: float) -> bool:

@@ -15,7 +15,6 @@ from torch import fx
 aten = torch.ops.aten
 Array = torch.Tensor
 FAR = 16  # times the variance: larger squares would lose more than a digit of it
-FEWEST, ENOUGH = 8, 1 << 19  # images, and numbers in them, that are measured with
 
 
 def normalize_by_rows(x: Array, gamma: Array, beta: Array, *settings: Any) -> tuple[Array, Array, Array]:
@@ -88,13 +87,6 @@ def fits(node: fx.Node) -> bool:
 
 def _is_plain(images: Array) -> bool:
     return images.ndim > 2 and images.is_contiguous() and images.dtype in (torch.float32, torch.float64)
-
-
-def fewer(settings: Sequence[Any]) -> tuple[Any, ...]:
-    """The same arguments with as many images as it takes to compare: the time goes with their number."""
-    images = settings[0]
-    count = max(FEWEST, ENOUGH // images[0].numel())
-    return tuple(one[:count] if getattr(one, "ndim", 0) == images.ndim else one for one in settings)
 
 
 def _rows(arguments: Sequence[Array], _: int) -> int:

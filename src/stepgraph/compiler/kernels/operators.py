@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import embedding, normalization, products
-from stepgraph.compiler.kernels.measure import WAY, fastest
+from stepgraph.compiler.kernels.measure import WAY, fastest, fewer
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -107,8 +107,9 @@ INDICES: dict[Any, Callable[[Sequence[Any]], int]] = {aten.embedding_dense_backw
 
 # Operators whose ways are compared on less than they get.
 FEWER: dict[Any, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
-    aten.native_batch_norm.default: normalization.fewer,
-    aten.native_batch_norm_backward.default: normalization.fewer,
+    aten.native_batch_norm.default: fewer,
+    aten.native_batch_norm_backward.default: fewer,
+    aten.max_pool2d_with_indices.default: fewer,
 }
 
 # Bytes a way needs beside its arguments and results, from these arguments and the bytes of the results.
