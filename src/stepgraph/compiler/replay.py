@@ -76,7 +76,7 @@ class Replay:
             found = self._function(*given)
         launches = self._understood(calls, buffers, given, found)
         if launches is not None:
-            self._like = [(one.shape, one.stride(), one.dtype) for one in found]
+            self._like = [(tuple(one.shape), one.stride(), one.dtype) for one in found]
             again = self._launch(launches, copies)
             if all(map(torch.equal, [*given, *found], [*copies, *again])):
                 self._launches = launches
@@ -124,10 +124,13 @@ class Replay:
         own = {id(one): owners.get((one.data_ptr(), one.nbytes)) for one in buffers}
         if len(inputs) != len(given) or sorted(i for i in own.values() if i is not None) != list(range(len(found))):
             return None
+        kept = {one.untyped_storage().data_ptr() for one in buffers if own[id(one)] is None}
+        views = (one for _, arguments in calls for one in arguments if isinstance(one, torch.Tensor))
+        parts = {id(one) for one in views if one.untyped_storage().data_ptr() in kept}  # of buffers that stay
         launches = []
         for kernel, arguments in calls:
             arrays = [(position, id(one)) for position, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
-            if any(one not in inputs and one not in own for _, one in arrays):
+            if any(one not in inputs and one not in own and one not in parts for _, one in arrays):
                 return None
             ins = tuple((position, inputs[one]) for position, one in arrays if one in inputs)
             outs = tuple((position, own[one]) for position, one in arrays if own.get(one) is not None)

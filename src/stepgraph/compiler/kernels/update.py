@@ -74,10 +74,11 @@ def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
     """The live numbers and what follows from them as device scalars, by name."""
     n = SimpleNamespace(**dict(zip(optimizer.live, numbers.unbind(), strict=True)))
     optimizer.derive(n)
-    if not numbers.is_cuda:
-        return n
     names, values = zip(*vars(n).items(), strict=True)
-    return SimpleNamespace(**dict(zip(names, settled(torch.stack(values).float()).unbind(), strict=True)))
+    together = torch.stack(values)  # so that a compiler does not compute powers anew wherever they are read
+    if numbers.is_cuda:
+        together = settled(together.float())
+    return SimpleNamespace(**dict(zip(names, together.unbind(), strict=True)))
 
 
 @torch.library.custom_op("stepgraph::settled", mutates_args=())
