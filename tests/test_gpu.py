@@ -104,6 +104,21 @@ def test_replay_draws_a_new_mask_each_step() -> None:
     assert len(found) == 6
 
 
+@pytest.mark.parametrize("stream", ["default", "another"])
+def test_waiting_waits_for_the_work(stream: str) -> None:
+    net, (x, y) = Digits(gpu()), batches(1)[0]
+    current = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
+    with torch.cuda.stream(current):
+        for _ in range(3):
+            net.training.execute({"x": x}, {"y": y})
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # clock cycles, in front of the next step
+        execution = net.training.execute({"x": x}, {"y": y})
+    assert not execution.done and not current.query()
+    execution.wait()
+    assert execution.done and current.query()
+
+
 def test_losses_stay_when_their_places_on_the_device_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "PLACES", 4)
     net, again = Digits(gpu()), Digits(gpu())

@@ -101,7 +101,11 @@ class Execution:
     def _waited_for(self) -> torch.cuda.Event | torch.cuda.Stream | None:
         if self._events:
             return self._events[-1]
-        return None if self._stream is None else torch.cuda.ExternalStream(self._stream, self._place)
+        if self._stream is None:
+            return None
+        # PyTorch takes 0, which is the default stream, for no stream at all and makes a new one.
+        named = torch.cuda.ExternalStream(self._stream, self._place) if self._stream else None
+        return named or torch.cuda.default_stream(self._place)
 
     def wait(self) -> Execution:
         """Returns when the work is done, on a GPU with that of later calls so far; raises what made it fail."""
