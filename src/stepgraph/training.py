@@ -53,7 +53,7 @@ class TrainingGraph(DifferentiatedGraph):
         self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
     ) -> None:
         super().__init__(graphs, loss_layer, optimizer)
-        self._updatable: tuple[bool, ...] = ()
+        self._updatable: list[bool] = []
         self._state: TrainingState | None = None
         self._pending: Progress | None = None
 
@@ -236,7 +236,8 @@ class TrainingGraph(DifferentiatedGraph):
                 self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
             return self._answer(binding.executable, found)
 
-        return self._launch(binding, feeds | self._seeds(batch) if learning else feeds, options, completion, keep)
+        seeds = self._seeds(batch) if learning else {}
+        return self._launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
 
     def execute_forward(
         self,
@@ -350,7 +351,7 @@ class TrainingGraph(DifferentiatedGraph):
         if self._optimizer is not None:
             self._state = self._training_state.attached(self._optimizer, self._trainable())
         self._training_state.scale_loss(self._compute_type is torch.float16)
-        self._updatable = tuple(t.is_updatable for t in self._held)
+        self._updatable = [t.is_updatable for t in self._held]
         executable = self._programs.executable("step", self._feeds.batch)
         self._plan = memory.plan(executable.step, executable.part)
         self._require_fit()
@@ -367,8 +368,8 @@ class TrainingGraph(DifferentiatedGraph):
         return self._state
 
     def _ready(self, call: str) -> Device:
-        device = super()._ready(call)
-        if self._updatable != tuple(t.is_updatable for t in self._held):
+        device = self._require_compiled(call)
+        if self._updatable != [t.is_updatable for t in self._held]:
             self._again("other parameters are updatable")
         self._training_state.refresh()
         return device

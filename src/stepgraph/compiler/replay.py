@@ -23,11 +23,11 @@ HARMLESS |= {name for name in dir(torch) if isinstance(getattr(torch, name), tor
 
 
 class Launch(NamedTuple):
-    """A kernel, its arguments, and which of them are arrays of the call and which are results."""
+    """A kernel, its arguments, and which of them are arrays of the call (by their index) and which are results."""
 
     kernel: Kernel
     arguments: list[Any]
-    given: tuple[tuple[int, int], ...]
+    given: dict[int, tuple[int, ...]]
     results: tuple[tuple[int, int], ...]
 
 
@@ -44,6 +44,7 @@ class Replay:
         self._code = getattr(generated, "__func__", generated)
         self._launches: list[Launch] | None = None
         self._like: list[tuple[Any, ...]] = []  # extents, strides and types of the results
+        self._given: Sequence[torch.Tensor] = ()  # what is among the arguments now
         # Once a call was recorded there is nothing new to find out.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
@@ -58,11 +59,14 @@ class Replay:
         return self._first(given) if self._to_record else self._function(*given)
 
     def _launch(self, launches: Iterable[Launch], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        allocate = self._code.__globals__[ALLOCATE]
+        allocate, last = self._code.__globals__[ALLOCATE], self._given
         found = [allocate(*like) for like in self._like]  # the caller may keep what earlier calls gave
+        others = [index for index, array in enumerate(given) if array is not last[index]]  # most stay from call to call
+        self._given = given
         for kernel, arguments, inputs, results in launches:
-            for position, index in inputs:
-                arguments[position] = given[index]
+            for index in others:
+                for position in inputs.get(index, ()):
+                    arguments[position] = given[index]
             for position, index in results:
                 arguments[position] = found[index]
             kernel(*arguments)
@@ -77,6 +81,7 @@ class Replay:
         launches = self._understood(calls, buffers, given, found)
         if launches is not None:
             self._like = [(tuple(one.shape), one.stride(), one.dtype) for one in found]
+            self._given = given
             again = self._launch(launches, copies)
             if all(map(torch.equal, [*given, *found], [*copies, *again])):
                 self._launches = launches
@@ -132,7 +137,11 @@ class Replay:
             arrays = [(position, id(one)) for position, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
             if any(one not in inputs and one not in own and one not in parts for _, one in arrays):
                 return None
-            ins = tuple((position, inputs[one]) for position, one in arrays if one in inputs)
+            ins = {
+                inputs[one]: tuple(position for position, other in arrays if other == one)
+                for _, one in arrays
+                if one in inputs
+            }
             outs = tuple((position, own[one]) for position, one in arrays if own.get(one) is not None)
             launches.append(Launch(kernel, list(arguments), ins, outs))  # type: ignore[arg-type]
         return launches

@@ -13,7 +13,7 @@ import torch
 from stepgraph import buffers
 from stepgraph.compiler.step import Key, value
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, UnknownNameError
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, StepgraphError, UnknownNameError
 from stepgraph.graph import Node
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType
@@ -83,33 +83,25 @@ class Feeds:
     def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
         """Data by tensor; refuses names that were not declared."""
         found: dict[Tensor, Any] = {}
-        groups = (
-            ("inputs", inputs, self.inputs),
-            ("loss labels", labels, self.labels),
-            ("loss label weights", weights, self.weights),
-        )
-        for kind, data, names in groups:
-            if data is not None and not isinstance(data, Mapping):
+        for data, (kind, names, fed) in zip((inputs, labels, weights), self._groups, strict=True):
+            if data is None:
+                continue
+            if type(data) is not dict and not isinstance(data, Mapping):
                 raise DataTypeError(
                     "execute", f"the {kind} data is {type(data).__name__}, not a dictionary", fix='pass {"name": array}'
                 )
-            for name, values in (data or {}).items():
-                if name not in names:
-                    known = ", ".join(f"'{one}'" for one in names) or "none"
-                    raise UnknownNameError(
-                        "execute",
-                        f"'{name}' is not among the {kind} of this graph",
-                        known=known,
-                        fix="use a declared name",
-                    )
-                if names[name] not in self.tensors:
-                    raise StateError(
-                        "execute",
-                        f"'{name}' is constant, trained, or declared since the graph was compiled",
-                        fix="leave it out of the data of this call, or compile again",
-                    )
-                found[names[name]] = values
+            for name, values in data.items():
+                tensor = fed.get(name)
+                if tensor is None:
+                    raise _not_fed(name, kind, names)
+                found[tensor] = values
         return found
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[str, Names, Names], ...]:
+        """What is declared, by kind; and what of it is fed."""
+        groups = (("inputs", self.inputs), ("loss labels", self.labels), ("loss label weights", self.weights))
+        return tuple((kind, names, {n: t for n, t in names.items() if t in self.tensors}) for kind, names in groups)
 
     def arrays(self, given: Mapping[Tensor, Any], batch: int, device: Device) -> dict[Key, torch.Tensor]:
         """Arrays of all feeds for one call: given with it, or bound to their tensors before."""
@@ -144,6 +136,19 @@ class Feeds:
     def spoken(self) -> dict[Tensor, str]:
         """How messages name each feed."""
         return {tensor: f"Tensor '{tensor.label}' ({kind} '{name}')" for kind, name, tensor in self}
+
+
+def _not_fed(name: str, kind: str, names: Names) -> StepgraphError:
+    if name not in names:
+        known = ", ".join(f"'{one}'" for one in names) or "none"
+        return UnknownNameError(
+            "execute", f"'{name}' is not among the {kind} of this graph", known=known, fix="use a declared name"
+        )
+    return StateError(
+        "execute",
+        f"'{name}' is constant, trained, or declared since the graph was compiled",
+        fix="leave it out of the data of this call, or compile again",
+    )
 
 
 def _bound_before(tensor: Tensor, where: str) -> torch.Tensor:
