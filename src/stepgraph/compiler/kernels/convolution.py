@@ -18,7 +18,7 @@ aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
 FEW = 4  # channels
-ENOUGH = 1 << 17  # numbers in the images that are measured with
+ENOUGH = 1 << 18  # numbers in the images that are measured with
 
 
 def choose_forward(node: fx.Node) -> None:

@@ -19,8 +19,8 @@ import torch
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
-ROUNDS, BUDGET = 5, 0.04  # further times each way runs, and seconds after which that is enough
-LONG, SLOW = 0.02, 1.5  # a way whose first run took this long, and this many times another's, is not run again
+ROUNDS, BUDGET = 5, 0.03  # further times each way runs, and seconds after which that is enough
+LONG, SLOW = 0.01, 1.3  # a way whose first run took this long, and this many times another's, is not run again
 FEWEST = 8  # images
 GAIN = 0.9  # share of the reference's time that another way must stay below
 WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
@@ -57,7 +57,7 @@ def _device(arguments: Sequence[Any]) -> torch.device:
     return next(a.device for a in arguments if isinstance(a, torch.Tensor))
 
 
-def fewer(arguments: Sequence[Any], enough: int = 1 << 19) -> tuple[Any, ...]:
+def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:
     """The same arguments with fewer images, of `enough` numbers: time goes with their number, the choice does not."""
     images = arguments[0]
     count = max(FEWEST, enough // images[0].numel())
@@ -73,6 +73,7 @@ def measure(
     below: int = 1,
     gain: float = GAIN,
     tolerance: float | None = None,
+    warm: bool = False,
 ) -> str:
     """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time.
 
@@ -83,12 +84,15 @@ def measure(
         below: whole numbers, which are indices, are any from 0 to here.
         gain: the share of the reference's time that another way must stay below.
         tolerance: the largest difference from its results, relative to their largest element; `TOLERANCE` if not given.
+        warm: run each way once before, where the memory it takes is large and new.
     """
     generator = torch.Generator().manual_seed(0)
     real = [_filled(a, generator, device, below) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = ways
     if not others:
         return reference
+    for way in ways.values() if warm else ():
+        way(*real)
     right, seconds = _timed(ways[reference], real, device)
     best = {reference: seconds}
     for name in others:
