@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.kernels.patches import at_once, patches, portions, rows_at_once
+from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -85,13 +85,7 @@ def weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding
 
 def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     outputs, inputs, height, width = w.shape
-    total = None
-    for start, images in portions(x, at_once(x, w, stride, padding)):
-        rows, _ = patches(images, height, width, stride, padding)
-        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
-        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
-        del rows, by_output  # before the next ones are made
-    assert total is not None
+    total = products_with(g, x, w, stride, padding)
     if x.is_cuda:
         return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
     for some in total.split(rows_at_once(w)):  # channels first, row by row in place

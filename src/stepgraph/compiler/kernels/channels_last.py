@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import channels_first as first
-from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions
+from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -81,14 +81,7 @@ def _data_gemm(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> A
 
 def _weights_gemm(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
     outputs, inputs, height, width = w.shape
-    total = None
-    for start, images in portions(x, at_once(x, w, stride, padding)):
-        rows, _ = patches(images, height, width, stride, padding)
-        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
-        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
-        del rows, by_output  # before the next ones are made
-    assert total is not None
-    return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+    return products_with(g, x, w, stride, padding).view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
 Way = Callable[..., Any]

@@ -53,3 +53,16 @@ def patches(
     size, strides = (n, rows, columns, height, width, channels), (h * w, down * w, right, w, 1)
     seen = padded.as_strided(size, (*(step * channels for step in strides), 1))
     return seen.reshape(n * rows * columns, -1), (n, rows, columns)
+
+
+def products_with(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """`Σ gᵀ patches`: the gradient of the weights, `[outputs, height * width * inputs]`."""
+    outputs, _, height, width = w.shape
+    total = None
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, _ = patches(images, height, width, stride, padding)
+        by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
+        total = by_output @ rows if total is None else total.addmm_(by_output, rows)
+        del rows, by_output  # before the next ones are made
+    assert total is not None
+    return total
