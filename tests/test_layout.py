@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import layout
+from stepgraph.compiler import layout, recompute
 from stepgraph.compiler.kernels import convolution, cross_entropy, measure, operators
 from stepgraph.compiler.layout import FIRST, LAST
 
@@ -32,7 +32,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def network(
-    options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE, pools: bool = True
+    options: sg.GraphCompilationOptions = sg.GraphCompilationOptions.NONE,
+    pools: bool = True,
+    memory_limit: int | None = None,
 ) -> sg.TrainingGraph:
     sg.set_seed(5)
     x, y = sg.Tensor.image(24, 24, 3, BATCH), sg.Tensor((BATCH,), "int64")
@@ -44,7 +46,7 @@ def network(
     graph.node(sg.FullyConnectedLayer.create(hidden.shape[1], 4), hidden)
     training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-3))
     training.add_inputs({"x": x}, {"y": y})
-    training.compile(sg.Device.cpu(), options)
+    training.compile(sg.Device.cpu(), options, memory_limit=memory_limit)
     return training
 
 
@@ -108,3 +110,14 @@ def test_both_orders_are_timed_on_the_same_work(chosen: dict[str, str], monkeypa
     assert len(found[FIRST]) == len(found[LAST]) == 9  # the loss, and a gradient for each parameter
     for one, other in zip(found[FIRST], found[LAST], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_trying_keeps_to_a_memory_limit(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen["layout"] = LAST
+    plain = network()
+    limit, fitted = int(0.95 * plain.memory_plan.total), []
+    fit = recompute.fit
+    monkeypatch.setattr(recompute, "fit", lambda step, part, most: fitted.append(most) or fit(step, part, most))
+    limited = network(memory_limit=limit)
+    assert fitted == [limit] * 3  # both orders, and the step itself
+    assert limited._programs.channels_last and losses(limited) == losses(plain)

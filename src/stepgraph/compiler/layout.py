@@ -13,14 +13,13 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.compiler import phases
+from stepgraph.compiler import phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.kernels import measure
 from stepgraph.compiler.step import STREAM, Fusion, Step, gradient, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 
-aten = torch.ops.aten
 FIRST, LAST = "channels first", "channels last"
 GAIN = 0.96  # for a whole step less is much
 TOLERANCE = 1e-2  # rounding decides which of two nearly equal pixels a pool takes, and so where its gradient goes
@@ -65,7 +64,10 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
     results = [value(node.results[0]) for node in step.losses or step.nodes[-1:]]
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
-    part = in_place(phases.extract(program, {FORWARD, GRADIENT}, wanted))
+    part = phases.extract(program, {FORWARD, GRADIENT}, wanted)
+    if step.memory_limit is not None:  # trying must not need more than the step may
+        part = recompute.fit(step, part, step.memory_limit)
+    part = in_place(part)
     position = {key: index for index, key in enumerate(program.inputs)}
     changed = {STREAM, *map(value, step.statistics)}
 
