@@ -121,7 +121,7 @@ def profile(
     try:
         with torch.inference_mode():
             found = clock.run(*arrays)
-    except Exception as error:
+    except Exception as error:  # whatever a kernel raises, it is an error of the library for the caller
         raise ExecutionError("execute", f"the device failed: {reason(error)}") from error
     rows = sorted(((*key, *cost) for key, cost in clock.cost.items()), key=lambda row: -row[2])
     return dict(zip(part.outputs, found, strict=True)), Profile(tuple(rows))
