@@ -142,6 +142,6 @@ class Replay:
                 for _, one in arrays
                 if one in inputs
             }
-            outs = tuple((position, own[one]) for position, one in arrays if own.get(one) is not None)
-            launches.append(Launch(kernel, list(arguments), ins, outs))  # type: ignore[arg-type]
+            outs = tuple((position, index) for position, one in arrays if (index := own.get(one)) is not None)
+            launches.append(Launch(kernel, list(arguments), ins, outs))
         return launches
