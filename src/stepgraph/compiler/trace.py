@@ -16,6 +16,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import kernels, passes
+from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.tensor import Tensor, TensorDescriptor
@@ -69,6 +70,8 @@ def trace(step: Step) -> Program:
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         module = make_fx(function, tracing_mode="fake")(*fakes)
     passes.simplify(module)
+    if step.chooses_kernels:
+        pool_first(module.graph)
     # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.
     if step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu"):
         kernels.choose_kernels(module, step.device)
