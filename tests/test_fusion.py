@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch import fx
 import stepgraph as sg
 from stepgraph.compiler import fusion, phases
 from stepgraph.compiler.join import join_products
+from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion, value
@@ -60,6 +62,18 @@ def test_the_kernels_of_a_tiny_step_are_launched_directly() -> None:
     np.testing.assert_allclose(*np.transpose(found), rtol=1e-4)
     executable = next(iter(graphs[0]._programs.executables.values()))
     assert isinstance(executable._function, Replay) and executable._function.is_direct
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_updates_recorded_as_one_operator_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = losses(network(OPTIONS.DETERMINISTIC))
+    monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
+    monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
+    fused = network(OPTIONS.FUSE_LAYERS)
+    np.testing.assert_allclose(losses(fused), expected, rtol=1e-4)
+    (executable,) = fused._programs.executables.values()
+    assert "update_by_rule" in str(executable.part.module.graph)
 
 
 def tiny(options: OPTIONS) -> sg.TrainingGraph:

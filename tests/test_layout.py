@@ -99,7 +99,7 @@ def test_both_orders_are_timed_on_the_same_work(chosen: dict[str, str], monkeypa
 
     def fastest(operator: str, ways: Mapping[str, Callable], arguments: list[torch.Tensor], **_: object) -> str:
         generator = torch.Generator().manual_seed(0)
-        arrays = [measure._filled(one, generator, one.device, 1) for one in arguments]
+        arrays = [measure._filled(one, generator, 1) for one in arguments]
         before = [array.clone() for array in arrays]
         found.update({name: way(*arrays) for name, way in ways.items()})
         assert all(map(torch.equal, arrays, before))  # what it is given stays

@@ -1,6 +1,7 @@
 """Optimizers against NumPy in float64, against PyTorch, and the fused kernels against the plain rule."""
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -103,6 +104,18 @@ def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> 
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
         stands_still = finite is not None and not finite
         assert all(torch.equal(a, b) == stands_still for a, b in zip(found[0], parameters, strict=True))
+
+
+@pytest.mark.parametrize("preparation", PREPARATIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_recorded_as_one_operator_equals_the_plain_rule(
+    monkeypatch: pytest.MonkeyPatch, rule: str, preparation: str
+) -> None:
+    net = Net()
+    expected = net.stepgraph(RULES[rule](descriptor(preparation)))
+    monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
+    monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
+    assert_same(net.stepgraph(RULES[rule](descriptor(preparation))), expected)
 
 
 PEERS: dict[str, tuple[Callable[[], sg.Optimizer], Callable[..., torch.optim.Optimizer]]] = {

@@ -14,9 +14,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.join import join_products
+from stepgraph.compiler import kernels
+from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.phases import Part
+from stepgraph.compiler.pooling import compare_places
 from stepgraph.compiler.replay import Replay
+from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.trace import recording
 
@@ -37,7 +40,12 @@ def fuse(part: Part) -> Function:
     on_cpu = all(array.device.type == "cpu" for array in arrays)
     if on_cpu:
         spell_out_small_products(module.graph)
+    else:
+        spell_out_small_convolutions(module.graph)
+        compare_places(module.graph)
+        join_activations(module.graph)
     join_products(module.graph)
+    kernels.take_apart(module.graph)
     module.recompile()
     generated: list[Any] = []
 

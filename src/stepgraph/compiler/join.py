@@ -50,6 +50,27 @@ def join_products(graph: fx.Graph) -> None:
     graph.lint()
 
 
+def join_activations(graph: fx.Graph) -> None:
+    """`relu(b + a Wᵀ)` as one operator of cuBLAS, which then writes the product once."""
+    for node in list(graph.nodes):
+        product: Any = node.args[0] if node.target in (aten.relu.default, aten.relu_.default) else None
+        plain = product is not None and product.target is aten.addmm.default and not product.kwargs
+        if plain and len(product.users) == 1 and product.args[0].meta["val"].ndim == 1:
+            node.target, node.args = torch.ops.stepgraph.sum_and_relu.default, product.args
+            graph.erase_node(product)
+
+
+@torch.library.custom_op("stepgraph::sum_and_relu", mutates_args=())
+def sum_and_relu(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`relu(c + a b)`; PyTorch's compiler would take its own operator for this apart again."""
+    return torch._addmm_activation(c, a, b)
+
+
+@sum_and_relu.register_fake
+def _(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(len(a), b.shape[1])
+
+
 def _join_forward(
     graph: fx.Graph, members: Sequence[fx.Node], weights: tuple[fx.Node, ...], order: dict[fx.Node, int]
 ) -> _Family:

@@ -10,12 +10,15 @@ layers; nothing else reads them.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 aten = torch.ops.aten
+Array = torch.Tensor
 POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
 RELU, RELU_GRADIENT = aten.relu.default, aten.threshold_backward.default
 
@@ -31,9 +34,10 @@ def pool_first(graph: fx.Graph) -> None:
 
 
 def _exchange(relu: fx.Node, pool: fx.Node) -> None:
-    readers = [node for node in _readers(relu) if node is not pool]
-    gradients = [node for node in readers if node.target is POOL_GRADIENT]
-    if any(node not in gradients and not _turns(node, gradients) for node in readers):
+    gradients = [node for node in relu.users if node.target is POOL_GRADIENT]
+    behind = [user for node in gradients for user in _readers(node)]
+    known = all(node.target is RELU_GRADIENT for node in behind) and len(behind) == len(gradients)
+    if not known or set(_readers(relu)) != {pool, *gradients, *behind}:
         return
     results = {user.args[1]: user for user in pool.users}
     pooled = _call(pool, POOL, (relu.args[0], *pool.args[1:]), after=pool)
@@ -52,11 +56,6 @@ def _exchange_gradients(old: fx.Node, source: Any, result: fx.Node, places: fx.N
     turned.replace_all_uses_with(spread)
 
 
-def _turns(node: fx.Node, gradients: list[fx.Node]) -> bool:
-    """Whether it is ReLU's gradient, and all that a pool's gradient is for."""
-    return node.target is RELU_GRADIENT and node.args[0] in gradients and _readers(node.args[0]) == [node]
-
-
 def _sum_pooled(node: fx.Node) -> None:
     """A pool's gradient puts each number at one pixel: their sum is the same before."""
     spread, mask = node.args[0], node.args[-1]
@@ -68,6 +67,39 @@ def _sum_pooled(node: fx.Node) -> None:
         node.graph.erase_node(biases[0])
         node.update_arg(len(node.args) - 1, [*mask[:2], False])
         node.meta = node.meta | {"val": (*node.meta["val"][:2], None)}
+
+
+def compare_places(graph: fx.Graph) -> None:
+    """Pools' gradients as a question to each pixel, where windows do not overlap: fused, that needs no scattering."""
+    for node in graph.nodes:
+        if node.target is POOL_GRADIENT:
+            g, x, window, *settings, places = cast(Any, node.args)
+            if has_separate_windows(x, window, *settings):
+                node.target, node.args = spread, (g, places, list(x.meta["val"].shape[2:]), window)
+
+
+def has_separate_windows(
+    x: fx.Node,
+    window: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> bool:
+    """Whether no pixel lies in two windows of a pool, and every window is full."""
+    plain = not any(padding) and all(rate == 1 for rate in dilation) and not ceil
+    return plain and list(stride or window) == list(window) and x.meta["val"].ndim == 4
+
+
+def spread(g: Array, places: Array, extents: Sequence[int], window: Sequence[int]) -> Array:
+    """The gradient of a max pool without overlaps: `g` where a pixel is its window's maximum, else 0."""
+    (height, width), (rows, columns) = extents, window
+    given, taken = (one.permute(0, 2, 3, 1)[:, :, None, :, None] for one in (g, places))
+    down, across = (torch.arange(extent, device=g.device) for extent in (g.shape[2] * rows, g.shape[3] * columns))
+    pixels = (down[:, None] * width + across).view(g.shape[2], rows, g.shape[3], columns, 1)
+    found = torch.where(taken == pixels, given, 0).reshape(len(g), len(down), len(across), g.shape[1])
+    found = F.pad(found, (0, 0, 0, width - len(across), 0, height - len(down)))
+    return found.permute(0, 3, 1, 2)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

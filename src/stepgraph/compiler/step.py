@@ -148,6 +148,12 @@ class Step:
         """Whether gradients would vanish in the compute type's narrow range without a scaled loss."""
         return self.compute_type is torch.float16 and self.differentiates
 
+    @cached_property
+    def allows_tf32(self) -> bool:
+        """Whether float32 products may use TF32, in kernels other than PyTorch's own too."""
+        allowed = torch.backends.cuda.matmul.allow_tf32 if self.tf32 is None else self.tf32
+        return self.device.type == "cuda" and self.chooses_kernels and allowed
+
     @property
     def updates_last(self) -> bool:
         """Whether no parameter may be updated before all gradients are known."""

@@ -70,6 +70,7 @@ def trace(step: Step) -> Program:
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         module = make_fx(function, tracing_mode="fake")(*fakes)
     passes.simplify(module)
+    kernels.note_workspace(module.graph)
     if step.chooses_kernels:
         pool_first(module.graph)
     # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.

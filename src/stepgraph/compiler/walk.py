@@ -106,7 +106,9 @@ class _Walk:
                 t: (array.clone() if keep else array) if t in statistics else _as(array, computed)
                 for t, array in own.items()
             }
-            scope = Scope(cast, step.training, self.arrays[STREAM], index, step.batch, step.channels_last)
+            scope = Scope(
+                cast, step.training, self.arrays[STREAM], index, step.batch, step.channels_last, step.allows_tf32
+            )
             results = _called(node, [_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
             self.drew |= scope.drew

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -209,7 +210,9 @@ class MultiheadAttentionLayer(Layer):
         q, k, v = (split_heads(x, heads=settings.head_count) for x in (q, k, v))
         mask = join_masks(*masks, batch=query.shape[0], keys=k.shape[2], dtype=q.dtype)
         drops = scope.training and settings.dropout > 0
-        if drops or (q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
+        if scope.tf32 and mask is None and not drops and tiles(q, k, v):
+            heads = attend_in_tiles(q, k, v)
+        elif drops or (q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
             weights = attention_weights(q, k, mask)
             if drops:
                 weights = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
@@ -222,6 +225,20 @@ class MultiheadAttentionLayer(Layer):
         rows = self.descriptor.projected[index]
         biases = None if self.biases is None else scope.array(self.biases[index], rows)
         return F.linear(x, scope.array(self.weights[index], rows, x.shape[-1]), biases)
+
+
+def tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `attend_in_tiles` computes these: float32 on a GPU, and widths its tiles can have."""
+    width = q.shape[-1]
+    fits = width == v.shape[-1] and width in (16, 32, 64, 128)
+    return q.is_cuda and q.dtype is torch.float32 and fits and find_spec("triton") is not None
+
+
+def attend_in_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`softmax(q kᵀ / sqrt(d)) v` with TF32's products, and without scores in memory."""
+    from stepgraph.layers.attention_triton import attend as attend_by_triton
+
+    return attend_by_triton(q, k, v)[0]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -45,12 +45,13 @@ class Losses:
         """What a replay is to do with its loss; called while the graph is captured."""
         with torch.inference_mode():
             self._places.index_copy_(0, self._next, loss.reshape(1))
-            self._next.add_(1).remainder_(PLACES)
+            self._next.add_(1)
 
     def expect(self) -> None:
         """To be called before each replay: it must not write over what somebody may still read."""
         if self._count == PLACES:
             self._written.array = self._places.clone()
+            self._next.zero_()
             self._written, self._count = _Written(self._places), 0
         self._count += 1
 

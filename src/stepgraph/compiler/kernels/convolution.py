@@ -68,9 +68,9 @@ def choose_backward(node: fx.Node) -> None:
         calls = {
             1: (layout.WEIGHTS[kernel], (g, x, *others)),
             0: (layout.DATA[data], (g, list(source.shape), *others)),
-            2: (_bias_gradient, (g,)),
+            2: (bias_gradient, (g,)),
         }
-        found = _separate(node, calls)
+        found = separate(node, calls)
         if 0 in found:
             found[0].meta[WAY] = ("convolution data", data)
             found[0].meta["workspace"] = _data_workspace(layout, data, gradient, source, weights, padding)
@@ -90,7 +90,7 @@ def _spoken(layout: ModuleType) -> str:
     return ", channels last" if layout is channels_last else ""
 
 
-def _separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:
+def separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:
     """One operator for each gradient instead of one for all: what only one of them reads is freed earlier."""
     found = {}
     results = {user.args[1]: user for user in node.users}
@@ -128,7 +128,8 @@ def _array(node: Any) -> Any:
     return None if node is None else node.meta["val"]
 
 
-def _bias_gradient(g: Array) -> Array:
+def bias_gradient(g: Array) -> Array:
+    """The sum over images and pixels."""
     return g.sum((0, 2, 3))
 
 

@@ -86,8 +86,8 @@ def measure(
         tolerance: the largest difference from its results, relative to their largest element; `TOLERANCE` if not given.
         warm: run each way once before, where the memory it takes is large and new.
     """
-    generator = torch.Generator().manual_seed(0)
-    real = [_filled(a, generator, device, below) if isinstance(a, torch.Tensor) else a for a in arguments]
+    generator = torch.Generator(device).manual_seed(0)
+    real = [_filled(a, generator, below) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = ways
     if not others:
         return reference
@@ -137,12 +137,11 @@ def _described(array: torch.Tensor) -> list[Any]:
     return [list(array.shape), list(array.stride()), str(array.dtype)]
 
 
-def _filled(array: torch.Tensor, generator: torch.Generator, device: torch.device, below: int) -> torch.Tensor:
+def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
     """Numbers in an array of this shape and layout: real ones around 0, or whole ones from 0 to `below`."""
-    size = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device="cpu")
+    made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=generator.device)
     real = array.dtype.is_floating_point
-    filled = size.normal_(generator=generator) if real else size.random_(0, below, generator=generator)
-    return filled.to(device)
+    return made.normal_(generator=generator) if real else made.random_(0, below, generator=generator)
 
 
 def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:

@@ -1,7 +1,8 @@
 """Optimizer updates in place: the reference rule on every device, one pass over memory on the CPU.
 
 The CPU kernels are PyTorch's fused optimizers where their formula can be made ours. Adding one is one function in
-`FUSED`, named by the optimizer's `rule`.
+`FUSED`, named by the optimizer's `rule`. On a GPU an update is recorded as one operator, which is soon done, and taken
+apart into the rule's own for the compiler that fuses them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
+from torch import fx
 
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
 
 Arrays = list[torch.Tensor]
+AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
+TOGETHER = "together"  # all live numbers in one array
+AT_ONCE = 6  # arrays of a parameter's size that the longest rule, Adam's, makes on its way
+_optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # those of steps that are recorded
 
 
 def update(
@@ -47,8 +55,15 @@ def update(
         torch.ops.stepgraph.update_(
             parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
         )
-    else:
+    elif numbers.device.type not in AS_ONE:
         reference(optimizer, parameters, gradients, states, named(), norm=norm, finite=finite)
+    else:
+        flat, n = [array for slot in states for array in slot], named()
+        _optimizers[id(optimizer)] = optimizer
+        names = ",".join(name for name in vars(n) if name != TOGETHER)
+        torch.ops.stepgraph.update_by_rule_(
+            parameters, gradients, flat, getattr(n, TOGETHER), norm, finite, id(optimizer), names
+        )
 
 
 def reference(
@@ -78,7 +93,7 @@ def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
     together = torch.stack(values)  # so that a compiler does not compute powers anew wherever they are read
     if numbers.is_cuda:
         together = settled(together.float())
-    return SimpleNamespace(**dict(zip(names, together.unbind(), strict=True)))
+    return SimpleNamespace(**dict(zip(names, together.unbind(), strict=True)), **{TOGETHER: together})
 
 
 @torch.library.custom_op("stepgraph::settled", mutates_args=())
@@ -192,6 +207,49 @@ def update_on_cpu(
 @torch.library.register_fake("stepgraph::update_", lib=_library)
 def _(*_: object) -> None:
     return None
+
+
+_library.define(
+    "update_by_rule_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor numbers, Tensor? norm, "
+    "Tensor? finite, int optimizer, str names) -> ()"
+)
+
+
+@torch.library.impl(_library, "update_by_rule_", "CompositeExplicitAutograd")
+def update_by_rule(
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Arrays,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+    optimizer: int,
+    names: str,
+) -> None:
+    """`reference` for an optimizer by its number, on whatever device."""
+    count, n = len(parameters), SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
+    slots = [states[i : i + count] for i in range(0, len(states), count)]
+    reference(_optimizers[optimizer], parameters, gradients, slots, n, norm=norm, finite=finite)
+
+
+@torch.library.register_fake("stepgraph::update_by_rule_", lib=_library)
+def _(*_: object) -> None:
+    return None
+
+
+def note_workspace(graph: fx.Graph) -> None:
+    """Tells the memory plan what updates need while they run."""
+    for node in graph.nodes:
+        if node.target is torch.ops.stepgraph.update_by_rule_.default:
+            sizes = [parameter.meta["val"].nbytes for parameter in cast(Any, node.args[0])]
+            node.meta["workspace"] = AT_ONCE * max(sizes)
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Puts the rule's own operators in the place of updates, for a compiler that fuses them."""
+    for node in graph.nodes:
+        if node.target is torch.ops.stepgraph.update_by_rule_.default:
+            node.target = update_by_rule
 
 
 @cache

@@ -1,0 +1,111 @@
+"""Convolutions of small windows as sums: the numbers of PyTorch's operators, alone and with a pool behind."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from stepgraph.compiler import passes
+from stepgraph.compiler.pooling import POOL_GRADIENT, compare_places, pool_first, spread
+from stepgraph.compiler.small_convolutions import (
+    convolve,
+    convolve_and_pool,
+    pooled_weight_gradient,
+    spell_out_small_convolutions,
+)
+
+CASES = [
+    (1, (3, 3), (1, 1), (1, 1)),
+    (1, (3, 3), (2, 2), (0, 0)),
+    (2, (2, 2), (1, 1), (1, 1)),
+    (1, (3, 2), (2, 1), (1, 0)),
+]
+
+
+def arrays(channels, window):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, channels, 12, 11), torch.randn(5, channels, *window)
+    return x.double(), w.double().requires_grad_(), torch.randn(5).double()
+
+
+@pytest.mark.parametrize("channels, window, stride, padding", CASES)
+def test_sums_are_the_convolution(channels, window, stride, padding):
+    x, w, b = arrays(channels, window)
+    torch.testing.assert_close(convolve(x, w, b, stride, padding), torch.conv2d(x, w, b, stride, padding))
+
+
+@pytest.mark.parametrize("pool", [(2, 2), (1, 2), (4, 1)])
+@pytest.mark.parametrize("channels, window, stride, padding", CASES)
+def test_sums_with_a_pool_behind(channels, window, stride, padding, pool):
+    x, w, b = arrays(channels, window)
+    y = torch.nn.functional.max_pool2d(torch.conv2d(x, w, b, stride, padding), pool)
+    g = torch.randn_like(y)
+    maxima, places = convolve_and_pool(x, w, b, stride, padding, pool)
+    torch.testing.assert_close(maxima, y)
+    assert places.max() == pool[0] * pool[1] - 1
+    found = pooled_weight_gradient(g, places, x, w, stride, padding, pool)
+    torch.testing.assert_close(found, torch.autograd.grad(y, w, g)[0])
+
+
+@pytest.mark.parametrize("extents, window", [((8, 8), (2, 2)), ((9, 7), (2, 3)), ((7, 7), (3, 3))])
+def test_a_pool_s_gradient_by_comparing_places(extents, window):
+    x = torch.randn(2, 3, *extents, requires_grad=True)
+    y, places = torch.nn.functional.max_pool2d(x, window, return_indices=True)
+    g = torch.randn_like(y)
+    torch.testing.assert_close(spread(g, places, extents, window), torch.autograd.grad(y, x, g)[0], rtol=0, atol=0)
+
+
+def step(x, w, b, v):
+    """Two convolutions with pools, and the gradients of all their parameters."""
+    w, b, v = (one.detach().requires_grad_() for one in (w, b, v))
+    hidden = torch.nn.functional.max_pool2d(torch.relu(torch.conv2d(x, w, b, padding=1)), 2)
+    loss = torch.nn.functional.max_pool2d(torch.relu(torch.conv2d(hidden, v)), 2).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, (w, b, v))]
+
+
+def rewritten(*given):
+    module = make_fx(step, tracing_mode="fake")(*given)
+    passes.simplify(module)
+    pool_first(module.graph)
+    module.graph.eliminate_dead_code()
+    spell_out_small_convolutions(module.graph)
+    compare_places(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def test_a_forward_pass_alone():
+    def function(x, w):
+        return torch.nn.functional.max_pool2d(torch.relu(torch.conv2d(x, w)), 2)
+
+    given = torch.randn(2, 1, 10, 10), torch.randn(4, 1, 3, 3)
+    module = make_fx(function, tracing_mode="fake")(*given)
+    pool_first(module.graph)
+    module.graph.eliminate_dead_code()
+    spell_out_small_convolutions(module.graph)
+    module.recompile()
+    assert convolve_and_pool in [node.target for node in module.graph.nodes]
+    torch.testing.assert_close(module(*given), function(*given))
+
+
+@pytest.mark.parametrize("size", [16, 15])
+def test_a_step_with_everything_spelled_out(size):
+    torch.manual_seed(0)
+    given = torch.randn(2, 1, size, size), torch.randn(4, 1, 3, 3), torch.randn(4), torch.randn(6, 4, 3, 3)
+    module = rewritten(*given)
+    targets = [node.target for node in module.graph.nodes]
+    assert {convolve_and_pool, pooled_weight_gradient, spread} <= set(targets) and POOL_GRADIENT not in targets
+    for found, right in zip(module(*given), step(*given), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-4)
+
+
+def test_a_pool_whose_source_is_read_elsewhere_stays():
+    def function(x, w):
+        y = torch.conv2d(x, w)
+        return [torch.nn.functional.max_pool2d(y, 2), y.sum()]
+
+    given = torch.randn(2, 1, 10, 10), torch.randn(4, 1, 3, 3)
+    module = make_fx(function, tracing_mode="fake")(*given)
+    spell_out_small_convolutions(module.graph)
+    targets = [node.target for node in module.graph.nodes]
+    assert convolve in targets and convolve_and_pool not in targets
