@@ -4,7 +4,8 @@ import copy
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch import fx
 
 import stepgraph as sg
-from stepgraph.compiler import fusion, phases
+from stepgraph.compiler import fusion
+from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
-from stepgraph.compiler.step import Fusion, value
+from stepgraph.compiler.step import Fusion, Step, value
+from stepgraph.layers import attention as attention_layer
 from stepgraph.settings import fusion_of
 
 OPTIONS = sg.GraphCompilationOptions
@@ -230,9 +233,15 @@ JOINED = (2 + 2) + (2 + 2 + 2) + (1 + 1 + 1)
 
 @pytest.mark.parametrize(("change", "fewer"), [(join_products, JOINED), (spell_out_small_products, 27)])
 def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], None], fewer: int) -> None:
+    check_changed(change, fewer)
+
+
+def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
+    """Changes a step's graph and runs both."""
     training = attention(layers=2)
-    part = phases.whole(training._programs.program(4), training._programs._kept())
+    part = training._programs.executable("step", 4).part
     changed = copy.deepcopy(part.module)
+    out_of_place(changed.graph)
     change(changed.graph)
     changed.recompile()
     generator = torch.Generator().manual_seed(0)
@@ -250,3 +259,49 @@ def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], Non
         for one in (part.module, changed)
     ]
     assert products[0] - products[1] == fewer
+    return changed.graph
+
+
+@pytest.fixture
+def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The operators of `attention_triton` by PyTorch's formula, as far as a step records them."""
+    library = torch.library.Library("stepgraph", "FRAGMENT")
+    sources = "Tensor q, Tensor k, Tensor v"
+    library.define(f"attend({sources}) -> (Tensor, Tensor)")
+    library.define(f"attend_gradients({sources}, Tensor y, Tensor norms, Tensor dy) -> (Tensor, Tensor, Tensor)")
+    library.define(f"attend_joint_gradients({sources}, Tensor y, Tensor norms, Tensor dy) -> Tensor")
+
+    def attend(*sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.scaled_dot_product_attention(*sources), sources[0][..., 0].clone()
+
+    def gradients(q, k, v, y, norms, dy) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+        with torch.inference_mode(False), torch.enable_grad():
+            sources = [one.clone().requires_grad_() for one in (q, k, v)]
+            found = torch.autograd.grad(attend(*sources)[0], sources, dy.clone())
+        return tuple(one.transpose(1, 2).contiguous().transpose(1, 2) for one in found)
+
+    def joint(*given: torch.Tensor) -> torch.Tensor:
+        return torch.stack([one.transpose(1, 2) for one in gradients(*given)], 2)
+
+    for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"stepgraph::{name}", function, lib=library)
+    torch.library.register_autograd(
+        "stepgraph::attend",
+        lambda ctx, dy, _: torch.ops.stepgraph.attend_gradients(*ctx.saved_tensors, dy),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+        lib=library,
+    )
+    monkeypatch.setattr(Step, "allows_tf32", True)
+    monkeypatch.setattr(attention_layer, "tiles", lambda *_: True)
+    monkeypatch.setattr(attention_layer, "attend_in_tiles", lambda *sources: torch.ops.stepgraph.attend(*sources)[0])
+    yield
+    library._destroy()
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="there the operators themselves are registered")
+def test_gradients_of_an_attention_are_written_side_by_side(plain_tiles: None) -> None:
+    graph = check_changed(join_products, JOINED)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("stepgraph.attend_joint_gradients.default") == 2
+    assert "stepgraph.attend_gradients.default" not in targets

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import kernels
+from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.pooling import compare_places
@@ -38,6 +39,7 @@ def fuse(part: Part) -> Function:
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     on_cpu = all(array.device.type == "cpu" for array in arrays)
+    out_of_place(module.graph)
     if on_cpu:
         spell_out_small_products(module.graph)
     else:

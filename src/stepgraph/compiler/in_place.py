@@ -49,6 +49,14 @@ def in_place(part: Part) -> Part:
     return replace(part, module=fx.GraphModule(part.module, graph))
 
 
+def out_of_place(graph: fx.Graph) -> None:
+    """The operators as they were before: who rewrites a graph knows those, and a compiler plans its own memory."""
+    plain = {changing: operator for operator, changing in IN_PLACE.items()}
+    for node in graph.nodes:
+        if node.meta.get("in_place"):
+            node.target = plain[node.target]
+
+
 def _fits(node: fx.Node, source: fx.Node) -> bool:
     """Whether the result is as large as the source's memory, and laid out like it."""
     result, array = node.meta["val"], source.meta["val"]

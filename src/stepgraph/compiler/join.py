@@ -8,6 +8,7 @@ numbers are the same up to the order of sums, so this is for steps that are fuse
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def join_products(graph: fx.Graph) -> None:
 def join_activations(graph: fx.Graph) -> None:
     """`relu(b + a Wᵀ)` as one operator of cuBLAS, which then writes the product once."""
     for node in list(graph.nodes):
-        product: Any = node.args[0] if node.target in (aten.relu.default, aten.relu_.default) else None
+        product: Any = node.args[0] if node.target is aten.relu.default else None
         plain = product is not None and product.target is aten.addmm.default and not product.kwargs
         if plain and len(product.users) == 1 and product.args[0].meta["val"].ndim == 1:
             node.target, node.args = torch.ops.stepgraph.sum_and_relu.default, product.args
@@ -105,14 +106,49 @@ def _join_weight_gradients(
     if len(members) != len(family.weights):
         return None
     last = max(members.values(), key=order.__getitem__)
+    attention = _attention(members)
     with graph.inserting_before(last):
-        joint = graph.call_function(aten.cat.default, (list(members), 1))
+        if attention is None:
+            joint = graph.call_function(aten.cat.default, (list(members), 1))
+        else:
+            members = dict(sorted(members.items(), key=lambda member: _place(member[0])))
+            whole, rows = _write_together(graph, attention, order), len(next(iter(members)).meta["val"])
+            joint = graph.call_function(aten.view.default, (whole, [rows, -1]))
         turned = graph.call_function(aten.t.default, (joint,))
         whole = graph.call_function(aten.mm.default, (turned, family.source))
         parts = _split(graph, whole, 0, [one.meta["val"].shape[1] for one in members])
     _date(order, order[last], (joint, turned, whole, *parts))
     _replace(list(members.values()), parts)
     return tuple(members), joint
+
+
+def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
+    """The operator that gives the gradients of query, key and value, where it is one and they are alike."""
+    origins = [_origin(one) for one in gradients]
+    sources = {one.args[0] for one in origins if one.target is operator.getitem}
+    (found,) = sources if len(sources) == 1 else (None,)
+    is_attention = isinstance(found, fx.Node) and str(found.target) == "stepgraph.attend_gradients.default"
+    alike = len({one.meta["val"].shape for one in origins}) == 1
+    return found if is_attention and alike and len(set(origins)) == 3 else None  # type: ignore[return-value]
+
+
+def _write_together(graph: fx.Graph, attention: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """The same gradients side by side in one array `[batch, steps, 3, heads, width]`."""
+    with graph.inserting_before(attention):
+        whole = graph.call_function(torch.ops.stepgraph.attend_joint_gradients.default, attention.args)
+    _date(order, order[attention], [whole])
+    for one in list(attention.users):
+        with graph.inserting_before(one):
+            part = graph.call_function(aten.select.int, (whole, 2, one.args[1]))
+            turned = graph.call_function(aten.transpose.int, (part, 1, 2))
+        _date(order, order[one], (part, turned))
+        _replace([one], [turned])
+    return whole
+
+
+def _place(gradient: fx.Node) -> int:
+    """Which of an operator's results this is a view of."""
+    return int(_origin(gradient).args[1])  # type: ignore[arg-type]
 
 
 def _join_source_gradient(
@@ -160,6 +196,12 @@ def _viewed(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
 
 def _root(node: fx.Node) -> fx.Node:
     while node.target in VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    while node.target in (*VIEWS, aten.transpose.int):
         node = node.args[0]  # type: ignore[assignment]
     return node
 

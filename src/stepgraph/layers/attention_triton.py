@@ -147,8 +147,24 @@ def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 @torch.library.custom_op("stepgraph::attend_gradients", mutates_args=())
 def attend_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> tuple[Array, Array, Array]:
     """`dq`, `dk` and `dv`."""
+    gradients = _like(q), _like(k), _like(v)
+    _write_gradients(q, k, v, y, norms, dy, *gradients)
+    return gradients
+
+
+@torch.library.custom_op("stepgraph::attend_joint_gradients", mutates_args=())
+def attend_joint_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> Array:
+    """`[batch, steps, 3, heads, width]`: all three side by side, as one product takes them; they are as long."""
+    joint = _joint(q)
+    _write_gradients(q, k, v, y, norms, dy, *(joint[:, :, i].transpose(1, 2) for i in range(3)))
+    return joint
+
+
+def _write_gradients(
+    q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array, dq: Array, dk: Array, dv: Array
+) -> None:
+    """Into arrays that are there; `dk` and `dv` lie alike in memory."""
     q, k, v, y, dy = (_rows_in_one_piece(one) for one in (q, k, v, y, dy))
-    dq, dk, dv = (_like(one) for one in (q, k, v))
     batch, heads, rows, width = q.shape
     keys, numbers = k.shape[2], (_scale(width), 1 / math.sqrt(width))
     arrays, sizes, strides = (q, k, v, y, dy), (heads, rows, keys), _strides(q, k, v, y, dy, dq, dk)
@@ -163,7 +179,6 @@ def attend_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: A
             _query_gradient[triton.cdiv(rows, tile), batch * heads](
                 *arrays, norms, dq, *numbers, *sizes, *strides[:-3], width, tile, KEYS, **LAUNCH
             )
-    return dq, dk, dv
 
 
 @attend.register_fake
@@ -174,6 +189,11 @@ def _(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 @attend_gradients.register_fake
 def _(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> tuple[Array, Array, Array]:
     return _like(q), _like(k), _like(v)
+
+
+@attend_joint_gradients.register_fake
+def _(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> Array:
+    return _joint(q)
 
 
 def _remember(ctx: Any, inputs: tuple[Array, ...], output: tuple[Array, ...]) -> None:
@@ -195,6 +215,11 @@ def _like(x: Array) -> Array:
     """An array of this shape with its heads side by side in memory, as the layer joins them."""
     batch, heads, steps, width = x.shape
     return x.new_empty(batch, steps, heads, width).transpose(1, 2)
+
+
+def _joint(q: Array) -> Array:
+    batch, heads, steps, width = q.shape
+    return q.new_empty(batch, steps, 3, heads, width)
 
 
 def _rows_in_one_piece(x: Array) -> Array:
