@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once
 
 aten = torch.ops.aten
@@ -95,4 +96,9 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
 
 FORWARD: dict[str, Way] = {"pytorch": pytorch, "nnpack": nnpack, "gemm": _gemm}
 DATA: dict[str, Way] = {"pytorch": data_pytorch, "native": data_native, "flipped": data_flipped}
-WEIGHTS: dict[str, Way] = {"pytorch": weights_pytorch, "gemm": _weights_gemm}
+WEIGHTS: dict[str, Way] = {
+    "pytorch": weights_pytorch,
+    "gemm": _weights_gemm,
+    "winograd": winograd.first_rows,
+    "winograd 4": winograd.first_squares,
+}

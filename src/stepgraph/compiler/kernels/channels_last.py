@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import channels_first as first
+from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with
 
 aten = torch.ops.aten
@@ -92,4 +93,9 @@ DATA: dict[str, Way] = {
     "flipped": _data_flipped,
     "flipped gemm": _data_gemm,
 }
-WEIGHTS: dict[str, Way] = {"pytorch": first.weights_pytorch, "gemm": _weights_gemm}
+WEIGHTS: dict[str, Way] = {
+    "pytorch": first.weights_pytorch,
+    "gemm": _weights_gemm,
+    "winograd": winograd.last_rows,
+    "winograd 4": winograd.last_squares,
+}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_first, channels_last
+from stepgraph.compiler.kernels import channels_first, channels_last, winograd
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
 from stepgraph.compiler.kernels.measure import FEWEST, WAY, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
@@ -61,8 +61,8 @@ def choose_backward(node: fx.Node) -> None:
     of_data, spoken = data_ways(layout, source, *rest), _spoken(layout)
     size = [count, *source.shape[1:]]
     data = fastest(f"convolution data{spoken}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
-    arguments = (some, source[:count], *rest)
-    kernel = fastest(f"convolution weights{spoken}", layout.WEIGHTS, arguments) if mask[1] else "pytorch"
+    of_weights, arguments = weights_ways(layout, source, weights, stride), (some, source[:count], *rest)
+    kernel = fastest(f"convolution weights{spoken}", of_weights, arguments) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
         others = (w, stride, padding)
         calls = {
@@ -149,11 +149,19 @@ def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: S
     return {name: way for name, way in layout.DATA.items() if usable.get(name, True)}
 
 
+def weights_ways(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Way]:
+    """Ways for the gradient of the weights; Winograd's are for 3×3 and stride 1."""
+    filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
+    return {name: way for name, way in layout.WEIGHTS.items() if filters or name not in winograd.WAYS}
+
+
 def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
     """Bytes a way needs beside its arguments and its result."""
     outputs, channels = w.shape[:2]
     if way == "nnpack" and layout is channels_last:  # the images and the result, once more in the other order
         return x.nbytes + 4 * len(x) * windows(x, w, stride, padding) * outputs
+    if way in winograd.WAYS:
+        return winograd.workspace(way, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
     if way != "gemm":
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)

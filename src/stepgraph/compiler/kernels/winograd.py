@@ -1,0 +1,307 @@
+"""The gradient of a 3×3 kernel by Winograd's minimal filtering, on the CPU, with stride 1.
+
+In one dimension the gradient of three weights from `m` pixels of the result is `dw[k] = Σ_t g[t] x[t + k]`: `3 m`
+products. Winograd's way takes `m + 2`, one for each of as many points: `dw = A [(G g) ⊙ (B x)]`, where `B` and `G` are
+additions and multiplications by small whole numbers, and the fractions are all in `A`. The sum over all pixels of all
+images comes before `A`, so the products are one matrix product for each point.
+
+Two forms: tiles of 2 rows, with windows cut out along the columns as in `patches`, take 2/3 of the products and little
+else; tiles of 4×4 pixels, with both axes transformed, take a quarter of the products, which pays where channels are
+many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.kernels.patches import extents, portions
+
+Array = torch.Tensor
+Pair = Sequence[int]
+Call = Callable[[], Any]
+Rule = Callable[[Array, Array], list[Call]]
+KERNEL = 3
+PRODUCTS = 1 << 21  # numbers that are transformed back at a time, where not all have to be kept
+
+
+# The transforms along an axis: from `s`, pixels by their place in a tile, to `out`, by point. They give calls rather
+# than call, so that views are made once for all portions.
+
+
+def _source_of_2(s: Array, out: Array) -> list[Call]:
+    """`x0 - x2, x1 + x2, x2 - x1, x1 - x3`."""
+    return [
+        partial(torch.sub, s[:2], s[2:], out=out[::3]),
+        partial(torch.add, s[1], s[2], out=out[1]),
+        partial(torch.sub, s[2], s[1], out=out[2]),
+    ]
+
+
+def _gradient_of_2(s: Array, out: Array) -> list[Call]:
+    """`g0, g0 + g1, g0 - g1, g1`."""
+    return [
+        partial(out[::3].copy_, s),
+        partial(torch.add, s[0], s[1], out=out[1]),
+        partial(torch.sub, s[0], s[1], out=out[2]),
+    ]
+
+
+def _source_of_4(s: Array, out: Array) -> list[Call]:
+    """`4 x0 - 5 x2 + x4`, `a + b`, `a - b`, `2 c + d`, `2 c - d`, `4 x1 - 5 x3 + x5`.
+
+    `a = x3 - 4 x1`, `b = x4 - 4 x2`, `c = x3 - x1` and `d = x4 - x2` are made where sums and differences go.
+    """
+    ends = out[::5]
+    return [
+        partial(torch.sub, s[4:], s[2:4], alpha=5, out=ends),
+        partial(ends.add_, s[:2], alpha=4),
+        partial(torch.sub, s[3:5], s[1:3], alpha=4, out=out[1:3]),
+        partial(torch.add, out[1], out[2], out=out[1]),
+        partial(torch.sub, out[1], out[2], alpha=2, out=out[2]),
+        partial(torch.sub, s[3:5], s[1:3], out=out[3:5]),
+        partial(torch.add, out[4], out[3], alpha=2, out=out[3]),
+        partial(torch.sub, out[3], out[4], alpha=2, out=out[4]),
+    ]
+
+
+def _gradient_of_4(s: Array, out: Array) -> list[Call]:
+    """`g0`, `a + b`, `a - b`, `c + 2 d`, `c - 2 d`, `g3`.
+
+    `a = g0 + g2`, `b = g1 + g3`, `c = g0 + 4 g2` and `d = g1 + 4 g3` are made where sums and differences go.
+    """
+    return [
+        partial(out[::5].copy_, s[::3]),
+        partial(torch.add, s[:2], s[2:], out=out[1:3]),
+        partial(torch.add, out[1], out[2], out=out[1]),
+        partial(torch.sub, out[1], out[2], alpha=2, out=out[2]),
+        partial(torch.add, s[:2], s[2:], alpha=4, out=out[3:5]),
+        partial(torch.add, out[3], out[4], alpha=2, out=out[3]),
+        partial(torch.sub, out[3], out[4], alpha=4, out=out[4]),
+    ]
+
+
+@dataclass(frozen=True)
+class Filtering:
+    """How tiles of the gradient, `step` pixels long, are multiplied with tiles of the source, two pixels longer."""
+
+    step: int
+    is_square: bool  # tiles of `step × step` pixels, otherwise of `step` rows
+    portion: int  # numbers; images are transformed as many at a time as take no more
+    source: Rule
+    gradient: Rule
+    back: tuple[tuple[float, ...], ...]  # A, with the signs that the transforms save themselves
+
+    @property
+    def points(self) -> int:
+        """Points along an axis, and pixels of a source's tile."""
+        return self.step + KERNEL - 1
+
+    @property
+    def products(self) -> int:
+        """Numbers for each pair of an output and an input before `A`."""
+        return self.points**2 if self.is_square else self.points * KERNEL
+
+
+ROWS = Filtering(
+    2,
+    False,
+    1 << 21,
+    _source_of_2,
+    _gradient_of_2,
+    ((1, 1 / 2, 1 / 2, 0), (0, 1 / 2, -1 / 2, 0), (0, 1 / 2, 1 / 2, -1)),
+)
+SQUARES = Filtering(
+    4,
+    True,
+    3 << 20,
+    _source_of_4,
+    _gradient_of_4,
+    (
+        (1 / 4, -1 / 6, 1 / 6, 1 / 24, -1 / 24, 0),
+        (0, -1 / 6, -1 / 6, 1 / 12, 1 / 12, 0),
+        (0, -1 / 6, 1 / 6, 1 / 6, -1 / 6, 1),
+    ),
+)
+WAYS = {"winograd": ROWS, "winograd 4": SQUARES}
+
+
+class _Plan:
+    """Extents of all that one gradient takes; images in buffers have their channels last."""
+
+    def __init__(self, by: Filtering, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> None:
+        """`order` is that of the arguments in memory."""
+        self.by, self.images = by, len(x)
+        self.outputs, self.inputs = w.shape[:2]
+        rows, columns = extents(x, w, (1, 1), padding)
+        self.down = -(-rows // by.step)  # the last tile may go beyond the end, where the gradient counts as zero
+        self.across = -(-columns // by.step) if by.is_square else columns
+        fits = (rows, columns) == (self.down * by.step, self.across * (by.step if by.is_square else 1))
+        self.reads = fits and order is torch.channels_last  # the gradient where it is
+        most = max(1, by.portion // self.numbers(1))
+        if self.numbers(self.images) <= by.portion + self.pairs(self.outputs) * by.products:
+            most = self.images  # all at once: keeping the products from portion to portion would take more
+        self.count = _even(self.images, most)
+        self.some = _even(self.outputs, max(1, PRODUCTS // (self.pairs(1) * by.products)))
+
+    def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
+        """Of buffers for so many images: with a border, transformed along the first axis, and transformed."""
+        by = self.by
+        shapes: dict[str, tuple[int, ...]] = {}
+        rows, columns = self.down * by.step, self.across * (by.step if by.is_square else 1)
+        for name, border, channels in (("x", KERNEL - 1, self.inputs), ("g", 0, self.outputs)):
+            shapes[name] = (count, rows + border, columns + border, channels)
+            if by.is_square:
+                shapes[name + " half"] = (by.points, count, rows + border, self.across, channels)
+                shapes[name + " tiles"] = (by.points, by.points, count, self.down, self.across, channels)
+            else:
+                windows = (KERNEL,) if name == "x" else ()
+                shapes[name + " tiles"] = (by.points, count, self.down, self.across, *windows, channels)
+        return shapes
+
+    def numbers(self, count: int) -> int:
+        """What these buffers take; of those that are transformed half, only one is there at a time."""
+        found = {name: math.prod(shape) for name, shape in self.shapes(count).items()}
+        half = max(found.pop("x half", 0), found.pop("g half", 0))
+        return sum(found.values()) + half - (found["g"] if self.reads else 0)
+
+    def pairs(self, outputs: int) -> int:
+        """Of so many outputs with inputs."""
+        return outputs * self.inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all images are transformed at once."""
+        return self.count == self.images
+
+    def workspace(self) -> int:
+        """Bytes needed beside the arguments and the result."""
+        images, products, some = self.numbers(self.count), self.by.products, self.pairs(self.some)
+        if self.is_whole:
+            return 4 * (images + some * (products + KERNEL**2))
+        return 4 * (self.pairs(self.outputs) * products + max(images, some * KERNEL**2))
+
+
+def _even(total: int, most: int) -> int:
+    """The size of equal parts, none larger than `most`; only where that makes them too small, the last is smaller."""
+    exact = (size for size in range(min(most, total), most // 2, -1) if total % size == 0)
+    return next(exact, -(-total // -(-total // most)))
+
+
+def workspace(way: str, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> int:
+    """Bytes that a way needs beside its arguments and its result."""
+    return _Plan(WAYS[way], x, w, padding, order).workspace()
+
+
+class _Buffers:
+    """Memory for one portion of images, and the calls that transform what was put there."""
+
+    def __init__(self, plan: _Plan, like: Array) -> None:
+        shapes = plan.shapes(plan.count)
+        self.by = plan.by
+        self.x = like.new_zeros(shapes["x"])
+        self.g = None if plan.reads else like.new_zeros(shapes["g"])
+        self.v, self.u = (like.new_empty(shapes[f"{name} tiles"]) for name in "xg")
+        halves = [shapes[f"{name} half"] for name in "xg"] if plan.by.is_square else []
+        half = like.new_empty(max(map(math.prod, halves), default=0))
+        self.halves = [half[: math.prod(shape)].view(shape) for shape in halves]
+        self.of_x = self._transform(self.by.source, self.x, self.by.points, self.v)
+        self.of_g = None if self.g is None else self.of_gradient(self.g)
+
+    def of_gradient(self, g: Array) -> list[Call]:
+        """What transforms so many images."""
+        return self._transform(self.by.gradient, g, self.by.step, self.u.narrow(-4, 0, len(g)))
+
+    def _transform(self, rule: Rule, images: Array, size: int, out: Array) -> list[Call]:
+        step = self.by.step
+        if self.by.is_square:
+            half = self.halves[rule is self.by.gradient].narrow(-4, 0, len(images))
+            return [*rule(_tiles(images, -2, size, step), half), *rule(_tiles(half, -3, size, step), out)]
+        tiles = _tiles(images, -3, size, step)
+        return rule(tiles.unfold(-2, KERNEL, 1).transpose(-1, -2) if rule is self.by.source else tiles, out)
+
+
+def _tiles(images: Array, axis: int, size: int, step: int) -> Array:
+    """Pixels by their place along an axis in tiles of `size`, `step` apart."""
+    return images.unfold(axis, size, step).movedim(-1, 0)
+
+
+def _transformed(plan: _Plan, g: Array, x: Array, padding: Pair) -> Iterator[tuple[Array, Array]]:
+    """One portion of images after the other, in the same memory.
+
+    The gradient is `[points, outputs, tiles]`, the source `[points, tiles, inputs]`, or `[..., 3 * inputs]` in windows.
+    """
+    buffers, (top, left) = _Buffers(plan, x), padding
+    pixels = buffers.x[:, top : top + x.shape[2], left : left + x.shape[3]]
+    width = plan.inputs if plan.by.is_square else KERNEL * plan.inputs
+    points = plan.by.products * plan.inputs // width
+    u, v = buffers.u.view(points, -1, plan.outputs).transpose(1, 2), buffers.v.view(points, -1, width)
+    for start, images in portions(x, plan.count):
+        n, given = len(images), g[start : start + plan.count].permute(0, 2, 3, 1)
+        pixels[:n].copy_(images.permute(0, 2, 3, 1))
+        if buffers.g is not None:
+            buffers.g[:n, : g.shape[2], : g.shape[3]].copy_(given)
+        for call in (*buffers.of_x, *(buffers.of_g or buffers.of_gradient(given))):
+            call()
+        if n < plan.count:  # what is left of the portion before
+            buffers.u.narrow(-4, n, plan.count - n).zero_()
+        yield u, v
+
+
+def _gradient(by: Filtering, g: Array, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> Array:
+    plan = _Plan(by, x, w, padding, order)
+    found = torch.empty(w.shape, dtype=x.dtype, memory_format=order)
+    total = None
+    slices = [slice(start, start + plan.some) for start in range(0, plan.outputs, plan.some)]
+    for u, v in _transformed(plan, g, x, padding):
+        if plan.is_whole:
+            for some in slices:
+                _finish(by, torch.bmm(u[:, some], v), found[some])
+        else:
+            total = torch.bmm(u, v) if total is None else torch.baddbmm(total, u, v, out=total)
+    if total is not None:
+        del u, v  # their memory is free for what follows
+        for some in slices:
+            _finish(by, total[:, some], found[some])
+    return found
+
+
+def _finish(by: Filtering, products: Array, found: Array) -> None:
+    """From points to weights."""
+    outputs, inputs = found.shape[:2]
+    rows = _back(by, found.dtype) @ products.flatten(1)
+    if by.is_square:
+        found.copy_(rows.view(KERNEL, KERNEL, outputs, inputs).permute(2, 3, 0, 1))
+    else:
+        found.copy_(rows.view(KERNEL, outputs, KERNEL, inputs).permute(1, 3, 0, 2))
+
+
+@cache
+def _back(by: Filtering, kind: torch.dtype) -> Array:
+    along = torch.tensor(by.back, dtype=kind)
+    return torch.kron(along, along) if by.is_square else along
+
+
+def first_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """By tiles of 2 rows, for images with their channels first."""
+    return _gradient(ROWS, g, x, w, padding, torch.contiguous_format)
+
+
+def first_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """By tiles of 4×4 pixels, for images with their channels first."""
+    return _gradient(SQUARES, g, x, w, padding, torch.contiguous_format)
+
+
+def last_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """By tiles of 2 rows, for images with their channels last."""
+    return _gradient(ROWS, g, x, w, padding, torch.channels_last)
+
+
+def last_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """By tiles of 4×4 pixels, for images with their channels last."""
+    return _gradient(SQUARES, g, x, w, padding, torch.channels_last)
