@@ -55,7 +55,7 @@ def losses(training: sg.TrainingGraph, rows: int = BATCH) -> list[float]:
     return [training.execute(*batch, batch_size=rows).loss for _ in range(20)]
 
 
-@pytest.mark.parametrize("forward", ["pytorch", "gemm", "nnpack"])
+@pytest.mark.parametrize("forward", ["pytorch", "gemm", "nnpack", "taps"])
 @pytest.mark.parametrize("data", ["pytorch", "flipped gemm", "flipped", "native"])
 def test_channels_last_train_like_the_reference(chosen: dict[str, str], forward: str, data: str) -> None:
     chosen |= {"layout": LAST, "convolution, channels last": forward, "convolution data, channels last": data}

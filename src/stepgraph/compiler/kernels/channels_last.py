@@ -14,7 +14,7 @@ from torch import fx
 
 from stepgraph.compiler.kernels import channels_first as first
 from stepgraph.compiler.kernels import winograd
-from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with
+from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with, taps
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -28,7 +28,7 @@ def is_last(x: Array) -> bool:
 
 
 def turn_gradient(node: fx.Node) -> None:
-    """Gives a pool's gradient the order of its images; PyTorch would turn the images and the indices around instead."""
+    """Gives the gradient of a pool or of ReLU the order of its images; PyTorch would go through both in two orders."""
     g, x, *_ = cast(Any, node.args)
     if is_last(x.meta["val"]) and not is_last(g.meta["val"]):
         with node.graph.inserting_before(node):
@@ -36,6 +36,7 @@ def turn_gradient(node: fx.Node) -> None:
         turned.meta = dict(g.meta) | {"val": g.meta["val"].contiguous(memory_format=LAST)}
         turned.meta["custom"] = node.meta.get("custom", {})
         node.replace_input_with(g, turned)
+        node.meta["val"] = node.meta["val"].contiguous(memory_format=LAST)
 
 
 def _pytorch(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
@@ -53,6 +54,16 @@ def _gemm(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> A
     for start, images in portions(x, at_once(x, w, stride, padding)):
         rows, _ = patches(images, height, width, stride, padding)
         pixels = y[start : start + len(images)].view(-1, outputs)
+        torch.mm(rows, flat, out=pixels) if b is None else torch.addmm(b, rows, flat, out=pixels)
+        del rows  # before the next ones are made
+    return y.permute(0, 3, 1, 2)
+
+
+def _taps(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
+    outputs, flat = len(w), w.flatten(1).t().contiguous()
+    y = x.new_empty(len(x), *extents(x, w, stride, padding), outputs)
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        rows, pixels = taps(images, w, stride, padding).t(), y[start : start + len(images)].view(-1, outputs)
         torch.mm(rows, flat, out=pixels) if b is None else torch.addmm(b, rows, flat, out=pixels)
         del rows  # before the next ones are made
     return y.permute(0, 3, 1, 2)
@@ -85,8 +96,16 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> 
     return products_with(g, x, w, stride, padding).view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
+def _weights_taps(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    total = x.new_zeros(w[0].numel(), len(w))
+    for start, images in portions(x, at_once(x, w, stride, padding)):
+        pixels = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, len(w))
+        total.addmm_(taps(images, w, stride, padding), pixels)
+    return total.t().reshape(w.shape).contiguous(memory_format=LAST)
+
+
 Way = Callable[..., Any]
-FORWARD: dict[str, Way] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm}
+FORWARD: dict[str, Way] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm, "taps": _taps}
 DATA: dict[str, Way] = {
     "pytorch": _data_pytorch,
     "native": _data_native,
@@ -96,6 +115,7 @@ DATA: dict[str, Way] = {
 WEIGHTS: dict[str, Way] = {
     "pytorch": first.weights_pytorch,
     "gemm": _weights_gemm,
+    "taps": _weights_taps,
     "winograd": winograd.last_rows,
     "winograd 4": winograd.last_squares,
 }

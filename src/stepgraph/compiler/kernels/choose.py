@@ -21,6 +21,7 @@ ON_CPU = {  # a GPU fuses these
     **dict.fromkeys(operators.WAYS, operators.choose),
     aten._log_softmax_backward_data.default: cross_entropy.choose,
     aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
+    aten.threshold_backward.default: channels_last.turn_gradient,
 }
 
 

@@ -135,8 +135,8 @@ def bias_gradient(g: Array) -> Array:
 
 def forward_ways(layout: Any, x: Array) -> dict[str, Way]:
     """Ways for the forward pass; the first is PyTorch's own."""
-    has_nnpack = not x.is_cuda and torch.backends.nnpack.is_available()
-    return {name: way for name, way in layout.FORWARD.items() if name != "nnpack" or has_nnpack}
+    usable = {"nnpack": not x.is_cuda and torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
+    return {name: way for name, way in layout.FORWARD.items() if usable.get(name, True)}
 
 
 def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> dict[str, Way]:
@@ -150,9 +150,10 @@ def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: S
 
 
 def weights_ways(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Way]:
-    """Ways for the gradient of the weights; Winograd's are for 3×3 and stride 1."""
+    """Ways for the gradient of the weights; Winograd's are for 3×3 and stride 1, taps for few channels."""
     filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
-    return {name: way for name, way in layout.WEIGHTS.items() if filters or name not in winograd.WAYS}
+    usable = dict.fromkeys(winograd.WAYS, filters) | {"taps": x.shape[1] <= FEW}
+    return {name: way for name, way in layout.WEIGHTS.items() if usable.get(name, True)}
 
 
 def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
@@ -162,7 +163,7 @@ def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], 
         return x.nbytes + 4 * len(x) * windows(x, w, stride, padding) * outputs
     if way in winograd.WAYS:
         return winograd.workspace(way, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
-    if way != "gemm":
+    if way not in ("gemm", "taps"):
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)
     padded = (x.shape[2] + 2 * padding[0]) * (x.shape[3] + 2 * padding[1]) * channels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -53,6 +54,22 @@ def patches(
     size, strides = (n, rows, columns, height, width, channels), (h * w, down * w, right, w, 1)
     seen = padded.as_strided(size, (*(step * channels for step in strides), 1))
     return seen.reshape(n * rows * columns, -1), (n, rows, columns)
+
+
+def taps(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
+    """What each number of a window meets, a row each: `[inputs * height * width, n * rows * columns]`.
+
+    The same numbers as `patches`, turned around: with few channels, rows of pixels are longer than what a window sees,
+    and copied faster.
+    """
+    (top, left), (down, right) = padding, stride
+    padded = F.pad(x.contiguous(), (left, left, top, top))
+    rows, columns = extents(x, w, stride, padding)
+    seen = x.new_empty(*w.shape[1:], len(x), rows, columns)
+    for c, i, j in itertools.product(*map(range, w.shape[1:])):
+        across = slice(i, i + (rows - 1) * down + 1, down), slice(j, j + (columns - 1) * right + 1, right)
+        seen[c, i, j] = padded[:, c, *across]
+    return seen.view(w[0].numel(), -1)
 
 
 def products_with(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
