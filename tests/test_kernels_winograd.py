@@ -42,7 +42,7 @@ def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, 
     ways, order = LAYOUTS[layout]
     arguments = (*arrays(shape, order), (1, 1), shape[-1])
     wanted = channels_first.weights_pytorch(*arguments)
-    function = convolution.weights_ways(ways, *arguments[1:4])[way]
+    function = ways.WEIGHTS[way]
     found = [function(*arguments)]
     monkeypatch.setattr(winograd, "_even", lambda total, _: min(total, 3))  # three images and outputs at a time
     found.append(function(*arguments))
@@ -62,10 +62,12 @@ def test_float32_stays_far_within_the_tolerance(way: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_offered_for_3x3_and_stride_1_only(layout: str) -> None:
     ways, _ = LAYOUTS[layout]
-    x, plain = torch.empty(2, 3, 8, 8), {"pytorch", "gemm"}
-    assert set(convolution.weights_ways(ways, x, torch.empty(4, 3, 3, 3), (1, 1))) == plain | set(winograd.WAYS)
-    for kernel, stride in (((5, 5), (1, 1)), ((3, 1), (1, 1)), ((3, 3), (2, 2)), ((3, 3), (1, 2))):
-        assert set(convolution.weights_ways(ways, x, torch.empty(4, 3, *kernel), stride)) == plain
+    plain = {"pytorch", "gemm"}
+    for channels, way in ((8, "winograd"), (64, "winograd 4")):
+        x = torch.empty(2, channels, 8, 8)
+        assert set(convolution.weights_ways(ways, x, torch.empty(4, channels, 3, 3), (1, 1))) == plain | {way}
+        for kernel, stride in (((5, 5), (1, 1)), ((3, 1), (1, 1)), ((3, 3), (2, 2)), ((3, 3), (1, 2))):
+            assert set(convolution.weights_ways(ways, x, torch.empty(4, channels, *kernel), stride)) == plain
 
 
 MEMORY = [  # of several portions, of one, of many channels: products are kept, or made for some outputs at a time

@@ -51,7 +51,7 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines["batch"] == "8" and lines["precision"] == "float32"
     assert lines["optimizer"] == "AdamOptimizer, learning rate 0.002"
     assert "convolution: gemm ×2 (edges, shapes)" in lines["kernels"]
-    assert "convolution weights: winograd 4 ×2 (shapes, edges)" in lines["kernels"]
+    assert "convolution weights: winograd ×2 (shapes, edges)" in lines["kernels"]
     assert lines["fused"] == "nothing; on the CPU only FUSE_LAYERS does"
     assert lines["runs as"].startswith("traced, ") and "again" not in lines["runs as"]
     assert len(str(training).split("How it runs")[1].splitlines()) <= 15

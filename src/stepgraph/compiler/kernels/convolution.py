@@ -17,7 +17,7 @@ from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
 aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
-FEW = 4  # channels
+FEW, MANY = 4, 64  # channels
 ENOUGH = 1 << 18  # numbers in the images that are measured with
 
 
@@ -152,7 +152,8 @@ def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: S
 def weights_ways(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Way]:
     """Ways for the gradient of the weights; Winograd's are for 3×3 and stride 1, taps for few channels."""
     filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
-    usable = dict.fromkeys(winograd.WAYS, filters) | {"taps": x.shape[1] <= FEW}
+    many = x.shape[1] >= MANY  # with fewer channels squares, with more rows never were the fastest
+    usable = {"winograd": filters and not many, "winograd 4": filters and many, "taps": x.shape[1] <= FEW}
     return {name: way for name, way in layout.WEIGHTS.items() if usable.get(name, True)}
 
 

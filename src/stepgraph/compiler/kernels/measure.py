@@ -22,6 +22,8 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference
 ROUNDS, BUDGET = 5, 0.03  # further times each way runs, and seconds after which that is enough
 LONG, SLOW = 0.01, 1.3  # a way whose first run took this long, and this many times another's, is not run again
 FEWEST = 8  # images
+DRAWN = 65521  # numbers, repeated where more are needed: drawing all would take as long as measuring; a prime, so that
+# no row is like another
 GAIN = 0.9  # share of the reference's time that another way must stay below
 WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
 Way = Callable[..., Any]
@@ -140,8 +142,12 @@ def _described(array: torch.Tensor) -> list[Any]:
 def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
     """Numbers in an array of this shape and layout: real ones around 0, or whole ones from 0 to `below`."""
     made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=generator.device)
-    real = array.dtype.is_floating_point
-    return made.normal_(generator=generator) if real else made.random_(0, below, generator=generator)
+    if not array.dtype.is_floating_point:
+        return made.random_(0, below, generator=generator)
+    count = made.untyped_storage().nbytes() // made.itemsize
+    drawn = torch.empty(min(count, DRAWN), dtype=made.dtype, device=made.device).normal_(generator=generator)
+    made.as_strided((count,), (1,)).copy_(drawn.repeat(-(-count // DRAWN))[:count])
+    return made
 
 
 def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:
