@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_step, fit, memory, peers, scaling, step
+from benchmarks import first_step, fit, limits, memory, peers, scaling, step
 from benchmarks.models import MODELS, SMALL
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,24 @@ def test_losses_that_differ_end_the_program() -> None:
 
     with pytest.raises(SystemExit, match="pytorch computes other losses"):
         step.check(SMALL["tiny"], {"stepgraph": Ours, "pytorch": Other}, "cpu")
+
+
+def test_a_limit_counts_what_a_step_multiplies() -> None:
+    work = limits.products(SMALL["mlp"])  # 5 → 6 → 7 → 10, three rows; no gradient for the first source
+    forward, sources = 2 * 3 * (5 * 6 + 6 * 7 + 7 * 10), 2 * 3 * (6 * 7 + 7 * 10)
+    assert sum(one.flops for one in work) == 2 * forward + sources
+    assert limits.limit(work, 1.0, 1e9) == 2 * forward + sources  # arithmetic is slow: it alone counts
+    assert limits.limit(work, 1e9, 1.0) == sum(one.size for one in work) > 4 * 3 * (5 + 6 + 7 + 10)
+
+
+def test_limits_of_recorded_steps_are_below_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["limits", str(ROOT / "benchmarks/results/step-h200.json")])
+    limits.main()
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert {row[0].strip() for row in rows} == {"cnn", "transformer", "mlp", "tiny"}
+    assert all(float(row[2]) < min(float(row[3]), float(row[5])) for row in rows)
 
 
 def test_slopes_are_powers() -> None:

@@ -265,6 +265,7 @@ def modules() -> list[ModuleType]:
     return [
         importlib.import_module(f"stepgraph.layers.{one.name}")
         for one in pkgutil.iter_modules(stepgraph.layers.__path__)
+        if not one.name.endswith("_triton")  # kernels, and only where Triton is
     ]
 
 
