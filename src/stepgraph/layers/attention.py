@@ -20,6 +20,7 @@ from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")
+ROOMY = (9, 10)  # generations of GPUs whose shared memory holds the tiles
 SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
 
 
@@ -228,10 +229,12 @@ class MultiheadAttentionLayer(Layer):
 
 
 def tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `attend_in_tiles` computes these: float32 on a GPU, and widths its tiles can have."""
+    """Whether `attend_in_tiles` computes these: float32 on a GPU that can hold the tiles, and widths they can have."""
     width = q.shape[-1]
     fits = width == v.shape[-1] and width in (16, 32, 64, 128)
-    return q.is_cuda and q.dtype is torch.float32 and fits and find_spec("triton") is not None
+    if not q.is_cuda or q.dtype is not torch.float32 or not fits or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] in ROOMY and find_spec("triton") is not None
 
 
 def attend_in_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
