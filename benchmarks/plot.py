@@ -1,6 +1,7 @@
-"""Draws what the other programs wrote with `--json`: one picture (SVG) beside each file.
+"""Draws what the other programs wrote with `--json`: one picture (SVG) beside each file, or one of several together.
 
 python -m benchmarks.plot benchmarks/results/*.json
+python -m benchmarks.plot --together docs/images/steps-cpu.svg benchmarks/results/step-cpu*.json
 """
 
 import argparse
@@ -33,13 +34,25 @@ def main() -> None:
     """Draws the files of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="results of step, first_step, memory or scaling")
-    for file in parser.parse_args().files:
-        report = json.loads(file.read_text())
+    parser.add_argument("--together", type=Path, help="one picture of all files, which are of one program and device")
+    options = parser.parse_args()
+    reports = {file: json.loads(file.read_text()) for file in options.files}
+    if options.together:
+        reports = {options.together: together(list(reports.values()))}
+    for file, report in reports.items():
         program = kind(report)
         if program is None:
             print(f"{file}: not a result of {', '.join(DRAWINGS)}; left out")
         else:
             print(draw(report, program, file.with_suffix(".svg")))
+
+
+def together(reports: list[Report]) -> Report:
+    """All models in one report; of a model that several have, the first one's numbers count."""
+    if len({(report.get("program"), report.get("device")) for report in reports}) > 1:
+        raise SystemExit("files of several programs or devices cannot be drawn together")
+    models = {name: model for report in reversed(reports) for name, model in report["models"].items()}
+    return reports[0] | {"models": models, "command": "\n".join(report["command"] for report in reports)}
 
 
 def kind(report: Report) -> str | None:
@@ -53,19 +66,20 @@ def draw(report: Report, program: str, target: Path) -> Path:
     figure = DRAWINGS[program](report)
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     precision = ", TF32" if report.get("tf32") else ""
-    figure.text(
-        0.01, 0.005, f"{report['command']} · {report['device']}{precision} · {versions}", fontsize=6, color="gray"
-    )
+    footer = f"{report['command']}\n{report['device']}{precision} · {versions}"
+    figure.text(0.01, 0.005, footer, fontsize=6, color="gray")
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
     return target
 
 
 def step(report: Report) -> Any:
-    """Ratios to stepgraph's time, with quartiles."""
+    """Ratios to stepgraph's time, with quartiles: twice as fast and half as fast are equally far from 1."""
     figure, axes = _bars(
-        report, "peer's step time ÷ stepgraph's (above 1: stepgraph is faster)", _ratio, skipped="stepgraph"
+        report, "peer's step time ÷ stepgraph's (above 1: stepgraph is faster)", _ratio, skipped="stepgraph", start=1
     )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axvline(1, color="black", linewidth=0.8)
     return figure
 
@@ -129,7 +143,11 @@ def _seconds(model: Report, peer: str) -> tuple[float, float, float]:
 
 
 def _bars(
-    report: Report, title: str, number: Callable[[Report, str], tuple[float, float, float]], skipped: str = ""
+    report: Report,
+    title: str,
+    number: Callable[[Report, str], tuple[float, float, float]],
+    skipped: str = "",
+    start: float = 0,
 ) -> tuple[Any, Axes]:
     """A group of bars for each model, one for each peer that ran it, with its spread as a line."""
     models = report["models"]
@@ -142,12 +160,13 @@ def _bars(
         middles = [middle for _, middle, _ in found]
         spread = [[middle - low for low, middle, _ in found], [high - middle for _, middle, high in found]]
         heights = [row - 0.4 + (place + 0.5) * thick for row in rows]
-        axes.barh(heights, middles, thick, xerr=spread, color=COLORS[peer], label=peer, error_kw={"linewidth": 0.8})
+        style: Any = {"left": start, "color": COLORS[peer], "label": peer, "error_kw": {"linewidth": 0.8}}
+        axes.barh(heights, [middle - start for middle in middles], thick, xerr=spread, **style)
     axes.set_yticks(range(len(models)), list(models))
     axes.invert_yaxis()
     axes.set_xlabel(title)
     _legend(axes)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout(rect=(0, 0.02 * (2 + report["command"].count("\n")), 1, 1))
     return figure, axes
 
 
