@@ -122,6 +122,16 @@ def test_the_programs_run_and_their_results_are_drawn(tmp_path: Path) -> None:
             assert "<svg" in file.with_suffix(".svg").read_text()
 
 
+def test_files_are_drawn_together() -> None:
+    plot = pytest.importorskip("benchmarks.plot", reason="needs matplotlib", exc_type=ImportError)
+    one = {"program": "step", "device": "x", "command": "a", "models": {"mlp": 1, "cnn": 2}}
+    other = one | {"command": "b", "models": {"cnn": 3, "lstm": 4}}
+    found = plot.together([one, other])
+    assert found["models"] == {"mlp": 1, "cnn": 2, "lstm": 4} and found["command"] == "a\nb"
+    with pytest.raises(SystemExit, match="several programs or devices"):
+        plot.together([one, other | {"device": "y"}])
+
+
 def test_a_process_that_fails_is_named() -> None:
     with pytest.raises(SystemExit, match="nobody gave no first step of tiny"):
         first_step.measure("tiny", ["nobody"], 1, [])
