@@ -74,6 +74,9 @@ class TestNode:
         assert [layer.layer_id for layer in layers] == [1, 2]
         assert graph.source_tensors(layers[0]) == [x, second]
         assert graph.result_tensors(layers[0]) == [first, third]
+        last = sg.ActivationLayer.tanh()
+        sg.InferenceGraph([graph]).node(last, third)  # a graph's own nodes come after those it adopts
+        assert last.layer_id == 3
 
     def test_a_refused_node_leaves_no_trace(self) -> None:
         graph, layer = sg.Graph(), sg.ActivationLayer.relu()

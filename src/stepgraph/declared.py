@@ -43,6 +43,10 @@ class DeclaredGraph(Graph):
         return tuple(node for graph in self._graphs for node in graph.nodes) + tuple(self._nodes)
 
     @property
+    def _layer_count(self) -> int:
+        return sum(graph._layer_count for graph in self._graphs) + super()._layer_count
+
+    @property
     def inputs(self) -> dict[str, Tensor]:
         """The inputs by name; those that `compile` found by itself included."""
         return dict(self._feeds.inputs)

@@ -52,6 +52,7 @@ class Graph:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
+        self._first: dict[Layer, Node] = {}  # the first node of each layer
         self.device: Device | None = None
 
     @property
@@ -63,6 +64,10 @@ class Graph:
     def layers(self) -> list[Layer]:
         """Every layer once, in the order of its first node."""
         return list(dict.fromkeys(node.layer for node in self.nodes))
+
+    @property
+    def _layer_count(self) -> int:
+        return len(self._first)
 
     @property
     def summarized_dot_description(self) -> str:
@@ -97,8 +102,8 @@ class Graph:
         )
         self._check_frozen(layer, disable_update)
         made = make_node(layer, given, labels, disable_update, line)
-        join(layer, self, len(self.layers) + 1)
-        self._nodes.append(made)
+        join(layer, self, self._layer_count + 1)
+        self._add(made)
         return made.results[0]
 
     def split(
@@ -213,14 +218,19 @@ class Graph:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.nodes)} nodes>"
 
+    def _add(self, node: Node) -> None:
+        self._nodes.append(node)
+        self._first.setdefault(node.layer, node)
+
     def _check_frozen(self, layer: Layer, disable_update: bool) -> None:
-        for node in self._nodes:
-            if node.layer is layer and layer.parameters and node.disable_update != disable_update:
-                raise StateError(
-                    layer.where,
-                    f"disable_update={disable_update} here, {node.disable_update} for its node at {node.line}",
-                    fix="give both nodes of the layer the same disable_update",
-                )
+        """Nodes of one layer are frozen together, so the first speaks for the others."""
+        node = self._first.get(layer)
+        if node is not None and layer.parameters and node.disable_update != disable_update:
+            raise StateError(
+                layer.where,
+                f"disable_update={disable_update} here, {node.disable_update} for its node at {node.line}",
+                fix="give both nodes of the layer the same disable_update",
+            )
 
 
 def make_node(

@@ -162,7 +162,7 @@ class _Builder:
             for made, saved in zip(node.results, results, strict=True):
                 saved.hold(None, made._missing)
             join(layer, graph, layer.layer_id)
-            graph._nodes.append(replace(node, results=tuple(results)))
+            graph._add(replace(node, results=tuple(results)))
         return graph
 
     def _names(self, names: Mapping[str, int], read: set[Tensor]) -> dict[str, Tensor]:
