@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler.kernels.update import named, reference, update
+from stepgraph.compiler.kernels.update import named, note_workspace, reference, update
 from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule
+from tests.test_memory import measured_peak
 
 RULES: dict[str, Callable[[sg.OptimizerDescriptor], sg.Optimizer]] = {
     "sgd": sg.SGDOptimizer,
@@ -116,6 +118,26 @@ def test_an_update_recorded_as_one_operator_equals_the_plain_rule(
     monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
     monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
     assert_same(net.stepgraph(RULES[rule](descriptor(preparation))), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_plan_knows_what_an_update_needs(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
+    monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
+    optimizer = RULES[rule](descriptor("plain"))
+    numbers = torch.tensor(list(optimizer.numbers().values()), dtype=torch.float64)
+    arrays = [torch.rand(256, 256) + 1 for _ in range(2 + STATE[rule])]
+
+    def run(parameter: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        by_name = partial(named, optimizer, numbers)
+        update(optimizer, [parameter], [gradient], [[one] for one in states], numbers, by_name)
+        return parameter
+
+    traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*arrays)
+    note_workspace(traced.graph)
+    (planned,) = (node.meta["workspace"] for node in traced.graph.nodes if "workspace" in node.meta)
+    with torch.inference_mode():
+        assert measured_peak(lambda: run(*arrays)) == pytest.approx(planned, rel=0.01)
 
 
 PEERS: dict[str, tuple[Callable[[], sg.Optimizer], Callable[..., torch.optim.Optimizer]]] = {

@@ -22,7 +22,11 @@ from stepgraph.optimizers import GradientClippingType, Optimizer, Regularization
 Arrays = list[torch.Tensor]
 AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
 TOGETHER = "together"  # all live numbers in one array
-AT_ONCE = 6  # arrays of a parameter's size that the longest rule, Adam's, makes on its way
+AT_ONCE = {  # how many arrays of a parameter's size a rule has on its way
+    **{"sgd": 3, "sgd momentum": 4, "sgd nesterov": 4, "rmsprop": 5, "rmsprop momentum": 5},
+    **{"adam": 6, "adam amsgrad": 7, "adamw": 7, "adamw amsgrad": 8},
+}
+MOST_AT_ONCE = 7  # of other rules
 _optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # those of steps that are recorded
 
 
@@ -241,8 +245,9 @@ def note_workspace(graph: fx.Graph) -> None:
     """Tells the memory plan what updates need while they run."""
     for node in graph.nodes:
         if node.target is torch.ops.stepgraph.update_by_rule_.default:
-            sizes = [parameter.meta["val"].nbytes for parameter in cast(Any, node.args[0])]
-            node.meta["workspace"] = AT_ONCE * max(sizes)
+            parameters, optimizer = cast(Any, (node.args[0], node.args[6]))
+            count = AT_ONCE.get(_optimizers[optimizer].rule, MOST_AT_ONCE)
+            node.meta["workspace"] = count * max(parameter.meta["val"].nbytes for parameter in parameters)
 
 
 def take_apart(graph: fx.Graph) -> None:
