@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ import torch
 from torch import fx
 
 import stepgraph as sg
+from stepgraph.compiler import attention as tiled
 from stepgraph.compiler import fusion
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
-from stepgraph.compiler.step import Fusion, Step, value
+from stepgraph.compiler.step import Fusion, value
 from stepgraph.layers import attention as attention_layer
 from stepgraph.settings import fusion_of
 
@@ -198,7 +200,7 @@ def test_the_fused_function_is_taken_between_two_steps(
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: object) -> fusion.Function:
+    def broken(part: object, **settings: bool) -> fusion.Function:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fusion, "fuse", broken)
@@ -264,7 +266,7 @@ def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
 
 @pytest.fixture
 def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The operators of `attention_triton` by PyTorch's formula, as far as a step records them."""
+    """The operators of `tiles.attention` by PyTorch's formula, in the place of what is recorded on a CPU."""
     library = torch.library.Library("stepgraph", "FRAGMENT")
     sources = "Tensor q, Tensor k, Tensor v"
     library.define(f"attend({sources}) -> (Tensor, Tensor)")
@@ -283,25 +285,26 @@ def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def joint(*given: torch.Tensor) -> torch.Tensor:
         return torch.stack([one.transpose(1, 2) for one in gradients(*given)], 2)
 
+    operators = {}
     for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
         library.impl(name, function, "CPU")
-        torch.library.register_fake(f"stepgraph::{name}", function, lib=library)
-    torch.library.register_autograd(
-        "stepgraph::attend",
-        lambda ctx, dy, _: torch.ops.stepgraph.attend_gradients(*ctx.saved_tensors, dy),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-        lib=library,
-    )
-    monkeypatch.setattr(Step, "allows_tf32", True)
-    monkeypatch.setattr(attention_layer, "tiles", lambda *_: True)
-    monkeypatch.setattr(attention_layer, "attend_in_tiles", lambda *sources: torch.ops.stepgraph.attend(*sources)[0])
+        operators[name] = SimpleNamespace(_opoverload=getattr(torch.ops.stepgraph, name).default)
+    monkeypatch.setitem(sys.modules, "stepgraph.compiler.tiles.attention", SimpleNamespace(**operators))
+    monkeypatch.setattr(attention_layer, "WIDTHS", (8,))
+    monkeypatch.setattr(tiled, "FORWARD", aten._scaled_dot_product_flash_attention_for_cpu.default)
+    monkeypatch.setattr(tiled, "BACKWARD", aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     yield
     library._destroy()
 
 
 @pytest.mark.skipif(find_spec("triton") is not None, reason="there the operators themselves are registered")
 def test_gradients_of_an_attention_are_written_side_by_side(plain_tiles: None) -> None:
-    graph = check_changed(join_products, JOINED)
+    def change(graph: fx.Graph) -> None:
+        tiled.tile_attention(graph)
+        join_products(graph)
+
+    graph = check_changed(change, JOINED)
     targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("stepgraph.attend.default") == 2
     assert targets.count("stepgraph.attend_joint_gradients.default") == 2
     assert "stepgraph.attend_gradients.default" not in targets

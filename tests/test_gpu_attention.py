@@ -1,13 +1,17 @@
 """Attention in tiles on a CUDA device: TF32's numbers, at every length and width, and a step that trains with it."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.layers import attention
+from stepgraph.layers.attention import fits_tiles
 
+tiles = pytest.importorskip("stepgraph.compiler.tiles.attention", reason="Triton comes with PyTorch for CUDA")
 pytestmark = pytest.mark.gpu
+OPTIONS = sg.GraphCompilationOptions
 TF32 = 4e-3  # of the largest number: products round to 10 bits, and sums of them follow
 
 
@@ -19,36 +23,69 @@ def arrays(batch: int, heads: int, queries: int, keys: int, width: int) -> list[
     return [torch.randn(shape, generator=generator, device="cuda").transpose(1, 2) for shape in shapes]
 
 
-def results(function, q, k, v, g) -> list[torch.Tensor]:
-    sources = [one.detach().requires_grad_() for one in (q, k, v)]
-    y = function(*sources)
-    return [y.detach(), *torch.autograd.grad(y, sources, g)]
+def in_tiles(q, k, v, g) -> list[torch.Tensor]:
+    y, norms = tiles.attend(q, k, v)
+    return [y, *tiles.attend_gradients(q, k, v, y, norms, g)]
 
 
+def by_formula(q, k, v, g) -> list[torch.Tensor]:
+    q, k, v = sources = [one.double().requires_grad_() for one in (q, k, v)]
+    y = torch.softmax(q @ k.transpose(2, 3) / q.shape[3] ** 0.5, 3) @ v
+    return [y.detach(), *torch.autograd.grad(y, sources, g.double())]
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # PyTorch's first backward pass, in a thread of its own
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("queries, keys", [(1, 1), (37, 5), (128, 128), (70, 300), (513, 513)])
 def test_tiles_give_the_numbers_of_the_formula(width: int, queries: int, keys: int) -> None:
     given = arrays(2, 3, queries, keys, width)
-    assert attention.tiles(*given[:3])
-    found = results(attention.attend_in_tiles, *given)
-    right = results(lambda *sources: attention.attend(*sources, None), *(one.double() for one in given))
-    for one, other in zip(found, right, strict=True):
+    assert fits_tiles(*given[:3])
+    for one, other in zip(in_tiles(*given), by_formula(*given), strict=True):
         # With one key the gradients of query and key are differences of equal numbers, of about 1.
         assert (one - other).abs().max() <= TF32 * max(1.0, other.abs().max())
 
 
+def test_logarithms_are_those_of_pytorch_s_operator() -> None:
+    q, k, v, _ = arrays(2, 3, 70, 50, 32)
+    found = tiles.attend(q, k, v)[1]
+    right = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[1]
+    assert found.shape == right.shape
+    torch.testing.assert_close(found, right, rtol=TF32, atol=TF32)
+
+
 def test_rows_of_the_result_lie_as_the_layer_joins_them() -> None:
-    y = attention.attend_in_tiles(*arrays(2, 3, 8, 8, 16)[:3])
+    y, _ = tiles.attend(*arrays(2, 3, 8, 8, 16)[:3])
     assert y.transpose(1, 2).is_contiguous()
+
+
+def test_joint_gradients_are_the_three_side_by_side() -> None:
+    q, k, v, g = arrays(2, 3, 24, 24, 16)
+    y, norms = tiles.attend(q, k, v)
+    joint = tiles.attend_joint_gradients(q, k, v, y, norms, g)
+    for i, one in enumerate(tiles.attend_gradients(q, k, v, y, norms, g)):
+        torch.testing.assert_close(joint[:, :, i].transpose(1, 2), one, rtol=0, atol=0)
 
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, g = arrays(1, 2, 40, 40, 32)
-    found = results(attention.attend_in_tiles, 100 * q, 100 * k, v, g)
-    assert all(one.isfinite().all() for one in found)
+    assert all(one.isfinite().all() for one in in_tiles(100 * q, 100 * k, v, g))
 
 
-def transformer(**settings) -> tuple[list[float], str]:
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that are launched or compiled."""
+    names: list[str] = []
+    launch = tiles.launch
+
+    def noted(kernel, *arguments, **settings):
+        names.append(kernel.__name__)
+        launch(kernel, *arguments, **settings)
+
+    monkeypatch.setattr(tiles, "launch", noted)
+    yield names
+
+
+def transformer(options: OPTIONS = OPTIONS.FUSE_LAYERS, *, phases: bool = False, **settings) -> list[float]:
     sg.set_seed(5)
     x, y = sg.Tensor((4, 20, 32)), sg.Tensor((80,), "int64")
     graph = sg.Graph()
@@ -58,22 +95,31 @@ def transformer(**settings) -> tuple[list[float], str]:
     training.add_inputs({"x": x}, {"y": y})
     device = sg.Device.gpu()
     assert device is not None
-    training.compile(device, **settings)
+    training.compile(device, options, **settings)
     generator = np.random.default_rng(0)
     data = {"x": generator.standard_normal((4, 20, 32), np.float32)}, {"y": generator.integers(0, 7, 80)}
-    losses = [training.execute(*data).loss for _ in range(20)]
-    (executable, *_) = training._programs.executables.values()
-    return losses, str(executable.part.module.graph)
+    losses = []
+    for _ in range(20):
+        if phases:
+            training.bind_and_write_data(data[0] | data[1], training.inputs | training.loss_labels, device)
+            losses.append(float(training.execute_forward().loss))
+            training.execute_gradient()
+            training.execute_optimizer_update()
+        else:
+            losses.append(float(training.execute(*data).loss))
+    return losses
 
 
-def test_a_step_trains_with_tiles_where_tf32_is_allowed() -> None:
-    losses, program = transformer(tf32=True)
-    right, plain = transformer(tf32=False)
-    assert "attend_gradients" in program and "attend" not in plain
+@pytest.mark.parametrize("phases", [False, True])
+def test_a_fused_step_trains_with_tiles_where_tf32_is_allowed(launched: list[str], phases: bool) -> None:
+    right = transformer(tf32=False)
+    assert not launched
+    losses = transformer(tf32=True, phases=phases)
+    assert {"_forward", "_key_gradients"} <= set(launched)
     np.testing.assert_allclose(losses, right, rtol=1e-2)
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_deterministic_step_has_pytorch_s_kernels() -> None:
-    _, program = transformer(tf32=True, options=sg.GraphCompilationOptions.DETERMINISTIC)
-    assert "attend" not in program
+@pytest.mark.parametrize("options", [OPTIONS.DETERMINISTIC, OPTIONS.DISABLE_LAYER_FUSION])
+def test_a_step_that_is_not_fused_has_pytorch_s_kernels(launched: list[str], options: OPTIONS) -> None:
+    assert np.isfinite(transformer(options, tf32=True)).all() and not launched

@@ -5,14 +5,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import passes
-from stepgraph.compiler.pooling import POOL_GRADIENT, compare_places, pool_first, spread
-from stepgraph.compiler.small_convolutions import (
-    convolve,
-    convolve_and_pool,
-    pooled_weight_gradient,
-    spell_out_small_convolutions,
-)
+from stepgraph.compiler.convolution_sums import OFF, convolve, convolve_and_pool, pooled_gradients
+from stepgraph.compiler.pooling import POOL_GRADIENT, RELU, compare_places, pool_first, spread
+from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
 
+aten = torch.ops.aten
 CASES = [
     (1, (3, 3), (1, 1), (1, 1)),
     (1, (3, 3), (2, 2), (0, 0)),
@@ -33,17 +30,21 @@ def test_sums_are_the_convolution(channels, window, stride, padding):
     torch.testing.assert_close(convolve(x, w, b, stride, padding), torch.conv2d(x, w, b, stride, padding))
 
 
+@pytest.mark.parametrize("rectifies", [False, True])
 @pytest.mark.parametrize("pool", [(2, 2), (1, 2), (4, 1)])
 @pytest.mark.parametrize("channels, window, stride, padding", CASES)
-def test_sums_with_a_pool_behind(channels, window, stride, padding, pool):
+def test_sums_with_a_pool_behind(channels, window, stride, padding, pool, rectifies):
     x, w, b = arrays(channels, window)
+    b.requires_grad_()
     y = torch.nn.functional.max_pool2d(torch.conv2d(x, w, b, stride, padding), pool)
+    y = torch.relu(y) if rectifies else y
     g = torch.randn_like(y)
-    maxima, places = convolve_and_pool(x, w, b, stride, padding, pool)
+    maxima, places = convolve_and_pool(x, w, b, stride, padding, pool, rectifies)
     torch.testing.assert_close(maxima, y)
-    assert places.max() == pool[0] * pool[1] - 1
-    found = pooled_weight_gradient(g, places, x, w, stride, padding, pool)
-    torch.testing.assert_close(found, torch.autograd.grad(y, w, g)[0])
+    assert torch.equal(places == OFF, (y == 0) & rectifies)
+    assert places[places != OFF].max() == pool[0] * pool[1] - 1
+    found = pooled_gradients(g, places, x, w, stride, padding, pool)
+    torch.testing.assert_close(found, torch.autograd.grad(y, (w, b), g))
 
 
 @pytest.mark.parametrize("extents, window", [((8, 8), (2, 2)), ((9, 7), (2, 3)), ((7, 7), (3, 3))])
@@ -94,7 +95,8 @@ def test_a_step_with_everything_spelled_out(size):
     given = torch.randn(2, 1, size, size), torch.randn(4, 1, 3, 3), torch.randn(4), torch.randn(6, 4, 3, 3)
     module = rewritten(*given)
     targets = [node.target for node in module.graph.nodes]
-    assert {convolve_and_pool, pooled_weight_gradient, spread} <= set(targets) and POOL_GRADIENT not in targets
+    assert {convolve_and_pool, pooled_gradients, spread} <= set(targets) and POOL_GRADIENT not in targets
+    assert targets.count(RELU) == 1 and aten.sum.dim_IntList not in targets  # only the second ReLU is left
     for found, right in zip(module(*given), step(*given), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-4)
 
@@ -109,3 +111,20 @@ def test_a_pool_whose_source_is_read_elsewhere_stays():
     spell_out_small_convolutions(module.graph)
     targets = [node.target for node in module.graph.nodes]
     assert convolve in targets and convolve_and_pool not in targets
+
+
+def test_a_relu_whose_source_is_read_elsewhere_stays():
+    def function(x, w):
+        w = w.detach().requires_grad_()
+        y = torch.nn.functional.max_pool2d(torch.conv2d(x, w), 2)
+        return torch.autograd.grad(torch.relu(y).sum() + y.square().sum(), w)[0]
+
+    given = torch.randn(2, 1, 10, 10), torch.randn(4, 1, 3, 3)
+    module = make_fx(function, tracing_mode="fake")(*given)
+    passes.simplify(module)
+    module.graph.eliminate_dead_code()
+    spell_out_small_convolutions(module.graph)
+    module.recompile()
+    (joined,) = (node for node in module.graph.nodes if node.target is convolve_and_pool)
+    assert joined.args[-1] is False
+    torch.testing.assert_close(module(*given), function(*given))

@@ -70,7 +70,7 @@ class Scope:
         salt: what tells this node's random numbers from those of others.
         batch: the declared batch size and that of this call.
         channels_last: how convolutions should lay out images in memory.
-        tf32: whether a GPU may multiply float32 with TF32's 10 bits, by kernels of our own too.
+        tiles: whether attention will be fused into kernels of our own, which stand in for PyTorch's one operator.
         updates: new values of statistics; written with `update`.
         drew: whether the layer has drawn random numbers.
     """
@@ -81,7 +81,7 @@ class Scope:
     salt: int = 0
     batch: tuple[int, int] = (0, 0)
     channels_last: bool = False
-    tf32: bool = False
+    tiles: bool = False
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     drew: bool = False
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import kernels
+from stepgraph.compiler.attention import tile_attention
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.phases import Part
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
 ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken up
 
 
-def fuse(part: Part) -> Function:
+def fuse(part: Part, *, tiles_attention: bool = False) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -46,6 +47,8 @@ def fuse(part: Part) -> Function:
         spell_out_small_convolutions(module.graph)
         compare_places(module.graph)
         join_activations(module.graph)
+    if tiles_attention:
+        tile_attention(module.graph)
     join_products(module.graph)
     kernels.take_apart(module.graph)
     module.recompile()
@@ -61,13 +64,13 @@ def fuse(part: Part) -> Function:
     return Replay(function, generated[0].current_callable) if on_cpu and len(generated) == 1 else function
 
 
-def fuse_in_background(part: Part) -> Future[Function]:
+def fuse_in_background(part: Part, **settings: bool) -> Future[Function]:
     """The same in a thread of its own."""
     future: Future[Function] = Future()
 
     def work() -> None:
         try:
-            future.set_result(fuse(part))
+            future.set_result(fuse(part, **settings))
         except BaseException as error:
             future.set_exception(error)
 

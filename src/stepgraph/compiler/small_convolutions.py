@@ -1,28 +1,25 @@
 """Convolutions of few numbers a window written as sums, so that PyTorch's compiler can put them into other kernels.
 
 The first convolution over gray images multiplies nine numbers a window: a matrix unit would be idle while patches are
-written and read. With a max pool behind, only maxima are written, and only their pixels count in the gradient of the
-weights.
+written and read. With a max pool behind, only maxima are written, and only their pixels count in the gradients.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
+from stepgraph.compiler.convolution_sums import convolve, convolve_and_pool, pooled_gradients
 from stepgraph.compiler.kernels import channels_first
-from stepgraph.compiler.kernels.convolution import applies, separate
-from stepgraph.compiler.kernels.patches import extents
-from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, has_separate_windows
+from stepgraph.compiler.kernels.convolution import applies
+from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
 
 aten = torch.ops.aten
-Array = torch.Tensor
 Pair = Sequence[int]
 MOST = 16  # products of one window
 PIXELS = 4  # of a pool's window
@@ -55,7 +52,7 @@ def _drop_reordering(convolution: fx.Node) -> None:
 
 
 def _join_pool(convolution: fx.Node, pool: fx.Node) -> None:
-    """One operator for both, and one for the gradient of the weights, where nothing reads what lies between."""
+    """One operator for both, and one for the gradients, where nothing reads what lies between."""
     window, *settings = cast(Any, pool.args[1:])
     spread = [user for user in convolution.users if user is not pool]
     gradients = [user for one in spread for user in one.users]
@@ -64,17 +61,51 @@ def _join_pool(convolution: fx.Node, pool: fx.Node) -> None:
     known = known and (1 not in results or set(results[1].users) <= set(spread))
     if not known or math.prod(window) > PIXELS or not has_separate_windows(convolution, window, *settings):
         return
+    relu = _relu_between(results[0], spread)
     for one in gradients:
-        g, x, w, *rest = cast(Any, one.args)
-        stride, padding = rest[1:3] if one.target is aten.convolution_backward.default else rest
-        arguments = (g.args[0], results[1], x, w, stride, padding, window)
-        if one.target is aten.convolution_backward.default:
-            separate(one, {1: (pooled_weight_gradient, arguments)})
-        else:
-            one.target, one.args = pooled_weight_gradient, arguments
-    pool.target, pool.args = convolve_and_pool, (*convolution.args, window)
+        _join_gradients(one, results[1], window, rectified=relu is not None)
+    pool.target, pool.args = convolve_and_pool, (*convolution.args, window, relu is not None)
     for node in (*spread, convolution):
         node.graph.erase_node(node)
+    if relu is not None:
+        relu.replace_all_uses_with(results[0])
+        relu.graph.eliminate_dead_code()
+
+
+def _relu_between(maxima: fx.Node, spread: Sequence[fx.Node]) -> fx.Node | None:
+    """The ReLU that alone reads a pool's maxima, where all their gradients come from it and go to parameters."""
+    relu = next(iter(maxima.users), None)
+    if relu is None or relu.target is not RELU or len(maxima.users) > 1:
+        return None
+    masked = {cast(fx.Node, one.args[0]) for one in spread}
+    ours = all(one.target is RELU_GRADIENT and one.args[1:] == (relu, 0) for one in masked)
+    others = {user for one in masked for user in one.users} - set(spread)
+    return relu if ours and all(map(_is_of_biases, others)) else None
+
+
+def _join_gradients(old: fx.Node, places: fx.Node, window: Pair, *, rectified: bool) -> None:
+    """In the place of the gradient of the weights, and of the sums that are the biases'."""
+    spread, x, w, *rest = cast(Any, old.args)
+    stride, padding = rest[1:3] if old.target is aten.convolution_backward.default else rest
+    g = spread.args[0]
+    sums = [user for user in g.users if _is_of_biases(user)]
+    with old.graph.inserting_before(sums[0] if sums else old):
+        given = g.args[0] if rectified else g
+        both = old.graph.call_function(pooled_gradients, (given, places, x, w, stride, padding, window))
+        of_weights, of_biases = (old.graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
+    parts = [user for user in old.users if old.target is aten.convolution_backward.default]
+    for one in parts or [old]:
+        _replace(one, of_weights)
+    for one in sums:
+        _replace(one, of_biases)
+    if parts:
+        old.graph.erase_node(old)
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
 
 
 def _is_of_weights(node: fx.Node) -> bool:
@@ -84,76 +115,5 @@ def _is_of_weights(node: fx.Node) -> bool:
     return node.target in channels_first.WEIGHTS.values()
 
 
-def convolve(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
-    """`y[n, p, o] = b[o] + Σ w[o, tap] x[n, p + tap]`, channels last in memory."""
-    taps = _taps(_padded(x, padding), extents(x, w, stride, padding), stride, w)
-    return _sum(taps, _table(w), b).permute(0, 3, 1, 2)
-
-
-def convolve_and_pool(
-    x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, window: Pair
-) -> tuple[Array, Array]:
-    """Maxima of a pool's windows, which do not overlap, and which pixel of its window each is: 0, 1, …"""
-    padded, table, (down, right) = _padded(x, padding), _table(w), stride
-    pooled = [extent // size for extent, size in zip(extents(x, w, stride, padding), window, strict=True)]
-    steps = down * window[0], right * window[1]
-    most, place = None, None
-    for number, (i, j) in enumerate(itertools.product(range(window[0]), range(window[1]))):
-        y = _sum(_taps(padded[:, :, i * down :, j * right :], pooled, steps, w), table, b)
-        if most is None or place is None:
-            most, place = y, torch.zeros_like(y, dtype=torch.uint8)
-        else:
-            higher = (y > most) | y.isnan()
-            most, place = torch.where(higher, y, most), torch.where(higher, number, place)
-    assert most is not None and place is not None
-    return most.permute(0, 3, 1, 2), place.permute(0, 3, 1, 2)
-
-
-def pooled_weight_gradient(
-    g: Array, places: Array, x: Array, w: Array, stride: Pair, padding: Pair, window: Pair
-) -> Array:
-    """`dw[o, tap] = Σ g[n, p, o] x[n, q(n, p, o) + tap]`, where `q` is the pixel that was its window's maximum."""
-    padded = _padded(x, padding)
-    kind = torch.int32 if padded.numel() < 1 << 31 else torch.int64  # numbers of pixels; narrow ones are quicker
-    given, place = g.permute(0, 2, 3, 1), places.permute(0, 2, 3, 1).to(kind)
-    n, rows, columns = (torch.arange(extent, device=g.device, dtype=kind) for extent in given.shape[:3])
-    down = rows[:, None, None] * window[0] + place // window[1]
-    across = columns[:, None] * window[1] + place % window[1]
-    image, channel, line, _ = padded.stride()
-    first = n[:, None, None, None] * image + down * (stride[0] * line) + across * stride[1]
-    flat, sums = padded.view(-1), []
-    for c, i, j in itertools.product(*map(range, w.shape[1:])):
-        seen = aten._unsafe_index(flat, [first + (c * channel + i * line + j)])
-        sums.append((given * seen).sum((0, 1, 2)))
-    return torch.stack(sums, 1).view(w.shape)
-
-
-def _padded(x: Array, padding: Pair) -> Array:
-    (top, left) = padding
-    return F.pad(x, (left, left, top, top)).contiguous()
-
-
-def _table(w: Array) -> Array:
-    """`[taps, outputs]`: what neighbouring threads read lies side by side."""
-    return w.flatten(1).t().contiguous()
-
-
-def _sum(taps: Iterator[Array], table: Array, b: Array | None) -> Array:
-    """`[n, *pixels, outputs]`."""
-    outputs, total = table.shape[1], None
-    for number, seen in enumerate(taps):
-        product = seen * table.as_strided((outputs,), (1,), number * outputs)
-        total = product if total is None else total + product
-    assert total is not None
-    return total if b is None else total + b
-
-
-def _taps(padded: Array, pixels: Pair, stride: Pair, w: Array) -> Iterator[Array]:
-    """What each number of a window meets, `[n, *pixels, 1]`, in the order of the weights.
-
-    As strides they make the compiler write padded images once, instead of asking at each tap what is outside.
-    """
-    image, channel, line, _ = padded.stride()
-    size, strides = (len(padded), *pixels, 1), (image, stride[0] * line, stride[1], 1)
-    for c, i, j in itertools.product(*map(range, w.shape[1:])):
-        yield padded.as_strided(size, strides, padded.storage_offset() + c * channel + i * line + j)
+def _is_of_biases(node: fx.Node) -> bool:
+    return node.target is aten.sum.dim_IntList and node.args[1:] == ([0, 2, 3],)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.compiler import tiles
 from stepgraph.errors import ShapeError, StepgraphError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
@@ -149,10 +150,10 @@ class Step:
         return self.compute_type is torch.float16 and self.differentiates
 
     @cached_property
-    def allows_tf32(self) -> bool:
-        """Whether float32 products may use TF32, in kernels other than PyTorch's own too."""
+    def tiles_attention(self) -> bool:
+        """Whether attention, once fused, is computed by kernels of our own, which multiply with TF32's 10 bits."""
         allowed = torch.backends.cuda.matmul.allow_tf32 if self.tf32 is None else self.tf32
-        return self.device.type == "cuda" and self.chooses_kernels and allowed
+        return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.ROOMY)
 
     @property
     def updates_last(self) -> bool:

@@ -107,7 +107,7 @@ class _Walk:
                 for t, array in own.items()
             }
             scope = Scope(
-                cast, step.training, self.arrays[STREAM], index, step.batch, step.channels_last, step.allows_tf32
+                cast, step.training, self.arrays[STREAM], index, step.batch, step.channels_last, step.tiles_attention
             )
             results = _called(node, [_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from stepgraph.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")
-ROOMY = (9, 10)  # generations of GPUs whose shared memory holds the tiles
+WIDTHS = (16, 32, 64, 128)  # of a head, in tiles
 SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
 
 
@@ -211,9 +210,8 @@ class MultiheadAttentionLayer(Layer):
         q, k, v = (split_heads(x, heads=settings.head_count) for x in (q, k, v))
         mask = join_masks(*masks, batch=query.shape[0], keys=k.shape[2], dtype=q.dtype)
         drops = scope.training and settings.dropout > 0
-        if scope.tf32 and mask is None and not drops and tiles(q, k, v):
-            heads = attend_in_tiles(q, k, v)
-        elif drops or (q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
+        as_one = mask is None and scope.tiles and fits_tiles(q, k, v)
+        if drops or (not as_one and q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
             weights = attention_weights(q, k, mask)
             if drops:
                 weights = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
@@ -228,20 +226,10 @@ class MultiheadAttentionLayer(Layer):
         return F.linear(x, scope.array(self.weights[index], rows, x.shape[-1]), biases)
 
 
-def tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `attend_in_tiles` computes these: float32 on a GPU that can hold the tiles, and widths they can have."""
+def fits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels that fused steps have for attention on a GPU compute these."""
     width = q.shape[-1]
-    fits = width == v.shape[-1] and width in (16, 32, 64, 128)
-    if not q.is_cuda or q.dtype is not torch.float32 or not fits or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(q.device)[0] in ROOMY and find_spec("triton") is not None
-
-
-def attend_in_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`softmax(q kᵀ / sqrt(d)) v` with TF32's products, and without scores in memory."""
-    from stepgraph.layers.attention_triton import attend as attend_by_triton
-
-    return attend_by_triton(q, k, v)[0]
+    return q.dtype is torch.float32 and width == k.shape[-1] == v.shape[-1] and width in WIDTHS
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

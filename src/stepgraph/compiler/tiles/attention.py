@@ -5,30 +5,34 @@
 
 PyTorch has such kernels for half precision; this one multiplies float32 with TF32's 10 bits, where that is allowed.
 The forward pass keeps the logarithm of each row's sum, so that the gradients find `p` again with one product. Arrays
-are `[batch, heads, steps, width]`; powers of two are exact, so exponentials are powers of 2 here.
+are `[batch, heads, steps, width]`. Logarithms lie in memory as PyTorch's operator leaves them, so that one of the two
+passes may be fused before the other.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from stepgraph.compiler.tiles.launch import launch, operator
+
 Array = torch.Tensor
 MOST = 4096  # numbers in a tile of all keys
+ALIGNED = 32  # logarithms of a head lie in so many pieces
+LN2, LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))  # powers of 2 are what a GPU computes
 KEYS, LAUNCH = 64, {"num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
 def _forward(
-    q, k, v, y, norms, scale, heads, rows, keys,
+    q, k, v, y, norms, scale, heads, rows, keys, padded,
     qn, qh, qt, kn, kh, kt, vn, vh, vt, yn, yh, yt,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`y` of one tile of queries, and log₂ of each row's sum of powers."""
+    """`y` of one tile of queries, and the logarithm of each row's sum."""
     head, n, h = _head(heads)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (row < rows)[:, None]
@@ -48,12 +52,13 @@ def _forward(
         sums = sums * shrink[:, None] + _product(powers, values)
         most = higher
     tl.store(y + n * yn + h * yh + row[:, None] * yt + column, sums / total[:, None], inside)
-    tl.store(norms + head * rows + row, most + tl.log2(total), row < rows)
+    norm = tl.where(row < rows, (most + tl.log2(total)) * LN2, float("inf"))
+    tl.store(norms + head * padded + row, norm, row < padded)
 
 
 @triton.jit
 def _key_gradients(
-    q, k, v, y, dy, norms, dq, dk, dv, scale, factor, heads, rows, keys,
+    q, k, v, y, dy, norms, dq, dk, dv, scale, factor, heads, rows, keys, padded,
     qn, qh, qt, kn, kh, kt, vn, vh, vt, yn, yh, yt, gn, gh, gt, on, oh, ot, pn, ph, pt,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HOLDS_ALL: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +76,7 @@ def _key_gradients(
         query = tl.load(q + n * qn + h * qh + row[:, None] * qt + column, inside, 0.0)
         given = tl.load(dy + n * gn + h * gh + row[:, None] * gt + column, inside, 0.0)
         result = tl.load(y + n * yn + h * yh + row[:, None] * yt + column, inside, 0.0)
-        norm = tl.load(norms + head * rows + row, row < rows, 0.0)
+        norm = tl.load(norms + head * padded + row, row < rows, 0.0) * LOG2E
         scores = _product(key, tl.trans(query * scale))
         weights = tl.where(there & (row < rows)[None, :], tl.exp2(scores - norm[None, :]), 0.0)
         value_sums += _product(weights, given)
@@ -88,7 +93,7 @@ def _key_gradients(
 
 @triton.jit
 def _query_gradient(
-    q, k, v, y, dy, norms, dq, scale, factor, heads, rows, keys,
+    q, k, v, y, dy, norms, dq, scale, factor, heads, rows, keys, padded,
     qn, qh, qt, kn, kh, kt, vn, vh, vt, yn, yh, yt, gn, gh, gt, on, oh, ot,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +104,8 @@ def _query_gradient(
     query = tl.load(q + n * qn + h * qh + row[:, None] * qt + column, inside, 0.0) * scale
     given = tl.load(dy + n * gn + h * gh + row[:, None] * gt + column, inside, 0.0)
     result = tl.load(y + n * yn + h * yh + row[:, None] * yt + column, inside, 0.0)
-    norm, mean = tl.load(norms + head * rows + row, row < rows, 0.0), tl.sum(given * result, 1)
+    norm = tl.load(norms + head * padded + row, row < rows, 0.0) * LOG2E
+    mean = tl.sum(given * result, 1)
     sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, keys, KEYS):
         at = start + tl.arange(0, KEYS)
@@ -130,21 +136,19 @@ def _head(heads):
     return head, head // heads, head % heads
 
 
-@torch.library.custom_op("stepgraph::attend", mutates_args=())
+@operator
 def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """`y`, and the logarithms that its gradients need."""
     q, k, v = (_rows_in_one_piece(one) for one in (q, k, v))
-    y, norms = _results(q)
     batch, heads, rows, width = q.shape
-    arrays, sizes, tile = (q, k, v, y), (heads, rows, k.shape[2]), _tile(width)
-    with torch.cuda.device_of(q):
-        _forward[triton.cdiv(rows, tile), batch * heads](
-            *arrays, norms, _scale(width), *sizes, *_strides(*arrays), width, tile, KEYS, **LAUNCH
-        )
+    y, norms = _like(q), q.new_empty(batch, heads, -(-rows // ALIGNED) * ALIGNED)
+    arrays, sizes, tile = (q, k, v, y), (heads, rows, k.shape[2], norms.shape[2]), _tile(width)
+    grid = triton.cdiv(rows, tile), batch * heads
+    launch(_forward, grid, *arrays, norms, _scale(width), *sizes, *_strides(*arrays), width, tile, KEYS, **LAUNCH)
     return y, norms
 
 
-@torch.library.custom_op("stepgraph::attend_gradients", mutates_args=())
+@operator
 def attend_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> tuple[Array, Array, Array]:
     """`dq`, `dk` and `dv`."""
     gradients = _like(q), _like(k), _like(v)
@@ -152,10 +156,11 @@ def attend_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: A
     return gradients
 
 
-@torch.library.custom_op("stepgraph::attend_joint_gradients", mutates_args=())
+@operator
 def attend_joint_gradients(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> Array:
     """`[batch, steps, 3, heads, width]`: all three side by side, as one product takes them; they are as long."""
-    joint = _joint(q)
+    batch, heads, steps, width = q.shape
+    joint = q.new_empty(batch, steps, 3, heads, width)
     _write_gradients(q, k, v, y, norms, dy, *(joint[:, :, i].transpose(1, 2) for i in range(3)))
     return joint
 
@@ -167,59 +172,26 @@ def _write_gradients(
     q, k, v, y, dy = (_rows_in_one_piece(one) for one in (q, k, v, y, dy))
     batch, heads, rows, width = q.shape
     keys, numbers = k.shape[2], (_scale(width), 1 / math.sqrt(width))
-    arrays, sizes, strides = (q, k, v, y, dy), (heads, rows, keys), _strides(q, k, v, y, dy, dq, dk)
+    given = q, k, v, y, dy, norms.contiguous()
+    sizes, strides = (heads, rows, keys, norms.shape[2]), _strides(q, k, v, y, dy, dq, dk)
     tile, all_keys = _tile(width), triton.next_power_of_2(max(keys, 16))
     holds_all = all_keys * width <= MOST
     of_keys = all_keys if holds_all else KEYS
-    with torch.cuda.device_of(q):
-        _key_gradients[triton.cdiv(keys, of_keys), batch * heads](
-            *arrays, norms, dq, dk, dv, *numbers, *sizes, *strides, width, tile, of_keys, holds_all, **LAUNCH
-        )
-        if not holds_all:
-            _query_gradient[triton.cdiv(rows, tile), batch * heads](
-                *arrays, norms, dq, *numbers, *sizes, *strides[:-3], width, tile, KEYS, **LAUNCH
-            )
-
-
-@attend.register_fake
-def _(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    return _results(q)
-
-
-@attend_gradients.register_fake
-def _(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> tuple[Array, Array, Array]:
-    return _like(q), _like(k), _like(v)
-
-
-@attend_joint_gradients.register_fake
-def _(q: Array, k: Array, v: Array, y: Array, norms: Array, dy: Array) -> Array:
-    return _joint(q)
-
-
-def _remember(ctx: Any, inputs: tuple[Array, ...], output: tuple[Array, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _differentiate(ctx: Any, dy: Array, _: Any) -> tuple[Array, ...]:
-    return attend_gradients(*ctx.saved_tensors, dy)
-
-
-attend.register_autograd(_differentiate, setup_context=_remember)
-
-
-def _results(q: Array) -> tuple[Array, Array]:
-    return _like(q), q.new_empty(q.shape[:3])
+    launch(
+        _key_gradients, (triton.cdiv(keys, of_keys), batch * heads),
+        *given, dq, dk, dv, *numbers, *sizes, *strides, width, tile, of_keys, holds_all, **LAUNCH,
+    )  # fmt: skip
+    if not holds_all:
+        launch(
+            _query_gradient, (triton.cdiv(rows, tile), batch * heads),
+            *given, dq, *numbers, *sizes, *strides[:-3], width, tile, KEYS, **LAUNCH,
+        )  # fmt: skip
 
 
 def _like(x: Array) -> Array:
     """An array of this shape with its heads side by side in memory, as the layer joins them."""
     batch, heads, steps, width = x.shape
     return x.new_empty(batch, steps, heads, width).transpose(1, 2)
-
-
-def _joint(q: Array) -> Array:
-    batch, heads, steps, width = q.shape
-    return q.new_empty(batch, steps, 3, heads, width)
 
 
 def _rows_in_one_piece(x: Array) -> Array:

@@ -1,0 +1,57 @@
+"""Attention in tiles, in fused steps, in the place of PyTorch's operator and of its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.layers.attention import fits_tiles
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_efficient_attention.default
+BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+PLAIN: dict[str, Any] = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+
+
+def tile_attention(graph: fx.Graph) -> None:
+    """Replaces what tiles compute: attention in float32 without mask and dropout."""
+    for node in list(graph.nodes):
+        if node.target in (FORWARD, BACKWARD):
+            given = _named(node)
+            sources = [given[name] for name in ("query", "key", "value")]
+            plain = all(given.get(name, value) == value for name, value in PLAIN.items())
+            if plain and fits_tiles(*(one.meta["val"] for one in sources)):
+                _replace(node, sources, given)
+    graph.eliminate_dead_code()
+
+
+def _replace(node: fx.Node, sources: list[fx.Node], given: dict[str, Any]) -> None:
+    from stepgraph.compiler.tiles.attention import attend, attend_gradients
+
+    if node.target is FORWARD:
+        _replace_seeds(node)
+        node.target, node.args = attend._opoverload, tuple(sources)
+    else:
+        node.target = attend_gradients._opoverload
+        node.args = (*sources, given["out"], given["logsumexp"], node.args[0])
+    node.kwargs = {}
+
+
+def _replace_seeds(node: fx.Node) -> None:
+    """Random numbers of a dropout that is not there: a gradient pass on its own still hands them on."""
+    for result in list(node.users):
+        if result.args[1] in (2, 3):
+            seed = result.meta["val"]
+            with node.graph.inserting_before(node):
+                settings = {"dtype": seed.dtype, "device": seed.device}
+                zeros = node.graph.call_function(aten.zeros.default, (list(seed.shape),), settings)
+            zeros.meta = dict(result.meta)
+            result.replace_all_uses_with(zeros)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """What an operator is given, by name."""
+    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -1,0 +1,27 @@
+"""Kernels in Triton's language, for operators that PyTorch has none for; only fused steps call them.
+
+They are compiled when a step that needs them is fused, and kept by Triton for later runs. Triton comes with PyTorch's
+CUDA builds for Linux, so modules here are imported only where `fit` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.util import find_spec
+
+import torch
+
+GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
+ROOMY = (9, 10)  # those whose shared memory holds the tiles of an attention
+
+
+def fit(x: torch.Tensor) -> bool:
+    """Whether kernels of this kind compute in the array's type, on its device."""
+    return x.dtype is torch.float32 and run_on(x.device, GENERATIONS)
+
+
+def run_on(device: torch.device, generations: Collection[int]) -> bool:
+    """Whether the device is a GPU of these generations and Triton is there."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in generations
