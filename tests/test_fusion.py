@@ -81,6 +81,29 @@ def test_updates_recorded_as_one_operator_are_taken_apart(monkeypatch: pytest.Mo
     assert "update_by_rule" in str(executable.part.module.graph)
 
 
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_a_fused_phase_hands_on_what_the_next_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query, key and value are views of one product in a fused forward pass; the gradient pass knows nothing of it."""
+    monkeypatch.setattr(fusion, "spell_out_small_products", lambda graph: None)
+    rng = np.random.default_rng(0)
+    data = {name: rng.standard_normal((4, 6, 16)).astype(np.float32) for name in "xy"}
+    found = []
+    for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):
+        training = attention(layers=1, options=options)
+        training.bind_and_write_data(data, {**training.inputs, **training.loss_labels}, sg.Device.cpu())
+        losses = []
+        for _ in range(5):
+            losses.append(training.execute_forward().loss)
+            for key, declared in training._programs.executable("forward", 4).part.results.items():
+                handed = training._saved[key]
+                assert handed.shape == declared.shape and handed.stride() == declared.stride()
+            training.execute_gradient()
+            training.execute_optimizer_update()
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=1e-4)
+
+
 def tiny(options: OPTIONS) -> sg.TrainingGraph:
     sg.set_seed(3)
     x, y = sg.Tensor((2, 6)), sg.Tensor((2,), "int64")
@@ -212,7 +235,7 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     assert "stay unfused: no compiler here" in caplog.text and not executable.is_fused
 
 
-def attention(layers: int) -> sg.TrainingGraph:
+def attention(layers: int, options: OPTIONS = OPTIONS.DETERMINISTIC) -> sg.TrainingGraph:
     """Self-attentions, each with a shortcut, and two fully connected layers that read the same."""
     sg.set_seed(3)
     x, y = sg.Tensor((4, 6, 16)), sg.Tensor((4, 6, 16))
@@ -225,7 +248,7 @@ def attention(layers: int) -> sg.TrainingGraph:
     # Not Adam: key biases have no gradient but rounding, which Adam would make as large as any other.
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
     training.add_inputs({"x": x}, {"y": y})
-    training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
+    training.compile(sg.Device.cpu(), options)
     return training
 
 

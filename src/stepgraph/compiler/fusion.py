@@ -20,6 +20,7 @@ from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.pooling import compare_places
+from stepgraph.compiler.relu_gradients import read_less
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
 from stepgraph.compiler.small_products import spell_out_small_products
@@ -35,7 +36,9 @@ ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken u
 
 def fuse(part: Part, *, tiles_attention: bool = False) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
+    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.inductor_prims import force_stride_order
 
     module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -47,21 +50,36 @@ def fuse(part: Part, *, tiles_attention: bool = False) -> Function:
         spell_out_small_convolutions(module.graph)
         compare_places(module.graph)
         join_activations(module.graph)
+        read_less(module.graph, keep=force_stride_order)
     if tiles_attention:
         tile_attention(module.graph)
     join_products(module.graph)
     kernels.take_apart(module.graph)
+    _keep_strides(module.graph)
     module.recompile()
     generated: list[Any] = []
 
-    def compile_inner(*arguments: Any, **settings: Any) -> Any:
-        generated.append(compile_fx_inner(*arguments, **settings))
+    def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
+        module.graph = fx_graph_cse(module.graph)
+        generated.append(compile_fx_inner(module, *arguments, **settings))
         return generated[-1]
 
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad():
         function = cast(Function, compile_fx(module, arrays, compile_inner, config_patches=settings))
     return Replay(function, generated[0].current_callable) if on_cpu and len(generated) == 1 else function
+
+
+def _keep_strides(graph: fx.Graph) -> None:
+    """Results lie in memory as they did before the graph was changed: what reads them was made for that."""
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(end):
+        laid_out = [graph.call_function(_laid_out, (one, one.meta["val"].stride())) for one in end.args[0]]
+    end.args = (laid_out,)
+
+
+def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def fuse_in_background(part: Part, **settings: bool) -> Future[Function]:

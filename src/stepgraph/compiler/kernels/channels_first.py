@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from stepgraph.compiler.kernels import winograd
-from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once
+from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once, spare
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -34,7 +35,7 @@ def nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: 
 
 def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
     outputs, _, height, width = w.shape
-    flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
+    flat = F.pad(w, (0, 0, 0, 0, 0, spare(x))).permute(2, 3, 1, 0).reshape(-1, outputs)
     found = None
     for start, images in portions(x, at_once(x, w, stride, padding)):
         rows, (n, *extents) = patches(images, height, width, stride, padding)
@@ -88,7 +89,7 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
     outputs, inputs, height, width = w.shape
     total = products_with(g, x, w, stride, padding)
     if x.is_cuda:
-        return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+        return total.view(outputs, height, width, -1)[..., :inputs].permute(0, 3, 1, 2).contiguous()
     for some in total.split(rows_at_once(w)):  # channels first, row by row in place
         some.copy_(some.view(len(some), -1, inputs).transpose(1, 2).reshape(len(some), -1))
     return total.view(w.shape)

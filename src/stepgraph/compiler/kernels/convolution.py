@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import fx
 from stepgraph.compiler.kernels import channels_first, channels_last, winograd
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
 from stepgraph.compiler.kernels.measure import FEWEST, WAY, fastest
-from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
+from stepgraph.compiler.kernels.patches import at_once, rows_at_once, spare, windows
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -167,13 +168,15 @@ def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], 
     if way not in ("gemm", "taps"):
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)
+    channels += spare(x)
     padded = (x.shape[2] + 2 * padding[0]) * (x.shape[3] + 2 * padding[1]) * channels
+    seen = places * channels * math.prod(w.shape[2:])
     if layout is channels_last:
-        return 4 * count * (places * w[0].numel() + padded)
+        return 4 * count * (seen + padded)
     # Patches live together with the padded image first, then with the reordered result or gradient; at the end some of
     # the gradient of the weights is there twice, the second time in their order.
     again = w.numel() if x.is_cuda else min(outputs, rows_at_once(w)) * w[0].numel()
-    return 4 * max(count * (places * w[0].numel() + max(padded, places * outputs)), again)
+    return 4 * max(count * (seen + max(padded, places * outputs)), again)
 
 
 def _data_workspace(layout: Any, way: str, g: Array, x: Array, w: Array, padding: Sequence[int]) -> int:

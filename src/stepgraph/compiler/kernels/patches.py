@@ -42,13 +42,18 @@ def windows(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -
     return math.prod(extents(x, w, stride, padding))
 
 
+def spare(x: Array) -> int:
+    """Channels of zeros that patches get: of four, a GPU reads all numbers of a pixel at once."""
+    return 1 if x.is_cuda and x.shape[1] == 3 else 0
+
+
 def patches(
     x: Array, height: int, width: int, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Array, tuple[int, int, int]]:
     """What each window sees, a row each: `[n * rows * columns, height * width * channels]`; and (n, rows, columns)."""
-    n, channels = x.shape[:2]
+    n, channels = len(x), x.shape[1] + spare(x)
     (top, left), (down, right) = padding, stride
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, top, top)).contiguous()
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, spare(x), left, left, top, top)).contiguous()
     _, h, w, _ = padded.shape
     rows, columns = (h - height) // down + 1, (w - width) // right + 1
     size, strides = (n, rows, columns, height, width, channels), (h * w, down * w, right, w, 1)

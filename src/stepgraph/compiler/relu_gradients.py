@@ -1,0 +1,73 @@
+"""Gradients of ReLU in fused steps on a GPU, where time is what is read from memory and written to it.
+
+    dx = where(relu(x) <= 0, 0, g)
+
+Behind a batch normalization, whose own gradient reads its source anyway, ReLU's sign is computed again from that
+source instead of being read. Where several operators read `dx`, as at the end of a block with a shortcut, it is
+written once instead of being made of its three operands by each of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.pooling import RELU, RELU_GRADIENT
+
+aten = torch.ops.aten
+Array = torch.Tensor
+NORMALIZATION = aten.native_batch_norm.default
+
+
+def read_less(graph: fx.Graph, *, keep: Any) -> None:
+    """Changes gradients of ReLU as far as that saves memory traffic.
+
+    `keep` is an operator of an array and its strides, which makes a compiler write the array.
+    """
+    for node in list(graph.nodes):
+        if node.target is not RELU_GRADIENT or node.args[2] != 0:
+            continue
+        normalization = _normalization(cast(fx.Node, node.args[1]))
+        if len(node.users) > 1:
+            _write_once(node, keep)
+        elif normalization is not None and cast(fx.Node, node.args[0]).target is not aten.add.Tensor:
+            x, w, b, *_ = normalization.args
+            mean, deviation = (_result(normalization, index) for index in (1, 2))
+            node.target, node.args = mask_again, (node.args[0], x, w, b, mean, deviation)
+
+
+def mask_again(g: Array, x: Array, w: Array, b: Array, mean: Array, inverse_deviation: Array) -> Array:
+    """`where(normalized x <= 0, 0, g)`; scale and shift are one small array, which a compiler reads rather than makes."""
+    scale = inverse_deviation * w
+    line = torch.stack([scale, b - mean * scale])[:, :, None, None]
+    return torch.where(x * line[0] + line[1] <= 0, 0, g)
+
+
+def _normalization(result: fx.Node) -> fx.Node | None:
+    """The batch normalization of images that a ReLU follows, with weights and biases."""
+    source: Any = result.args[0] if result.target is RELU else None
+    if source is None or source.target is not operator.getitem or source.args[0].target is not NORMALIZATION:
+        return None
+    found = source.args[0]
+    x, w, b = found.args[:3]
+    return found if w is not None and b is not None and x.meta["val"].ndim == 4 and found.args[5] else None
+
+
+def _write_once(node: fx.Node, keep: Any) -> None:
+    with node.graph.inserting_after(node):
+        kept = node.graph.call_function(keep, (node, list(node.meta["val"].stride())))
+    kept.meta = dict(node.meta)
+    node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+
+
+def _result(node: fx.Node, index: int) -> fx.Node:
+    for user in node.users:
+        if user.args[1] == index:
+            return user
+    with node.graph.inserting_after(node):
+        found = node.graph.call_function(operator.getitem, (node, index))
+    found.meta = dict(node.meta) | {"val": node.meta["val"][index]}
+    return found
