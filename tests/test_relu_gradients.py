@@ -10,7 +10,6 @@ from stepgraph.compiler.pooling import RELU_GRADIENT
 from stepgraph.compiler.relu_gradients import mask_again, read_less
 
 
-
 def block(x, w, v, scale, shift):
     """A residual block, and the gradients of all its parameters."""
     w, v, scale, shift = leaves = [one.detach().requires_grad_() for one in (w, v, scale, shift)]

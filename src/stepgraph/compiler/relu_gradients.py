@@ -40,7 +40,7 @@ def read_less(graph: fx.Graph, *, keep: Any) -> None:
 
 
 def mask_again(g: Array, x: Array, w: Array, b: Array, mean: Array, inverse_deviation: Array) -> Array:
-    """`where(normalized x <= 0, 0, g)`; scale and shift are one small array, which a compiler reads rather than makes."""
+    """`where(normalized x <= 0, 0, g)`; scale and shift are one small array, which is read and not made anew."""
     scale = inverse_deviation * w
     line = torch.stack([scale, b - mean * scale])[:, :, None, None]
     return torch.where(x * line[0] + line[1] <= 0, 0, g)

@@ -24,6 +24,7 @@ from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
+from stepgraph.runtime import algorithms
 from stepgraph.runtime.losses import Loss, Losses
 
 logger = logging.getLogger("stepgraph")
@@ -139,8 +140,13 @@ class Executable:
         cuDNN tries its algorithms for seconds: at first, and where operators are fused later only then, so that
         training starts at once.
         """
+        return _settings(self.step.tf32, tries=self.tries)
+
+    @property
+    def tries(self) -> bool:
+        """Whether cuDNN tries its algorithms now."""
         now = self.is_fused or self.step.fusion is not Fusion.LATER
-        return _settings(self.step.tf32, tries=now and self.step.chooses_kernels)
+        return now and self.step.chooses_kernels
 
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
@@ -200,6 +206,8 @@ class _Capture:
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
             self.in_place = {key: others[key].data_ptr() for _, key in binding.opened}
             with self.executable.settings():
+                if self.executable.tries:
+                    algorithms.load(self.executable.part, self.executable.step.device)
                 return self.executable.run(binding.filled(others))
         moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.graph is None or self.binding is not binding or moved:

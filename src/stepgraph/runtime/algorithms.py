@@ -1,0 +1,48 @@
+"""cuDNN's algorithms, loaded before they are timed.
+
+PyTorch lets cuDNN try its algorithms on each shape once and keeps the fastest. Whichever was not used before is loaded
+while the clock runs, so that it looks slow. What a thread has found is its own, but what it has loaded is there for all
+others: convolutions that ran in another thread before are timed as they will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.phases import Part
+
+aten = torch.ops.aten
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def load(part: Part, device: torch.device) -> None:
+    """Runs each kind of convolution once, in a thread that ends with it."""
+    kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
+    if kinds:
+        thread = threading.Thread(target=_run, args=(list(kinds.values()), device), name="stepgraph convolutions")
+        thread.start()
+        thread.join()
+
+
+@torch.inference_mode()
+def _run(convolutions: list[fx.Node], device: torch.device) -> None:
+    def empty(node: fx.Node) -> Any:
+        array = node.meta["val"]
+        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=device)
+
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, contextlib.suppress(torch.OutOfMemoryError):  # the step itself may need less
+        for node in convolutions:
+            cast(Any, node.target)(*fx.map_arg(node.args, empty))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _kind(node: fx.Node) -> Any:
+    array = node.meta["val"]
+    return tuple(array.shape), array.stride(), array.dtype
