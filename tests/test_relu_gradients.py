@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch._inductor.inductor_prims import force_stride_order as keep
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import passes
+from stepgraph.compiler import passes, relu_gradients
 from stepgraph.compiler.pooling import RELU_GRADIENT
-from stepgraph.compiler.relu_gradients import mask_again, read_less
+from stepgraph.compiler.relu_gradients import mask_again, mask_and_sum, normalization_gradients, read_less
 
 
 def block(x, w, v, scale, shift):
@@ -23,20 +23,36 @@ def block(x, w, v, scale, shift):
     return torch.autograd.grad(last.square().sum(), leaves)
 
 
-def test_a_block_s_gradients_are_the_same():
+def arrays():
     torch.manual_seed(0)
-    given = torch.randn(4, 3, 9, 9), torch.randn(6, 3, 3, 3), torch.randn(6, 6, 3, 3), torch.randn(6), torch.randn(6)
-    module = make_fx(block, tracing_mode="fake")(*(one.double() for one in given))
+    shapes = (4, 3, 9, 9), (6, 3, 3, 3), (6, 6, 3, 3), (6,), (6,)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def check(given) -> list[object]:
+    """What the rewritten block consists of, after its numbers were compared."""
+    module = make_fx(block, tracing_mode="fake")(*given)
     passes.simplify(module)
     read_less(module.graph, keep=keep)
+    module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
-    targets = [node.target for node in module.graph.nodes]
-    # One behind a normalization, one that the shortcut reads too, and the first, whose gradient is a sum.
-    assert targets.count(mask_again) == targets.count(keep) == 1 and targets.count(RELU_GRADIENT) == 2
-    given = [one.double() for one in given]
     for found, right in zip(module(*given), block(*given), strict=True):
         torch.testing.assert_close(found, right)
+    return [node.target for node in module.graph.nodes]
+
+
+def test_signs_are_computed_again_and_shared_gradients_written():
+    targets = check(arrays())
+    # One behind a normalization, one that the shortcut reads too, and the first, whose gradient is a sum.
+    assert targets.count(mask_again) == targets.count(keep) == 1 and targets.count(RELU_GRADIENT) == 2
+
+
+def test_sums_are_taken_on_the_way(monkeypatch):
+    monkeypatch.setattr(relu_gradients, "fits", lambda x: True)  # by the formula, since there is no GPU
+    targets = check(arrays())
+    assert targets.count(mask_and_sum) == targets.count(normalization_gradients) == 2
+    assert targets.count(mask_again) == 1 and RELU_GRADIENT not in targets
 
 
 def test_a_plain_relu_stays():
