@@ -82,9 +82,14 @@ def plan(step: Step, part: Part) -> MemoryPlan:
     )
 
 
+def peak(part: Part) -> int:
+    """The most bytes of intermediates at once."""
+    return max((sum(kinds.values()) for _, _, kinds in timeline(part)), default=0)
+
+
 def alive_at_peak(part: Part) -> set[int]:
     """The storages that are there when a part needs most memory."""
-    births, deaths = _lifetimes(part)
+    births, deaths = lifetimes(part)
     changes: dict[int, int] = defaultdict(int)
     for one, (birth, size, _) in births.items():
         changes[birth] += size
@@ -101,18 +106,30 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
     """What is alive at an operator, counted as `timeline` does: layer and phase that made it, kind, bytes."""
     nodes = list(part.module.graph.nodes)
     now = nodes.index(part.nodes[time])
-    births, deaths = _lifetimes(part)
+    births, deaths = lifetimes(part)
     found: dict[tuple[str, str, str], int] = defaultdict(int)
     for one, (birth, size, kind) in births.items():
         if birth <= now <= deaths[one]:
             kind = "workspace" if deaths[one] == birth else kind
             found[layer_of(nodes[birth]), phase_of(nodes[birth]), kind] += size
+    used = sum(
+        size for one, (birth, size, _) in births.items() if "held" in nodes[birth].meta and birth <= now <= deaths[one]
+    )
+    if used < part.held:
+        found["", "", "workspace"] += part.held - used
     if inside := nodes[now].meta.get("workspace", 0):
         found[layer_of(nodes[now]), phase_of(nodes[now]), "workspace"] += inside
     return sorted(((*made, size) for made, size in found.items()), key=lambda row: -row[3])
 
 
-def _lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
+def _used(part: Part, now: int) -> int:
+    """Bytes of the held memory that somebody uses."""
+    nodes, (births, deaths) = list(part.module.graph.nodes), lifetimes(part)
+    alive = ((nodes[birth], size) for one, (birth, size, _) in births.items() if birth <= now <= deaths[one])
+    return sum(size for node, size in alive if "held" in node.meta)
+
+
+def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
     """By storage: the operator that makes it, its size and kind; and the last operator that reads it."""
     nodes = list(part.module.graph.nodes)
     entering = {storage(node) for node in nodes if node.op == "placeholder"}
@@ -135,15 +152,16 @@ def _lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, i
 
 
 def timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
-    """Live bytes by kind at each operator."""
+    """Live bytes by kind at each operator. Of memory that is held, what nobody uses is workspace."""
     nodes = list(part.module.graph.nodes)
-    births, deaths = _lifetimes(part)
+    births, deaths = lifetimes(part)
     changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for one, (birth, size, kind) in births.items():
         kind = "workspace" if deaths[one] == birth else kind
-        changes[birth][kind] += size
-        changes[deaths[one] + 1][kind] -= size
-    live: dict[str, int] = defaultdict(int)
+        for time, change in ((birth, size), (deaths[one] + 1, -size)):
+            changes[time][kind] += change
+            changes[time]["workspace"] -= change if "held" in nodes[birth].meta else 0
+    live: dict[str, int] = defaultdict(int, workspace=part.held)
     found = []
     for time, node in enumerate(nodes):
         for kind, size in changes[time].items():

@@ -19,11 +19,12 @@ TINY = 1 << 16  # numbers
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A program's operators of some phases: what it reads, what it gives."""
+    """A program's operators of some phases: what it reads, what it gives, and bytes it holds for results in between."""
 
     module: fx.GraphModule
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
+    held: int = 0
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -17,14 +17,17 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
+from stepgraph.compiler.held import write_there
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms
+from stepgraph.runtime.block import Block, Places
 from stepgraph.runtime.losses import Loss, Losses
 
 logger = logging.getLogger("stepgraph")
@@ -51,9 +54,10 @@ class Binding(NamedTuple):
 class Executable:
     """Runs a part: arrays in, arrays by key out."""
 
-    def __init__(self, part: Part, step: Step) -> None:
+    def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
         self.part, self.step = part, step
-        self._function, self._lines = _function(part)
+        self._function, self._lines, results = _function(part)
+        self._places = Places(block or Block(), part.held, results, part.module) if part.held else None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self._is_tiny = step.device.type == "cpu" and part.is_tiny
         self.is_fused = False
@@ -150,6 +154,8 @@ class Executable:
 
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
+        if self._places is not None:
+            self._places.prepare()
         with _InferenceMode(True):
             return self._alone(given) if self._is_tiny and not self.is_fused else self._function(*given)
 
@@ -163,9 +169,14 @@ class Executable:
             torch.set_num_threads(threads)
 
 
-def _function(part: Part) -> tuple[Function, list[str]]:
-    """The part as one Python function, and its lines. Operators are called without their Python wrapper."""
-    code = kernels.call_directly(part.module.graph).python_code("self")
+def _function(part: Part) -> tuple[Function, list[str], dict[str, fx.Node]]:
+    """The part as one Python function, its lines, and results that go into given memory by the name of that.
+
+    Operators are called without their Python wrapper.
+    """
+    graph = kernels.call_directly(part.module.graph)
+    results = write_there(graph)
+    code = graph.python_code("self")
     names = dict(code.globals)
 
     def bare(match: re.Match[str]) -> str:
@@ -176,7 +187,7 @@ def _function(part: Part) -> tuple[Function, list[str]]:
 
     source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src)
     exec(compile(source, _FILE, "exec"), names)
-    return partial(names["forward"], part.module), source.splitlines()
+    return partial(names["forward"], part.module), source.splitlines(), results
 
 
 class _Capture:

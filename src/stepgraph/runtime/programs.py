@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stepgraph.compiler import layout, memory, phases, recompute
+from stepgraph.compiler.held import hold
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
-from stepgraph.compiler.step import Key, Step, value
+from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD
+from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 
 logger = logging.getLogger("stepgraph")
@@ -34,6 +36,7 @@ class Programs:
         self.channels_last = channels_last
         self._traced: dict[tuple[int, bool], Program] = {}
         self.executables: dict[tuple[str, int], Executable] = {}
+        self._block = Block()
 
     def program(self, batch: int, training: bool = True) -> Program:
         """The traced step for a batch size."""
@@ -54,18 +57,18 @@ class Programs:
                 logger.info("compiling %s for batch size %d", part, batch)
             program = self.program(batch, training=part not in ("inference", "evaluation"))
             for name, one in self._parts(part, program).items():
-                self.executables[name, batch] = Executable(in_place(one), program.step)
+                self.executables[name, batch] = Executable(_settled(name, one, program.step), program.step, self._block)
         return self.executables[part, batch]
 
     def plan(self, part: str, batch: int) -> MemoryPlan:
         """What a part would need for a batch size; nothing is made that could run."""
         program = self.program(batch, training=part != "inference")
-        return memory.plan(program.step, in_place(self._parts(part, program)[part]))
+        return memory.plan(program.step, _settled(part, self._parts(part, program)[part], program.step))
 
     def keeping_anew(self) -> Programs:
         """The same programs, with executables that keep what is to be kept now."""
         other = Programs(self._step, self._kept, self.channels_last)
-        other._traced = self._traced
+        other._traced, other._block = self._traced, self._block
         return other
 
     def _parts(self, part: str, program: Program) -> dict[str, Part]:
@@ -80,3 +83,10 @@ class Programs:
             case _:
                 three = phases.split(program)
                 return {"forward": three.forward, "gradient": three.gradient, "update": three.update}
+
+
+def _settled(name: str, part: Part, step: Step) -> Part:
+    """The part with its memory decided. A limit was kept without holding any, and a compiler plans for itself."""
+    part = in_place(part)
+    holds = name == "step" and step.device.type == "cpu" and step.memory_limit is None and step.chooses_kernels
+    return hold(part) if holds and step.fusion is not Fusion.FIRST else part

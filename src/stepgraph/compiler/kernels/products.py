@@ -36,6 +36,11 @@ def sum_of_right_copied(c: Array, a: Array, b: Array) -> Array:
     return torch.addmm(c, a, b.contiguous())
 
 
+def added_after(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
+    """`a b`, and then `c` in place: PyTorch would write `c` into every row first, and the product onto it."""
+    return torch.mm(a, b, out=out).add_(c)
+
+
 def turned_sum(c: Array, a: Array, b: Array) -> Array:
     """`(bᵀ aᵀ)ᵀ + c`."""
     return torch.mm(b.t(), a.t()).t().contiguous().add_(c)
@@ -49,6 +54,7 @@ PRODUCTS: dict[str, Callable[..., Array]] = {
 }
 SUMS: dict[str, Callable[..., Array]] = {
     "pytorch": aten.addmm.default,
+    "added after": added_after,
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }

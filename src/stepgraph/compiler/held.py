@@ -1,0 +1,108 @@
+"""Memory for large results, laid out once and kept between steps on the CPU.
+
+An allocator gives memory that is free for some milliseconds back to the system and gets it again page by page, which in
+long steps takes as much time as many an operator. Results that only the step itself reads, of operators that can write
+into given memory, share one block: each has its place in it, and two have the same only if one is dead when the other
+is born.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from stepgraph.compiler import memory
+from stepgraph.compiler.kernels import products
+from stepgraph.compiler.phases import Part
+
+aten = torch.ops.aten
+LARGE = 1 << 18  # bytes; smaller ones an allocator keeps at hand
+MOST = 512  # results, the largest: finding places takes time with the square of their number
+ALIGNED = 64  # bytes
+LEAST = 1 << 22  # bytes in all, for which this is done: small steps are over before memory is given back
+WORTH = 1.05  # how much more a step may need than without
+
+# Adding one is an entry here: the operator, the one that writes into given memory, and how it calls that.
+OUT: dict[Any, tuple[Callable[..., Any], str]] = {
+    aten.mm.default: (aten.mm.out, "out"),
+    aten.bmm.default: (aten.bmm.out, "out"),
+    aten.addmm.default: (aten.addmm.out, "out"),
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.mul.Tensor: (aten.mul.out, "out"),
+    aten.relu.default: (aten.relu.out, "out"),
+    aten.gelu.default: (aten.gelu.out, "out"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten._softmax.default: (aten._softmax.out, "out"),
+    products.added_after: (products.added_after, "out"),
+}
+
+
+class _Life(NamedTuple):
+    node: fx.Node
+    birth: int
+    death: int
+    size: int
+
+
+def hold(part: Part) -> Part:
+    """The part with places for large results, unless it would need noticeably more memory like that."""
+    lives, enough = _candidates(part), WORTH * memory.peak(part)
+    if sum(life.size for life in lives) < LEAST:
+        return part
+    places = _placed(lives)
+    for life, place in zip(lives, places, strict=True):
+        life.node.meta["held"] = place
+    held = replace(part, held=max(place + life.size for life, place in zip(lives, places, strict=True)))
+    if memory.peak(held) <= enough:
+        return held
+    for life in lives:
+        del life.node.meta["held"]
+    return part
+
+
+def _candidates(part: Part) -> list[_Life]:
+    """The largest results that stay inside, with their lives."""
+    nodes = list(part.module.graph.nodes)
+    births, deaths = memory.lifetimes(part)
+    found = []
+    for one, (birth, size, _) in births.items():
+        node, inside = nodes[birth], deaths[one] < len(nodes) - 1
+        if inside and size >= LARGE and node.target in OUT and node.meta["val"].is_contiguous():
+            found.append(_Life(node, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
+    return sorted(found, key=lambda life: -life.size)[:MOST]
+
+
+def _placed(lives: Sequence[_Life]) -> list[int]:
+    """Offsets, in order: for each the lowest that is free all its life."""
+    places: list[int] = []
+    for life in lives:
+        others = ((place, place + one.size) for one, place in zip(lives, places, strict=False) if _meet(one, life))
+        lowest = 0
+        for start, end in sorted(others):
+            if start - lowest >= life.size:
+                break
+            lowest = max(lowest, end)
+        places.append(lowest)
+    return places
+
+
+def _meet(one: _Life, other: _Life) -> bool:
+    return one.birth <= other.death and other.birth <= one.death
+
+
+def write_there(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Lets operators write into memory that is held for them: the results, by the name of theirs."""
+    names: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if "held" in node.meta:
+            operator, keyword = OUT[node.target]
+            with graph.inserting_before(node):
+                there = graph.get_attr(f"held_{len(names)}")
+            node.target, node.kwargs = operator, node.kwargs | {keyword: there}
+            names[str(there.target)] = node
+    return names

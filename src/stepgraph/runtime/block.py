@@ -1,0 +1,41 @@
+"""The memory that the steps of one graph hold for their results: see `compiler/held.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Block:
+    """One piece of memory for all batch sizes, since one step runs at a time; it grows when a larger one comes."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def of(self, size: int) -> torch.Tensor:
+        """At least `size` bytes, the same ones as long as they suffice."""
+        if self._memory is None or len(self._memory) < size:
+            self._memory = None  # before there are two
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory
+
+
+class Places:
+    """The places of one executable's results in a block, as attributes of the module that its function reads."""
+
+    def __init__(self, block: Block, size: int, results: Mapping[str, fx.Node], module: Any) -> None:
+        self._block, self._size, self._results, self._module = block, size, results, module
+        self._memory: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Makes the attributes, anew where the block has grown."""
+        memory = self._block.of(self._size)
+        if memory is self._memory:
+            return
+        for name, node in self._results.items():
+            array, place = node.meta["val"], node.meta["held"]
+            setattr(self._module, name, memory[place : place + array.nbytes].view(array.dtype).view(array.shape))
+        self._memory = memory

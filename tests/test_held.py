@@ -1,0 +1,106 @@
+"""Memory held for large results: places never meet, numbers stay, and the plan knows of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepgraph as sg
+from stepgraph.compiler import held
+from tests.test_memory import measured_peak
+
+OPTIONS = sg.GraphCompilationOptions
+BATCH, WIDTH = 256, 512
+
+
+@pytest.fixture(autouse=True)
+def _at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "WORTH", 1.5)
+
+
+def network(options: OPTIONS = OPTIONS.NONE, **settings: Any) -> sg.TrainingGraph:
+    """Fully connected layers whose results are half a megabyte each."""
+    sg.set_seed(1)
+    x, y = sg.Tensor((BATCH, 64)), sg.Tensor((BATCH,), "int64")
+    graph = sg.Graph()
+    z = graph.node(sg.FullyConnectedLayer.create(64, WIDTH), x)
+    for _ in range(6):
+        hidden = graph.node(sg.FullyConnectedLayer.create(WIDTH, WIDTH), graph.node(sg.ActivationLayer.gelu(), z))
+        z = graph.node(sg.ArithmeticLayer.add(), hidden, z)
+    graph.node(sg.FullyConnectedLayer.create(WIDTH, 10), z)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-3))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), options, **settings)
+    return training
+
+
+def step(training: sg.TrainingGraph, rows: int = BATCH) -> float:
+    generator = np.random.default_rng(rows)
+    data = {"x": generator.standard_normal((rows, 64), np.float32)}, {"y": generator.integers(0, 10, rows)}
+    return training.execute(*data, batch_size=rows).loss
+
+
+def bytes_held(training: sg.TrainingGraph, rows: int = BATCH) -> int:
+    return training._programs.executable("step", rows).part.held
+
+
+LIVES = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 15), st.integers(1, 9)).map(
+        lambda life: held._Life(SimpleNamespace(), life[0], life[0] + life[1], 64 * life[2])  # type: ignore[arg-type]
+    ),
+    max_size=25,
+)
+
+
+@given(LIVES)
+def test_what_lives_at_the_same_time_lies_apart(lives: list[held._Life]) -> None:
+    places = list(zip(lives, held._placed(lives), strict=True))
+    for i, (one, place) in enumerate(places):
+        for other, there in places[:i]:
+            apart = place + one.size <= there or there + other.size <= place
+            assert apart or one.death < other.birth or other.death < one.birth
+
+
+def test_a_step_computes_the_same_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = network()
+    assert bytes_held(holding) > held.LEAST / 4
+    monkeypatch.setattr(held, "LARGE", 1 << 40)
+    plain = network()
+    assert bytes_held(plain) == 0
+    assert [step(holding) for _ in range(6)] == [step(plain) for _ in range(6)]
+
+
+def test_batch_sizes_share_it_and_it_grows() -> None:
+    training = network()
+    sizes = {rows: bytes_held(training, rows) for rows in (BATCH, 2 * BATCH)}
+    assert sizes[2 * BATCH] > sizes[BATCH] > 0
+    reference = network(OPTIONS.DETERMINISTIC)
+    for rows in (BATCH, 2 * BATCH, BATCH, 2 * BATCH):
+        assert step(training, rows) == pytest.approx(step(reference, rows), rel=1e-4)
+    memory = training._programs._block.of(0)
+    assert len(memory) == sizes[2 * BATCH] and training._programs._block.of(1) is memory
+
+
+def test_the_plan_counts_it() -> None:
+    training = network()
+    step(training)
+    inside = bytes_held(training)
+    planned = training.memory_plan.intermediates
+    assert planned == pytest.approx(measured_peak(lambda: step(training)) + inside, rel=0.1)
+    assert planned == max(size for *_, size in training.memory_plan.timeline)
+
+
+@pytest.mark.parametrize("settings", [{"options": OPTIONS.DETERMINISTIC}, {"memory_limit": 1 << 30}])
+def test_a_limit_and_plain_kernels_hold_nothing(settings: dict[str, Any]) -> None:
+    assert bytes_held(network(**settings)) == 0
+
+
+def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "WORTH", 0.5)
+    training = network()
+    assert bytes_held(training) == 0
+    nodes = training._programs.executable("step", BATCH).part.nodes
+    assert not any("held" in node.meta for node in nodes)
