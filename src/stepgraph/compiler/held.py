@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.kernels import products
+from stepgraph.compiler.kernels import operators, products
 from stepgraph.compiler.phases import Part
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten._softmax.default: (aten._softmax.out, "out"),
     products.added_after: (products.added_after, "out"),
+    operators.gelu_backward_by_parts: (operators.gelu_backward_by_parts, "out"),
 }
 
 

@@ -57,14 +57,14 @@ def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Arr
 # The derivative of GELU
 
 
-def _gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none") -> Array:
+def gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none", out: Array | None = None) -> Array:
     """`Φ(x) + x φ(x)`, or with the tanh approximation `σ(2u) + x σ(2u) (1 - σ(2u)) 2u'`, in vectorized steps."""
     if approximate == "none":
         density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
-        return torch.special.ndtr(x).addcmul_(x, density).mul_(g)
+        return torch.special.ndtr(x, out=out).addcmul_(x, density).mul_(g)
     double, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
     square = torch.square(x)
-    gate = (square * (double * cubic)).add_(double).mul_(x).sigmoid_()
+    gate = torch.mul(square, double * cubic, out=out).add_(double).mul_(x).sigmoid_()
     slope = square.mul_(3 * double * cubic).add_(double).mul_(x)
     rest = gate * gate
     return gate.addcmul_(slope, torch.sub(gate, rest, out=rest)).mul_(g)
@@ -91,7 +91,7 @@ WAYS: dict[Any, dict[str, Way]] = {
     aten.mm.default: products.PRODUCTS,
     aten.addmm.default: products.SUMS,
     aten.sum.dim_IntList: {"pytorch": aten.sum.dim_IntList, "product": _sum_by_product},
-    aten.gelu_backward.default: {"pytorch": aten.gelu_backward.default, "parts": _gelu_backward_by_parts},
+    aten.gelu_backward.default: {"pytorch": aten.gelu_backward.default, "parts": gelu_backward_by_parts},
     aten.tanh.default: {"pytorch": aten.tanh.default, "sigmoid": _tanh_by_sigmoid},
     aten.max_pool2d_with_indices.default: {
         "pytorch": aten.max_pool2d_with_indices.default,
@@ -117,7 +117,7 @@ SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
     **products.SCRATCH,
     **embedding.SCRATCH,
     **normalization.SCRATCH,
-    _gelu_backward_by_parts: lambda arguments, _: 2 * arguments[0].nbytes,
+    gelu_backward_by_parts: lambda arguments, _: 2 * arguments[0].nbytes,
     _max_pool_channels_last: lambda arguments, results: max(arguments[0].nbytes, results),
 }
 
