@@ -185,7 +185,7 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
 def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     asked: list[str] = []
 
-    def pick(operator: str, ways: dict[str, object], _: object, *, below: int) -> str:
+    def pick(operator: str, ways: dict[str, object], _: object, **rules: object) -> str:
         asked.append(operator)
         return list(ways)[way]
 

@@ -38,8 +38,7 @@ OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten._softmax.default: (aten._softmax.out, "out"),
-    products.added_after: (products.added_after, "out"),
-    operators.gelu_backward_by_parts: (operators.gelu_backward_by_parts, "out"),
+    **{way: (way, "out") for way in (*products.INTO, operators.gelu_backward_by_parts)},
 }
 
 

@@ -16,14 +16,14 @@ aten = torch.ops.aten
 Array = torch.Tensor
 
 
-def of_left_copied(a: Array, b: Array) -> Array:
+def of_left_copied(a: Array, b: Array, *, out: Array | None = None) -> Array:
     """`a b` with the rows of `a` in one piece."""
-    return torch.mm(a.contiguous(), b)
+    return torch.mm(a.contiguous(), b, out=out)
 
 
-def of_right_copied(a: Array, b: Array) -> Array:
+def of_right_copied(a: Array, b: Array, *, out: Array | None = None) -> Array:
     """`a b` with the rows of `b` in one piece."""
-    return torch.mm(a, b.contiguous())
+    return torch.mm(a, b.contiguous(), out=out)
 
 
 def turned(a: Array, b: Array) -> Array:
@@ -31,9 +31,9 @@ def turned(a: Array, b: Array) -> Array:
     return torch.mm(b.t(), a.t()).t().contiguous()
 
 
-def sum_of_right_copied(c: Array, a: Array, b: Array) -> Array:
+def sum_of_right_copied(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
     """`c + a b` with the rows of `b` in one piece."""
-    return torch.addmm(c, a, b.contiguous())
+    return torch.addmm(c, a, b.contiguous(), out=out)
 
 
 def added_after(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
@@ -58,6 +58,7 @@ SUMS: dict[str, Callable[..., Array]] = {
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }
+INTO = (of_left_copied, of_right_copied, added_after, sum_of_right_copied)  # ways that write into given memory
 
 
 def fits(node: fx.Node) -> bool:
