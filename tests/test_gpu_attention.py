@@ -1,13 +1,12 @@
 """Attention in tiles on a CUDA device: TF32's numbers, at every length and width, and a step that trains with it."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 import stepgraph as sg
 from stepgraph.layers.attention import fits_tiles
+from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.attention", reason="Triton comes with PyTorch for CUDA")
 pytestmark = pytest.mark.gpu
@@ -72,17 +71,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that are launched or compiled."""
-    names: list[str] = []
-    launch = tiles.launch
-
-    def noted(kernel, *arguments, **settings):
-        names.append(kernel.__name__)
-        launch(kernel, *arguments, **settings)
-
-    monkeypatch.setattr(tiles, "launch", noted)
-    yield names
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return noted(monkeypatch, tiles)
 
 
 def transformer(options: OPTIONS = OPTIONS.FUSE_LAYERS, *, phases: bool = False, **settings) -> list[float]:

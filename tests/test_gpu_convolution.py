@@ -6,6 +6,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import convolution_sums
+from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.convolution", reason="Triton comes with PyTorch for CUDA")
 pytestmark = pytest.mark.gpu
@@ -51,14 +52,7 @@ def test_not_a_number_is_a_maximum():
 
 
 def test_a_fused_step_has_them(monkeypatch):
-    names = []
-    launch = tiles.launch
-
-    def noted(kernel, *arguments, **settings):
-        names.append(kernel.__name__)
-        launch(kernel, *arguments, **settings)
-
-    monkeypatch.setattr(tiles, "launch", noted)
+    names = noted(monkeypatch, tiles)
     plain = losses(sg.GraphCompilationOptions.DETERMINISTIC)
     assert not names
     fused = losses(sg.GraphCompilationOptions.FUSE_LAYERS)

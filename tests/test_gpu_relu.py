@@ -6,6 +6,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import relu_gradients
+from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.relu", reason="Triton comes with PyTorch for CUDA")
 pytestmark = pytest.mark.gpu
@@ -28,14 +29,7 @@ def test_tiles_give_the_numbers_of_the_formula(monkeypatch, shape, terms):
 
 
 def test_a_fused_block_with_a_shortcut(monkeypatch):
-    names = []
-    launch = tiles.launch
-
-    def noted(kernel, *arguments, **settings):
-        names.append(kernel.__name__)
-        launch(kernel, *arguments, **settings)
-
-    monkeypatch.setattr(tiles, "launch", noted)
+    names = noted(monkeypatch, tiles)
     plain, fused = (losses(options) for options in (sg.GraphCompilationOptions.DETERMINISTIC, FUSED))
     assert "_mask_and_sum" in names
     np.testing.assert_allclose(fused, plain, rtol=1e-4)

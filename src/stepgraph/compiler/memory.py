@@ -112,11 +112,8 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
         if birth <= now <= deaths[one]:
             kind = "workspace" if deaths[one] == birth else kind
             found[layer_of(nodes[birth]), phase_of(nodes[birth]), kind] += size
-    used = sum(
-        size for one, (birth, size, _) in births.items() if "held" in nodes[birth].meta and birth <= now <= deaths[one]
-    )
-    if used < part.held:
-        found["", "", "workspace"] += part.held - used
+    if idle := part.held - _used(part, now):
+        found["", "", "workspace"] += idle
     if inside := nodes[now].meta.get("workspace", 0):
         found[layer_of(nodes[now]), phase_of(nodes[now]), "workspace"] += inside
     return sorted(((*made, size) for made, size in found.items()), key=lambda row: -row[3])
