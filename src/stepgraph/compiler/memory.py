@@ -113,7 +113,7 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
             kind = "workspace" if deaths[one] == birth else kind
             found[layer_of(nodes[birth]), phase_of(nodes[birth]), kind] += size
     if idle := part.held - _used(part, now):
-        found["", "", "workspace"] += idle
+        found["held for other results", "", "workspace"] += idle
     if inside := nodes[now].meta.get("workspace", 0):
         found[layer_of(nodes[now]), phase_of(nodes[now]), "workspace"] += inside
     return sorted(((*made, size) for made, size in found.items()), key=lambda row: -row[3])
