@@ -40,9 +40,13 @@ def test_each_kind_of_convolution_runs_once_in_another_thread(monkeypatch: pytes
 
 
 def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
     def full(*_: object, **__: object) -> torch.Tensor:
+        asked.append(1)
         raise torch.OutOfMemoryError("no more")
 
     convolutions = [node for node in part().nodes if node.target in algorithms.CONVOLUTIONS]
     monkeypatch.setattr(torch, "empty_strided", full)
     algorithms._run(convolutions, torch.device("cpu"))
+    assert len(asked) == 1 < len(convolutions)  # the others would not fit either

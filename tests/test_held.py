@@ -1,5 +1,6 @@
 """Memory held for large results: places never meet, numbers stay, and the plan knows of it."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_batch_sizes_share_it_and_it_grows() -> None:
         assert step(training, rows) == pytest.approx(step(reference, rows), rel=1e-4)
     memory = training._programs._block.of(0)
     assert len(memory) == sizes[2 * BATCH] and training._programs._block.of(1) is memory
+
+
+def test_there_are_never_two_of_it() -> None:
+    training = network()
+    step(training)
+    small = weakref.ref(training._programs._block.of(0).untyped_storage())
+    step(training, 2 * BATCH)
+    is_free = small() is None  # not in the assertion, which would write out all its numbers
+    assert is_free
+    assert training._programs._block.of(0).nbytes == bytes_held(training, 2 * BATCH)
 
 
 def test_the_plan_counts_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,14 @@ class Block:
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
+        self.users: weakref.WeakSet[Places] = weakref.WeakSet()
 
     def of(self, size: int) -> torch.Tensor:
         """At least `size` bytes, the same ones as long as they suffice."""
         if self._memory is None or len(self._memory) < size:
-            self._memory = None  # before there are two
+            for user in self.users:  # so that there are never two
+                user.forget()
+            self._memory = None
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory
 
@@ -29,6 +33,13 @@ class Places:
     def __init__(self, block: Block, size: int, results: Mapping[str, fx.Node], module: Any) -> None:
         self._block, self._size, self._results, self._module = block, size, results, module
         self._memory: torch.Tensor | None = None
+        block.users.add(self)
+
+    def forget(self) -> None:
+        """Lets go of the memory until the next call."""
+        self._memory = None
+        for name in self._results:
+            setattr(self._module, name, None)
 
     def prepare(self) -> None:
         """Makes the attributes, anew where the block has grown."""
