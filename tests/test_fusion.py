@@ -206,13 +206,13 @@ def test_the_fused_function_is_taken_between_two_steps(
     training, plain = network(OPTIONS.NONE), network(OPTIONS.NONE)
     (executable,) = training._programs.executables.values()
 
-    def slow(part: object) -> fusion.Function:
+    def slow(part: object, step: object) -> fusion.Function:
         ready.wait(10)
         return lambda *arrays: calls.append(1) or unfused(*arrays)
 
     unfused = executable._function
     monkeypatch.setattr(fusion, "fuse", slow)
-    executable._fusing = fusion.fuse_in_background(executable.part)
+    executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     assert losses(training)[:5] == losses(plain)[:5] and not calls  # steps go on meanwhile
     ready.set()
     executable._fusing.result(10)
@@ -223,13 +223,13 @@ def test_the_fused_function_is_taken_between_two_steps(
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: object, **settings: bool) -> fusion.Function:
+    def broken(part: object, step: object) -> fusion.Function:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fusion, "fuse", broken)
     training = network(OPTIONS.NONE)
     (executable,) = training._programs.executables.values()
-    executable._fusing = fusion.fuse_in_background(executable.part)
+    executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
     assert "stay unfused: no compiler here" in caplog.text and not executable.is_fused

@@ -23,8 +23,10 @@ from stepgraph.compiler.pooling import compare_places
 from stepgraph.compiler.relu_gradients import read_less
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
-from stepgraph.compiler.small_products import spell_out_small_products
+from stepgraph.compiler.small_products import spell_out_narrow_products, spell_out_small_products
+from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
+from stepgraph.compiler.weight_gradients import tile_weight_gradients
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -34,7 +36,7 @@ SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
 ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken up
 
 
-def fuse(part: Part, *, tiles_attention: bool = False) -> Function:
+def fuse(part: Part, step: Step) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -47,12 +49,15 @@ def fuse(part: Part, *, tiles_attention: bool = False) -> Function:
     if on_cpu:
         spell_out_small_products(module.graph)
     else:
+        spell_out_narrow_products(module.graph)
         spell_out_small_convolutions(module.graph)
         compare_places(module.graph)
         join_activations(module.graph)
         read_less(module.graph, keep=force_stride_order)
-    if tiles_attention:
+    if step.tiles_attention:
         tile_attention(module.graph)
+    if step.tiles_convolutions:
+        tile_weight_gradients(module.graph)
     join_products(module.graph)
     kernels.take_apart(module.graph)
     _keep_strides(module.graph)
@@ -82,13 +87,13 @@ def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def fuse_in_background(part: Part, **settings: bool) -> Future[Function]:
+def fuse_in_background(part: Part, step: Step) -> Future[Function]:
     """The same in a thread of its own."""
     future: Future[Function] = Future()
 
     def work() -> None:
         try:
-            future.set_result(fuse(part, **settings))
+            future.set_result(fuse(part, step))
         except BaseException as error:
             future.set_exception(error)
 

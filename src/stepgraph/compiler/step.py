@@ -155,6 +155,12 @@ class Step:
         allowed = torch.backends.cuda.matmul.allow_tf32 if self.tf32 is None else self.tf32
         return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.ROOMY)
 
+    @cached_property
+    def tiles_convolutions(self) -> bool:
+        """The same of gradients of convolutions' weights."""
+        allowed = torch.backends.cudnn.allow_tf32 if self.tf32 is None else self.tf32
+        return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.HOPPER)
+
     @property
     def updates_last(self) -> bool:
         """Whether no parameter may be updated before all gradients are known."""

@@ -64,7 +64,7 @@ class Executable:
         self._fusing: Future[Function] | None = None
         self._refused = ""
         if step.fusion is Fusion.FIRST:
-            self._function, self.is_fused = fusion.fuse(part, tiles_attention=step.tiles_attention), True
+            self._function, self.is_fused = fusion.fuse(part, step), True
 
     @property
     def mode(self) -> str:
@@ -116,7 +116,7 @@ class Executable:
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
         if self.step.fusion is Fusion.LATER and not self.is_fused:
-            self._fusing = fusion.fuse_in_background(self.part, tiles_attention=self.step.tiles_attention)
+            self._fusing = fusion.fuse_in_background(self.part, self.step)
 
     def _take_fused(self, fusing: Future[Function]) -> None:
         """Goes on with the fused operators from this call on."""

@@ -8,6 +8,7 @@ apart into the rule's own for the compiler that fuses them.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -91,13 +92,20 @@ def reference(
 
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
     """The live numbers and what follows from them as device scalars, by name."""
-    n = SimpleNamespace(**dict(zip(optimizer.live, numbers.unbind(), strict=True)))
+    live = numbers.unbind()
+    n = SimpleNamespace(**dict(zip(optimizer.live, live, strict=True)))
     optimizer.derive(n)
     names, values = zip(*vars(n).items(), strict=True)
-    together = torch.stack(values)  # so that a compiler does not compute powers anew wherever they are read
+    as_given = all(map(operator.is_, values, live))  # a rule may change them too
+    # In one array, so that a compiler does not compute powers anew wherever they are read.
+    together = torch.cat([numbers, *_each(values[len(live) :])] if as_given else _each(values))
     if numbers.is_cuda:
         together = settled(together.float())
     return SimpleNamespace(**dict(zip(names, together.unbind(), strict=True)), **{TOGETHER: together})
+
+
+def _each(numbers: Sequence[torch.Tensor]) -> Arrays:
+    return [number[None] for number in numbers]
 
 
 @torch.library.custom_op("stepgraph::settled", mutates_args=())

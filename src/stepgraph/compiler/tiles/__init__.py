@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
+HOPPER = (9,)
 ROOMY = (9, 10)  # those whose shared memory holds the tiles of an attention
 
 
