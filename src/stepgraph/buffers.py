@@ -77,10 +77,14 @@ def as_array(data: Any, where: str) -> torch.Tensor:
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
-    if _is_exact(data, shape, data_type):
-        if isinstance(data, np.ndarray):
+    # Asked first, because in a loop data usually is as it should be.
+    if isinstance(data, torch.Tensor):
+        if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous():
+            return data.detach() if data.requires_grad else data
+    elif isinstance(data, np.ndarray) and data.shape == shape and data.dtype == data_type.numpy:
+        flags = data.flags
+        if flags.c_contiguous and flags.writeable:
             return torch.from_numpy(data)
-        return data.detach() if data.requires_grad else data
     if isinstance(data, TensorData | bytes | bytearray) or (isinstance(data, memoryview) and data.format == "B"):
         raw = data if isinstance(data, TensorData) else TensorData(np.frombuffer(data, np.uint8))
         return _take(raw.array(data_type.torch), shape, data_type, where, given=f"{raw.length} bytes")
@@ -93,16 +97,6 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
         )
     # A compiled step counts on rows that lie one behind the other; other layouts are copied.
     return _fit(array, shape, data_type, where).contiguous()
-
-
-def _is_exact(data: Any, shape: Sequence[int], data_type: DataType) -> bool:
-    """Whether `data` is as it should be already: asked first, because in a loop it usually is."""
-    if isinstance(data, np.ndarray):
-        flags = data.flags
-        return data.shape == shape and data.dtype == data_type.numpy and flags.c_contiguous and flags.writeable
-    return isinstance(data, torch.Tensor) and (
-        data.shape == shape and data.dtype is data_type.torch and data.is_contiguous()
-    )
 
 
 def write(array: torch.Tensor, target: Any, where: str) -> None:

@@ -79,7 +79,7 @@ class CompiledGraph(DeclaredGraph):
         super().__init__(graphs)
         # Replaced as a whole, never changed in place, as what is declared.
         self._constants: dict[Tensor, torch.Tensor] = {}
-        self._options = GraphCompilationOptions.NONE
+        self._options, self._checks_numerics = GraphCompilationOptions.NONE, False
         self._compute_type: torch.dtype | None = None
         self._tf32: bool | None = None
         self._memory_limit: int | None = None
@@ -165,7 +165,7 @@ class CompiledGraph(DeclaredGraph):
         """Everything about a compilation that is not tracing: device, nodes, constants, feeds, held tensors."""
         self.device = self._chosen(device)
         require_options(options, GraphCompilationOptions)
-        self._options = options
+        self._options, self._checks_numerics = options, GraphCompilationOptions.CHECK_NUMERICS in options
         self._compiled = self._all_nodes()
         self._last_loss = next((node for node in reversed(self._compiled) if node.is_loss), None)
         if not self._compiled:
@@ -440,9 +440,8 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def current_device(device: Device) -> AbstractContextManager[Any]:
     """Streams and events belong to the device that is current."""
-    place = device.torch
-    elsewhere = place.type == "cuda" and place.index != torch.cuda.current_device()
-    return torch.cuda.device(place) if elsewhere else _HERE
+    elsewhere = device.is_cuda and device.torch.index != torch.cuda.current_device()
+    return torch.cuda.device(device.torch) if elsewhere else _HERE
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -87,6 +88,11 @@ class Device:
     def torch(self) -> TorchDevice:
         """Where arrays of a graph compiled for this device live."""
         return self.torch_devices[0]
+
+    @cached_property
+    def is_cuda(self) -> bool:
+        """Whether work on it goes on while Python does, in streams; asked in every call, so looked up once."""
+        return self.torch.type == "cuda"
 
     @property
     def actual_device_type(self) -> DeviceType:

@@ -23,7 +23,7 @@ from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
 from stepgraph.runtime.trial import Trial, changed, replay
-from stepgraph.types import ExecutionOptions, GraphCompilationOptions
+from stepgraph.types import ExecutionOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
 
@@ -169,9 +169,8 @@ class InspectedGraph(CompiledGraph):
         return _Batch(last.batch, last.step, self._replayed(last.batch, again=True) | last.feeds)
 
     def _kept_keys(self) -> list[Key]:
-        checked = GraphCompilationOptions.CHECK_NUMERICS in self._options
         kept = super()._kept_keys()
-        return list(dict.fromkeys([*kept, *map(value, unread(self._compiled))])) if checked else kept
+        return list(dict.fromkeys([*kept, *map(value, unread(self._compiled))])) if self._checks_numerics else kept
 
     def _replayed(self, batch: int, again: bool) -> Found:
         """Arrays beside the feeds for running a step once more."""
@@ -184,7 +183,7 @@ class InspectedGraph(CompiledGraph):
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
     ) -> Found:
         """What one run gives; with `CHECK_NUMERICS`, a run that leaves anything not finite is taken back."""
-        if not self._options or GraphCompilationOptions.CHECK_NUMERICS not in self._options:
+        if not self._checks_numerics:
             return super()._run(binding, arrays, options, execution)
         executable = binding.executable
         memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))

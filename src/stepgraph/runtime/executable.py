@@ -23,6 +23,7 @@ from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import write_there
 from stepgraph.compiler.phases import Part
+from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
@@ -156,6 +157,8 @@ class Executable:
         """Runs operator by operator."""
         if self._places is not None:
             self._places.prepare()
+        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called that could record
+            return self._function(*given)
         with _InferenceMode(True):
             return self._alone(given) if self._is_tiny and not self.is_fused else self._function(*given)
 

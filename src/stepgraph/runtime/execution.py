@@ -55,7 +55,7 @@ class Execution:
         # An event costs as much as a small step, so without need the stream is asked, which goes on with later calls.
         self._stream: int | None = None
         self._place = place = device.torch
-        if place.type == "cuda":
+        if device.is_cuda:
             if timed or announced:  # the first tells when the work began, the last when it ended
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
