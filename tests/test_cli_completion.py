@@ -73,7 +73,7 @@ def test_fish_completes(line: str, wanted: set[str], scripts: Path) -> None:
 
 
 def typed(shell: list[str], *lines: tuple[str, str], seconds: float = 60) -> str:
-    """What a shell shows at a terminal after the last keys were typed; each wait until the text behind them is there."""
+    """What a shell shows at a terminal after the last keys were typed; each wait for the text behind those before."""
     process, terminal = pty.fork()
     if process == 0:
         os.execvp(shell[0], shell)
