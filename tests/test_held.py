@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def bytes_held(training: sg.TrainingGraph, rows: int = BATCH) -> int:
 
 LIVES = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 15), st.integers(1, 9)).map(
-        lambda life: held._Life(SimpleNamespace(), life[0], life[0] + life[1], 64 * life[2])  # type: ignore[arg-type]
+        lambda life: held._Life(SimpleNamespace(), 0, life[0], life[0] + life[1], 64 * life[2])  # type: ignore[arg-type]
     ),
     max_size=25,
 )
@@ -72,6 +73,37 @@ def test_a_step_computes_the_same_in_it(monkeypatch: pytest.MonkeyPatch) -> None
     plain = network()
     assert bytes_held(plain) == 0
     assert [step(holding) for _ in range(6)] == [step(plain) for _ in range(6)]
+
+
+def recurrent(**settings: Any) -> tuple[sg.TrainingGraph, list[float]]:
+    """Two LSTMs whose gates take one megabyte, and what they learn."""
+    sg.set_seed(1)
+    x = sg.Tensor((32, 32, 16))
+    graph = sg.Graph()
+    last = graph.node(sg.LSTMLayer.create(16, 64, 2, **settings), x)
+    y = sg.Tensor(last.shape)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    generator = np.random.default_rng(0)
+    inputs, labels = ({name: generator.standard_normal(one.shape, np.float32)} for name, one in (("x", x), ("y", y)))
+    return training, [training.execute(inputs, labels).loss for _ in range(6)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"is_bidirectional": True}, {"returns_sequences": False, "uses_biases": False}]
+)
+def test_operators_of_several_results_write_into_it(monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool]) -> None:
+    monkeypatch.setattr(held, "LARGE", 1 << 16)
+    monkeypatch.setattr(held, "LEAST", 1 << 20)
+    holding, losses = recurrent(**settings)
+    (executable,) = holding._programs.executables.values()
+    counts = {(node.target, len(node.meta["held"])) for node in executable.part.nodes if "held" in node.meta}
+    assert {(torch.ops.stepgraph.lstm.default, 3), (torch.ops.stepgraph.lstm_gradient.default, 1)} <= counts
+    monkeypatch.setattr(held, "LARGE", 1 << 40)
+    plain, right = recurrent(**settings)
+    assert losses == right and losses[-1] < losses[0]
+    assert next(iter(plain._programs.executables.values())).part.held == 0
 
 
 def test_batch_sizes_share_it_and_it_grows() -> None:

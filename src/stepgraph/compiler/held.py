@@ -18,6 +18,7 @@ from torch import fx
 from stepgraph.compiler import memory
 from stepgraph.compiler.kernels import operators, products
 from stepgraph.compiler.phases import Part
+from stepgraph.layers import lstm_kernel
 
 aten = torch.ops.aten
 LARGE = 1 << 18  # bytes; smaller ones an allocator keeps at hand
@@ -26,7 +27,8 @@ ALIGNED = 64  # bytes
 LEAST = 1 << 22  # bytes in all, for which this is done: small steps are over before memory is given back
 WORTH = 1.05  # how much more a step may need than without
 
-# Adding one is an entry here: the operator, the one that writes into given memory, and how it calls that.
+# Adding one is an entry here: the operator, the one that writes into given memory, and how it calls that. Where there
+# are several results, that is a list with None for those that are not held.
 OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.mm.default: (aten.mm.out, "out"),
     aten.bmm.default: (aten.bmm.out, "out"),
@@ -39,11 +41,21 @@ OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten._softmax.default: (aten._softmax.out, "out"),
     **{way: (way, "out") for way in (*products.INTO, operators.gelu_backward_by_parts)},
+    torch.ops.stepgraph.lstm.default: (lstm_kernel.run, "out"),
+    torch.ops.stepgraph.lstm_gradient.default: (lstm_kernel.run_gradient, "out"),
 }
+
+
+class Place(NamedTuple):
+    """Where in the held memory an array lies, which is given without numbers."""
+
+    like: torch.Tensor
+    offset: int
 
 
 class _Life(NamedTuple):
     node: fx.Node
+    storage: int
     birth: int
     death: int
     size: int
@@ -56,12 +68,12 @@ def hold(part: Part) -> Part:
         return part
     places = _placed(lives)
     for life, place in zip(lives, places, strict=True):
-        life.node.meta["held"] = place
+        life.node.meta.setdefault("held", {})[life.storage] = place
     held = replace(part, held=max(place + life.size for life, place in zip(lives, places, strict=True)))
     if memory.peak(held) <= enough:
         return held
     for life in lives:
-        del life.node.meta["held"]
+        life.node.meta.pop("held", None)
     return part
 
 
@@ -72,8 +84,8 @@ def _candidates(part: Part) -> list[_Life]:
     found = []
     for one, (birth, size, _) in births.items():
         node, inside = nodes[birth], deaths[one] < len(nodes) - 1
-        if inside and size >= LARGE and node.target in OUT and node.meta["val"].is_contiguous():
-            found.append(_Life(node, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
+        if inside and size >= LARGE and node.target in OUT and _by_storage(node)[one].is_contiguous():
+            found.append(_Life(node, one, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
     return sorted(found, key=lambda life: -life.size)[:MOST]
 
 
@@ -95,14 +107,27 @@ def _meet(one: _Life, other: _Life) -> bool:
     return one.birth <= other.death and other.birth <= one.death
 
 
-def write_there(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Lets operators write into memory that is held for them: the results, by the name of theirs."""
-    names: dict[str, fx.Node] = {}
+def write_there(graph: fx.Graph) -> dict[str, Place]:
+    """Lets operators write into memory that is held for them: where that is, by the name they know it by."""
+    names: dict[str, Place] = {}
     for node in list(graph.nodes):
-        if "held" in node.meta:
-            operator, keyword = OUT[node.target]
-            with graph.inserting_before(node):
-                there = graph.get_attr(f"held_{len(names)}")
-            node.target, node.kwargs = operator, node.kwargs | {keyword: there}
-            names[str(there.target)] = node
+        if "held" not in node.meta:
+            continue
+        given: list[fx.Node | None] = []
+        for one, array in zip(memory.storages(node), memory.arrays(node), strict=True):
+            offset = node.meta["held"].get(one)
+            given.append(None if offset is None else _name(node, Place(array, offset), names))
+        operator, keyword = OUT[node.target]
+        there = given if isinstance(node.meta["val"], tuple | list) else given[0]
+        node.target, node.kwargs = operator, node.kwargs | {keyword: there}
     return names
+
+
+def _name(node: fx.Node, place: Place, names: dict[str, Place]) -> fx.Node:
+    names[name := f"held_{len(names)}"] = place
+    with node.graph.inserting_before(node):
+        return node.graph.get_attr(name)
+
+
+def _by_storage(node: fx.Node) -> dict[int, torch.Tensor]:
+    return dict(zip(memory.storages(node), memory.arrays(node), strict=True))

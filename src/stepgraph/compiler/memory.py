@@ -122,8 +122,13 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
 def _used(part: Part, now: int) -> int:
     """Bytes of the held memory that somebody uses."""
     nodes, (births, deaths) = list(part.module.graph.nodes), lifetimes(part)
-    alive = ((nodes[birth], size) for one, (birth, size, _) in births.items() if birth <= now <= deaths[one])
-    return sum(size for node, size in alive if "held" in node.meta)
+    alive = ((one, birth, size) for one, (birth, size, _) in births.items() if birth <= now <= deaths[one])
+    return sum(size for one, birth, size in alive if is_held(one, nodes[birth]))
+
+
+def is_held(one: int, node: fx.Node) -> bool:
+    """Whether a storage that an operator makes has its place in memory that is held (see `held.py`)."""
+    return one in node.meta.get("held", ())
 
 
 def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
@@ -157,7 +162,7 @@ def timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
         kind = "workspace" if deaths[one] == birth else kind
         for time, change in ((birth, size), (deaths[one] + 1, -size)):
             changes[time][kind] += change
-            changes[time]["workspace"] -= change if "held" in nodes[birth].meta else 0
+            changes[time]["workspace"] -= change if is_held(one, nodes[birth]) else 0
     live: dict[str, int] = defaultdict(int, workspace=part.held)
     found = []
     for time, node in enumerate(nodes):
@@ -175,15 +180,16 @@ def _kind(node: fx.Node) -> str:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of the memory behind each of an operator's results."""
-    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in _arrays(node)}
+    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in arrays(node)}
 
 
 def storages(node: fx.Node) -> list[int]:
     """Identities of the memory behind all of an operator's results."""
-    return [array.untyped_storage()._cdata for array in _arrays(node)]
+    return [array.untyped_storage()._cdata for array in arrays(node)]
 
 
-def _arrays(node: fx.Node) -> list[torch.Tensor]:
+def arrays(node: fx.Node) -> list[torch.Tensor]:
+    """All results of an operator."""
     values = node.meta.get("val")
     values = values if isinstance(values, tuple | list) else [values]
     return [array for array in values if isinstance(array, torch.Tensor)]

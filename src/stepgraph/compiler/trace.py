@@ -19,6 +19,7 @@ from stepgraph.compiler import kernels, passes
 from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
+from stepgraph.layers import lstm_kernel
 from stepgraph.tensor import Tensor, TensorDescriptor
 
 # PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
@@ -71,6 +72,7 @@ def trace(step: Step) -> Program:
         module = make_fx(function, tracing_mode="fake")(*fakes)
     passes.simplify(module)
     kernels.note_workspace(module.graph)
+    lstm_kernel.note_workspace(module.graph)
     if step.chooses_kernels:
         pool_first(module.graph)
     # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.

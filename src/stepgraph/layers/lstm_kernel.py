@@ -14,9 +14,10 @@ until a sequence's own last step is reached.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import fx
 
 from stepgraph.errors import ArgumentError
 
@@ -58,26 +59,45 @@ def lstm(
         lengths: of the sequences, int64 `[batch]`; all steps if not given.
         reverse: go from the last step to the first.
     """
+    return run(x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse)
+
+
+def run(
+    x: Array,
+    input_weights: Array,
+    hidden_weights: Array,
+    biases: Array | None,
+    h0: Array | None,
+    c0: Array | None,
+    lengths: Array | None,
+    reverse: bool,
+    *,
+    out: Sequence[Array | None] = (None,) * 5,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`lstm`; outputs, gates and cells go into `out` where it has memory for them."""
     steps, batch, inputs = x.shape
     hidden = hidden_weights.shape[1]
     weights = hidden_weights.t().contiguous()
-    gates = torch.nn.functional.linear(x.reshape(-1, inputs), input_weights, biases).view(steps, batch, 4 * hidden)
+    output, _, _, gates, cells = out
+    output, cells = (x.new_empty(steps, batch, hidden) if one is None else one for one in (output, cells))
+    gates = x.new_empty(steps, batch, 4 * hidden) if gates is None else gates
+    flat, rows, columns = gates.view(-1, 4 * hidden), x.reshape(-1, inputs), input_weights.t()
+    torch.mm(rows, columns, out=flat) if biases is None else torch.addmm(biases, rows, columns, out=flat)
     if h0 is not None:
         gates[_edge(gates, lengths, end=reverse)] += h0 @ weights
     if lengths is not None:
         _freeze(gates.view(steps, batch, 4, hidden), lengths)
-    output, cells = gates.new_empty(steps, batch, hidden), gates.new_empty(steps, batch, hidden)
     h, c = None, gates.new_zeros(batch, hidden) if c0 is None else c0
     sigmoids = gates[:, :, : 3 * hidden]
     o, i, f, g = gates.split(hidden, 2)
     arrays = (one.unbind() for one in (gates, sigmoids, o, i, f, g, cells, output))
-    for gate, sigmoid, o, i, f, g, cell, out in _steps(reverse, *arrays):
+    for gate, sigmoid, o, i, f, g, cell, result in _steps(reverse, *arrays):
         if h is not None:
             gate.addmm_(h, weights)
         sigmoid.sigmoid_()
         g.tanh_()
         c = torch.mul(f, c, out=cell).addcmul_(i, g)
-        h = torch.tanh(c, out=out).mul_(o)
+        h = torch.tanh(c, out=result).mul_(o)
     h_n = output[_edge(output, lengths, end=not reverse)].clone()
     if lengths is not None and h0 is not None:
         h_n = torch.where(lengths[:, None] > 0, h_n, h0)
@@ -119,8 +139,25 @@ def lstm_gradient(
     What the derivatives need of the forward pass is made for all steps at once; the loop multiplies it by the
     gradients of `h` and `c` as they arrive.
     """
+    return run_gradient(gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse)
+
+
+def run_gradient(
+    gates: Array,
+    cells: Array,
+    hidden_weights: Array,
+    c0: Array | None,
+    d_output: Array | None,
+    d_h: Array | None,
+    d_c: Array | None,
+    reverse: bool,
+    *,
+    out: Sequence[Array | None] = (None, None),
+) -> tuple[Array, Array]:
+    """`lstm_gradient`; gradients of the gates go into `out` where it has memory for them."""
     steps, batch, hidden = cells.shape
-    factors, d_gates = _factors(gates, cells, c0, reverse)
+    d_gates = torch.empty_like(gates) if out[0] is None else out[0]
+    factors = _factors(gates, cells, c0, reverse, d_gates)
     forget = gates[:, :, 2 * hidden : 3 * hidden]
     by_h, by_c = d_gates[:, :, :hidden], d_gates[:, :, hidden:].view(steps, batch, 3, hidden)
     arrays = (one.unbind() for one in (factors, d_gates, by_h, by_c, forget))
@@ -155,6 +192,14 @@ def _(
     reverse: bool,
 ) -> tuple[Array, Array]:
     return torch.empty_like(gates), cells.new_empty(cells.shape[1:])
+
+
+def note_workspace(graph: fx.Graph) -> None:
+    """Tells the memory plan what both operators need while they run: turned weights, and `∂h/∂c` of all steps."""
+    needed = {torch.ops.stepgraph.lstm.default: 2, torch.ops.stepgraph.lstm_gradient.default: 1}
+    for node in graph.nodes:
+        if node.target in needed:
+            node.meta["workspace"] = cast(Any, node.args[needed[node.target]]).meta["val"].nbytes
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Array, ...]) -> None:
@@ -196,10 +241,9 @@ def _hidden_weights_gradient(d_gates: Array, output: Array, first: Array, h0: Ar
     return total if h0 is None else torch.addmm(total, first.t(), h0)
 
 
-def _factors(gates: Array, cells: Array, c0: Array | None, reverse: bool) -> tuple[Array, Array]:
-    """`∂h/∂c`, and for each gate what its gradient has besides that of `h` (output) or `c` (the others)."""
-    hidden = cells.shape[2]
-    factors, derivatives = cells.tanh(), torch.empty_like(gates)
+def _factors(gates: Array, cells: Array, c0: Array | None, reverse: bool, derivatives: Array) -> Array:
+    """`∂h/∂c`; in `derivatives`, for each gate, what its gradient has besides that of `h` (output) or `c` (others)."""
+    hidden, factors = cells.shape[2], cells.tanh()
     o, i, f, g = gates.split(hidden, 2)
     d_o, d_i, d_f, d_g = derivatives.split(hidden, 2)
     later, earlier, first = (slice(-1), slice(1, None), -1) if reverse else (slice(1, None), slice(-1), 0)
@@ -212,7 +256,7 @@ def _factors(gates: Array, cells: Array, c0: Array | None, reverse: bool) -> tup
         d_f[first] = 0
     else:
         _sigmoid_backward(c0, f[first], grad_input=d_f[first])
-    return factors, derivatives
+    return factors
 
 
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input

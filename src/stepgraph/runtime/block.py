@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+
+from stepgraph.compiler.held import Place
 
 
 class Block:
@@ -30,15 +31,15 @@ class Block:
 class Places:
     """The places of one executable's results in a block, as attributes of the module that its function reads."""
 
-    def __init__(self, block: Block, size: int, results: Mapping[str, fx.Node], module: Any) -> None:
-        self._block, self._size, self._results, self._module = block, size, results, module
+    def __init__(self, block: Block, size: int, places: Mapping[str, Place], module: Any) -> None:
+        self._block, self._size, self._places, self._module = block, size, places, module
         self._memory: torch.Tensor | None = None
         block.users.add(self)
 
     def forget(self) -> None:
         """Lets go of the memory until the next call."""
         self._memory = None
-        for name in self._results:
+        for name in self._places:
             setattr(self._module, name, None)
 
     def prepare(self) -> None:
@@ -46,7 +47,6 @@ class Places:
         memory = self._block.of(self._size)
         if memory is self._memory:
             return
-        for name, node in self._results.items():
-            array, place = node.meta["val"], node.meta["held"]
-            setattr(self._module, name, memory[place : place + array.nbytes].view(array.dtype).view(array.shape))
+        for name, (like, offset) in self._places.items():
+            setattr(self._module, name, memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape))
         self._memory = memory

@@ -17,11 +17,10 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
-from stepgraph.compiler.held import write_there
+from stepgraph.compiler.held import Place, write_there
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import Fusion, Key, Step, value
@@ -57,8 +56,8 @@ class Executable:
 
     def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
         self.part, self.step = part, step
-        self._function, self._lines, results = _function(part)
-        self._places = Places(block or Block(), part.held, results, part.module) if part.held else None
+        self._function, self._lines, places = _function(part)
+        self._places = Places(block or Block(), part.held, places, part.module) if part.held else None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self._is_tiny = step.device.type == "cpu" and part.is_tiny
         self.is_fused = False
@@ -172,13 +171,13 @@ class Executable:
             torch.set_num_threads(threads)
 
 
-def _function(part: Part) -> tuple[Function, list[str], dict[str, fx.Node]]:
-    """The part as one Python function, its lines, and results that go into given memory by the name of that.
+def _function(part: Part) -> tuple[Function, list[str], dict[str, Place]]:
+    """The part as one Python function, its lines, and where results lie that go into given memory, by the name of that.
 
     Operators are called without their Python wrapper.
     """
     graph = kernels.call_directly(part.module.graph)
-    results = write_there(graph)
+    places = write_there(graph)
     code = graph.python_code("self")
     names = dict(code.globals)
 
@@ -190,7 +189,7 @@ def _function(part: Part) -> tuple[Function, list[str], dict[str, fx.Node]]:
 
     source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src)
     exec(compile(source, _FILE, "exec"), names)
-    return partial(names["forward"], part.module), source.splitlines(), results
+    return partial(names["forward"], part.module), source.splitlines(), places
 
 
 class _Capture:
