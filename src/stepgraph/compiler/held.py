@@ -28,7 +28,7 @@ LEAST = 1 << 22  # bytes in all, for which this is done: small steps are over be
 WORTH = 1.05  # how much more a step may need than without
 
 # Adding one is an entry here: the operator, the one that writes into given memory, and how it calls that. Where there
-# are several results, that is a list with None for those that are not held.
+# are several results, all of them arrays, that is a list with None for those that are not held.
 OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.mm.default: (aten.mm.out, "out"),
     aten.bmm.default: (aten.bmm.out, "out"),
