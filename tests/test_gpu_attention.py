@@ -6,6 +6,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.layers.attention import fits_tiles
+from tests import launches
 from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.attention", reason="Triton comes with PyTorch for CUDA")
@@ -88,16 +89,7 @@ def transformer(options: OPTIONS = OPTIONS.FUSE_LAYERS, *, phases: bool = False,
     training.compile(device, options, **settings)
     generator = np.random.default_rng(0)
     data = {"x": generator.standard_normal((4, 20, 32), np.float32)}, {"y": generator.integers(0, 7, 80)}
-    losses = []
-    for _ in range(20):
-        if phases:
-            training.bind_and_write_data(data[0] | data[1], training.inputs | training.loss_labels, device)
-            losses.append(float(training.execute_forward().loss))
-            training.execute_gradient()
-            training.execute_optimizer_update()
-        else:
-            losses.append(float(training.execute(*data).loss))
-    return losses
+    return launches.losses(training, *data, phases=phases)
 
 
 @pytest.mark.parametrize("phases", [False, True])

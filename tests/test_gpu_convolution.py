@@ -6,6 +6,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import convolution_sums
+from tests import launches
 from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.convolution", reason="Triton comes with PyTorch for CUDA")
@@ -74,4 +75,4 @@ def losses(options: sg.GraphCompilationOptions) -> list[float]:
     training.compile(device, options, tf32=False)
     generator = np.random.default_rng(0)
     data = {"x": generator.standard_normal((16, 1, 12, 12), np.float32)}, {"y": generator.integers(0, 10, 16)}
-    return [float(training.execute(*data).loss) for _ in range(20)]
+    return launches.losses(training, *data)

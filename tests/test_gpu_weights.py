@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from tests import launches
 from tests.launches import noted
 
 tiles = pytest.importorskip("stepgraph.compiler.tiles.weights", reason="Triton comes with PyTorch for CUDA")
@@ -53,16 +54,7 @@ def losses(options: OPTIONS = OPTIONS.FUSE_LAYERS, *, phases: bool = False, **se
     training.compile(device, options, **settings)
     generator = np.random.default_rng(0)
     data = {"x": generator.standard_normal((16, 32, 12, 12), np.float32)}, {"y": generator.integers(0, 10, 16)}
-    found = []
-    for _ in range(20):
-        if phases:
-            training.bind_and_write_data(data[0] | data[1], training.inputs | training.loss_labels, device)
-            found.append(float(training.execute_forward().loss))
-            training.execute_gradient()
-            training.execute_optimizer_update()
-        else:
-            found.append(float(training.execute(*data).loss))
-    return found
+    return launches.losses(training, *data, phases=phases)
 
 
 @pytest.mark.parametrize("phases", [False, True])

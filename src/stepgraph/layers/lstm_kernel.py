@@ -62,19 +62,9 @@ def lstm(
     return run(x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse)
 
 
-def run(
-    x: Array,
-    input_weights: Array,
-    hidden_weights: Array,
-    biases: Array | None,
-    h0: Array | None,
-    c0: Array | None,
-    lengths: Array | None,
-    reverse: bool,
-    *,
-    out: Sequence[Array | None] = (None,) * 5,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """`lstm`; outputs, gates and cells go into `out` where it has memory for them."""
+def run(*given: Any, out: Sequence[Array | None] = (None,) * 5) -> tuple[Array, Array, Array, Array, Array]:
+    """`lstm`, given the same; outputs, gates and cells go into `out` where it has memory for them."""
+    x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse = given
     steps, batch, inputs = x.shape
     hidden = hidden_weights.shape[1]
     weights = hidden_weights.t().contiguous()
@@ -142,19 +132,9 @@ def lstm_gradient(
     return run_gradient(gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse)
 
 
-def run_gradient(
-    gates: Array,
-    cells: Array,
-    hidden_weights: Array,
-    c0: Array | None,
-    d_output: Array | None,
-    d_h: Array | None,
-    d_c: Array | None,
-    reverse: bool,
-    *,
-    out: Sequence[Array | None] = (None, None),
-) -> tuple[Array, Array]:
-    """`lstm_gradient`; gradients of the gates go into `out` where it has memory for them."""
+def run_gradient(*given: Any, out: Sequence[Array | None] = (None, None)) -> tuple[Array, Array]:
+    """`lstm_gradient`, given the same; gradients of the gates go into `out` where it has memory for them."""
+    gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse = given
     steps, batch, hidden = cells.shape
     d_gates = torch.empty_like(gates) if out[0] is None else out[0]
     factors = _factors(gates, cells, c0, reverse, d_gates)
