@@ -120,6 +120,20 @@ def test_an_update_recorded_as_one_operator_equals_the_plain_rule(
     assert_same(net.stepgraph(RULES[rule](descriptor(preparation))), expected)
 
 
+def test_a_rule_of_ones_own_may_add_numbers_and_change_them() -> None:
+    class Halving(sg.SGDOptimizer):
+        def derive(self, n: Any) -> None:
+            n.learning_rate = n.learning_rate / 2
+            n.double = n.learning_rate * 4
+
+    for optimizer, rate in ((sg.AdamOptimizer(learning_rate=0.5), 0.5), (Halving(learning_rate=0.5), 0.25)):
+        numbers = torch.tensor(list(optimizer.numbers().values()), dtype=torch.float64)
+        found = vars(named(optimizer, numbers))
+        together = found.pop("together")
+        assert found["learning_rate"] == rate and {"rate", "double"} & found.keys()
+        assert torch.equal(together, torch.stack(list(found.values())))  # names and numbers in one order
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_plan_knows_what_an_update_needs(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
