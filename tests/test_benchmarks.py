@@ -4,6 +4,7 @@ And it is the same as without all that makes it fast: 20 losses in a row are tho
 """
 
 import importlib.util
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_a_model_is_the_same_in_jax(name: str) -> None:
 class Plain(Stepgraph):
     """The reference: PyTorch's own kernels, nothing chosen or fused."""
 
-    options = {"cpu": sg.GraphCompilationOptions.DETERMINISTIC}
+    options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": sg.GraphCompilationOptions.DETERMINISTIC}
 
 
 def curve(step: Stepgraph) -> list[float]:
