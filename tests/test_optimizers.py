@@ -4,6 +4,7 @@ import copy
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,17 @@ def test_an_update_recorded_as_one_operator_equals_the_plain_rule(
     monkeypatch.setattr(sys.modules[update.__module__], "AS_ONE", {"cpu"})
     monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
     assert_same(net.stepgraph(RULES[rule](descriptor(preparation))), expected)
+
+
+@pytest.mark.parametrize("kind", [sg.AdamOptimizer, sg.AdamWOptimizer, sg.RMSPropOptimizer])
+def test_numbers_rounded_to_float32_change_a_step_by_no_more_than_that(kind: type[sg.Optimizer]) -> None:
+    """As they are on a GPU. From a rounded 0.999, 1 - 0.999 would be wrong by 1e-5."""
+    optimizer = kind(learning_rate=0.1)
+    numbers = named(optimizer, torch.tensor(list(optimizer.numbers().values()), dtype=torch.float64))
+    rounded = SimpleNamespace(**{name: value.float().double() for name, value in vars(numbers).items()})
+    zero, gradient = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    found, right = (optimizer.update(zero, gradient, (zero,) * len(optimizer.slots), n)[0] for n in (rounded, numbers))
+    torch.testing.assert_close(found, right, rtol=2e-7, atol=0)
 
 
 def test_a_rule_of_ones_own_may_add_numbers_and_change_them() -> None:

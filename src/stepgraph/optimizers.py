@@ -335,15 +335,16 @@ class AdamOptimizer(Optimizer):
         super().__setattr__(name, value)
 
     def derive(self, n: SimpleNamespace) -> None:
-        """The step size, corrected for averages that began at zero."""
+        """The step size, corrected for averages that began at zero, and the shares of what is new in them."""
+        n.share1, n.share2 = 1 - n.beta1, 1 - n.beta2  # where numbers are exact: near 1 a rounded β would tell
         n.rate = n.learning_rate * (1 - n.beta2**n.time_step) ** 0.5 / (1 - n.beta1**n.time_step)
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
     ) -> tuple[torch.Tensor, Arrays]:
         """One step of Adam."""
-        momentum = n.beta1 * state[0] + (1 - n.beta1) * gradient
-        velocity = n.beta2 * state[1] + (1 - n.beta2) * gradient.square()
+        momentum = n.beta1 * state[0] + n.share1 * gradient
+        velocity = n.beta2 * state[1] + n.share2 * gradient.square()
         if not self.uses_ams_grad:
             return parameter - n.rate * momentum / (velocity.sqrt() + n.epsilon), (momentum, velocity)
         largest = torch.maximum(state[2], velocity)
@@ -429,14 +430,18 @@ class RMSPropOptimizer(Optimizer):
             )
         super().__setattr__(name, value)
 
+    def derive(self, n: SimpleNamespace) -> None:
+        """The share of what is new in averages."""
+        n.share = 1 - n.alpha
+
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
     ) -> tuple[torch.Tensor, Arrays]:
         """One step of RMSProp."""
         slots = dict(zip(self.slots, state, strict=True))
-        slots["velocity"] = spread = n.alpha * slots["velocity"] + (1 - n.alpha) * gradient.square()
+        slots["velocity"] = spread = n.alpha * slots["velocity"] + n.share * gradient.square()
         if self.is_centered:
-            slots["average"] = n.alpha * slots["average"] + (1 - n.alpha) * gradient
+            slots["average"] = n.alpha * slots["average"] + n.share * gradient
             spread = (spread - slots["average"].square()).clamp_min(0)  # rounding must not make it negative
         change = -n.learning_rate * gradient / (spread.sqrt() + n.epsilon)
         if "momentum" in slots:
