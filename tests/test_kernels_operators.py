@@ -1,4 +1,4 @@
-"""Ways for embeddings and normalization: PyTorch's numbers, used where they are chosen, their memory known."""
+"""Ways for embeddings, normalization, products: PyTorch's numbers, used where they are chosen, their memory known."""
 
 from collections.abc import Callable
 
@@ -95,6 +95,30 @@ def test_constant_and_missing_numbers_do_as_with_pytorch() -> None:
         for one, other in zip(found, aten.native_batch_norm.default(x, gamma, beta, *settings), strict=True):
             # PyTorch's own rounds `x a + b`, 7 · 316 here, where the result is 0.
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+# Products
+
+
+@pytest.mark.parametrize("way", [products.added_after, products.sum_by_convolution])  # by processor one of them is used
+@torch.inference_mode()
+def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory(way: Callable[..., torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    biases, source, weights = (torch.randn(shape, generator=generator) for shape in ((60,), (50, 70), (60, 70)))
+    whole = torch.randn(50, 90, generator=generator)
+    for left in (source, source[:1], whole[:, 20:]):  # the last one's rows are parts of longer ones
+        wanted = torch.addmm(biases, left, weights.t())
+        given = torch.full_like(wanted, float("nan"))
+        close(way(biases, left, weights.t()), wanted, 1e-6)
+        assert way(biases, left, weights.t(), out=given) is given
+        close(given, wanted, 1e-6)
+
+
+@torch.inference_mode()
+def test_a_sum_by_convolution_needs_no_more_than_its_result() -> None:
+    biases, source, weights = torch.randn(60), torch.randn(50, 70), torch.randn(60, 70)
+    found: list[torch.Tensor] = []
+    assert measured_peak(lambda: found.append(products.sum_by_convolution(biases, source, weights.t()))) == 4 * 50 * 60
 
 
 # Memory

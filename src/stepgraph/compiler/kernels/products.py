@@ -6,6 +6,7 @@ the other orientation costs little beside the product.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx
 
 aten = torch.ops.aten
 Array = torch.Tensor
+ON_ARM = platform.machine() == "aarch64"
 
 
 def of_left_copied(a: Array, b: Array, *, out: Array | None = None) -> Array:
@@ -46,6 +48,20 @@ def turned_sum(c: Array, a: Array, b: Array) -> Array:
     return torch.mm(b.t(), a.t()).t().contiguous().add_(c)
 
 
+def sum_by_convolution(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
+    """`c + a b` as a convolution of an image one pixel wide with one tap, which PyTorch leaves to BLAS.
+
+    By transposed weights it multiplies with oneDNN on ARM, whose threads and BLAS's get in each other's way.
+    """
+    (rows, inner), columns = a.shape, b.shape[1]
+    image, weights = a.view(1, rows, 1, inner).permute(0, 3, 1, 2), b.t().view(columns, inner, 1, 1)
+    settings = weights, [1, 1], c, [1, 1], [0, 0]
+    if out is None:
+        return aten._slow_conv2d_forward.default(image, *settings).permute(0, 2, 3, 1).view(rows, columns)
+    aten._slow_conv2d_forward.output(image, *settings, output=out.view(1, rows, 1, columns).permute(0, 3, 1, 2))
+    return out
+
+
 PRODUCTS: dict[str, Callable[..., Array]] = {
     "pytorch": aten.mm.default,
     "left copied": of_left_copied,
@@ -54,11 +70,12 @@ PRODUCTS: dict[str, Callable[..., Array]] = {
 }
 SUMS: dict[str, Callable[..., Array]] = {
     "pytorch": aten.addmm.default,
-    "added after": added_after,
+    **({"convolution": sum_by_convolution} if ON_ARM else {"added after": added_after}),
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }
-INTO = (of_left_copied, of_right_copied, added_after, sum_of_right_copied)  # ways that write into given memory
+# Ways that write into given memory.
+INTO = (of_left_copied, of_right_copied, added_after, sum_of_right_copied, sum_by_convolution)
 
 
 def fits(node: fx.Node) -> bool:
