@@ -116,6 +116,15 @@ def test_a_wrong_way_is_never_chosen() -> None:
     assert measure.measure(ways, (torch.empty(2, 3),), torch.device("cpu")) == "right"
 
 
+@pytest.mark.parametrize(("seconds", "gain", "chosen"), [(0.8, 0.9, "b"), (0.95, 0.9, "a"), (1.03, 1.05, "b")])
+def test_another_way_is_chosen_by_its_gain(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, gain: float, chosen: str
+) -> None:
+    times = {"a": 1.0, "b": seconds}
+    monkeypatch.setattr(measure, "_timed", lambda way, *_: (torch.ones(1), times[way]))
+    assert measure.measure({name: name for name in times}, (), torch.device("cpu"), gain=gain) == chosen
+
+
 def test_the_choice_is_remembered_in_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
 ) -> None:

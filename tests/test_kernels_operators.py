@@ -114,6 +114,16 @@ def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory(way: Calla
         close(given, wanted, 1e-6)
 
 
+def test_only_what_goes_to_onednn_may_be_slower_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases, source, weights = torch.empty(60), torch.empty(50, 70), torch.empty(60, 70)
+    turned = torch.empty(70, 50).t()
+    for on_arm in (True, False):
+        monkeypatch.setattr(products, "ON_ARM", on_arm)
+        assert (products.gain((biases, source, weights.t())) > 1) == on_arm
+        assert products.gain((biases, turned, weights.t())) < 1
+        assert products.gain((biases, source, torch.empty(70, 60))) < 1
+
+
 @torch.inference_mode()
 def test_a_sum_by_convolution_needs_no_more_than_its_result() -> None:
     biases, source, weights = torch.randn(60), torch.randn(50, 70), torch.randn(60, 70)

@@ -84,7 +84,7 @@ def measure(
         arguments: arrays, which are filled with random numbers, and settings.
         device: where to measure.
         below: whole numbers, which are indices, are any from 0 to here.
-        gain: the share of the reference's time that another way must stay below.
+        gain: the share of the reference's time that another way must stay below; above 1 it may be a little slower.
         tolerance: the largest difference from its results, relative to their largest element; `TOLERANCE` if not given.
         warm: run each way once before, where the memory it takes is large and new.
     """
@@ -105,7 +105,7 @@ def measure(
         if _agree(found, right, tolerance or TOLERANCE[device.type]):
             best[name] = seconds
     _repeat(ways, real, device, best)
-    winner = min(best, key=best.__getitem__)
+    winner = min((name for name in best if name != reference), key=best.__getitem__, default=reference)
     return winner if best[winner] < gain * best[reference] else reference
 
 

@@ -32,7 +32,7 @@ def choose(node: fx.Node) -> None:
     ways = {name: _with(way, **node.kwargs) for name, way in WAYS[operator].items()}
     below = INDICES[operator](settings) if operator in INDICES else 1
     settings = FEWER[operator](settings) if operator in FEWER else settings
-    gain = GAINS.get(operator, GAIN)
+    gain = GAINS[operator](settings) if operator in GAINS else GAIN
     way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below, gain=gain)
     node.meta[WAY] = (str(operator).split(".")[1], way)
     if way != next(iter(ways)):  # the operator itself needs no detour, and others know it
@@ -102,9 +102,8 @@ WAYS: dict[Any, dict[str, Way]] = {
     aten.native_batch_norm_backward.default: normalization.BACKWARD,
 }
 
-# Operators for which less of a gain than usual counts, since their ways differ by little and do so reliably. On ARM
-# sums do by more in a step than alone.
-GAINS: dict[Any, float] = {aten.addmm.default: 1.0 if products.ON_ARM else 0.97}
+# Operators for which less of a gain than usual counts, by their arguments.
+GAINS: dict[Any, Callable[[Sequence[Any]], float]] = {aten.addmm.default: products.gain}
 
 # Operators with indices among their arguments, and what these are below.
 INDICES: dict[Any, Callable[[Sequence[Any]], int]] = {aten.embedding_dense_backward.default: embedding.words}
