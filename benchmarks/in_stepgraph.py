@@ -125,6 +125,12 @@ class AtFirst(Stepgraph):
     options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.NONE, "cuda": OPTIONS.NONE}
 
 
+class Reference(Stepgraph):
+    """PyTorch's own kernels, nothing chosen or fused."""
+
+    options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.DETERMINISTIC, "cuda": OPTIONS.DETERMINISTIC}
+
+
 class Fused(Stepgraph):
     """A step fused by PyTorch's compiler, on the CPU too."""
 
