@@ -17,7 +17,7 @@ ROUNDED = {"resnet18": 2e-4}
 ROUNDED_TO_TF32 = 2**-11  # half of the last bit that TF32 keeps: each product's operands are that uncertain
 
 
-def learned(model: Model, device: str) -> float:
+def distance(model: Model, device: str) -> float:
     """How far our losses are from the reference's."""
     ours, reference = (curve(made(model, device, dropout=False)) for made in (Stepgraph, Reference))
     return difference(ours, reference)
@@ -25,13 +25,13 @@ def learned(model: Model, device: str) -> float:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_model_learns_as_its_reference(name: str) -> None:
-    assert learned(SMALL[name], "cpu") <= TOLERANCE
+    assert distance(SMALL[name], "cpu") <= TOLERANCE
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_learns_as_its_reference(name: str) -> None:
-    assert learned(MODELS[name], "cpu") <= ROUNDED.get(name, TOLERANCE)
+    assert distance(MODELS[name], "cpu") <= ROUNDED.get(name, TOLERANCE)
 
 
 @pytest.fixture(params=[False, True], ids=["float32", "tf32"])
@@ -46,13 +46,13 @@ def tf32(request: pytest.FixtureRequest) -> Iterator[bool]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_model_learns_as_its_reference(name: str, tf32: bool) -> None:
-    assert learned(MODELS[name].on("cuda"), "cuda") <= (ROUNDED_TO_TF32 if tf32 else TOLERANCE)
+    assert distance(MODELS[name].on("cuda"), "cuda") <= (ROUNDED_TO_TF32 if tf32 else TOLERANCE)
 
 
 def test_a_curve_is_compared_with_float64() -> None:
     found = measure(SMALL["cnn"], ["stepgraph", "pytorch", "channels_last"], "cpu")
     assert set(found["to_float64"]) == {"stepgraph", "pytorch", "channels_last", "reference"}
-    assert all(0 < distance < TOLERANCE for distance in found["to_float64"].values())
+    assert all(0 < one < TOLERANCE for one in found["to_float64"].values())
     exact = found["losses"]["float64"]
     assert len(exact) == 20 and exact[-1] < exact[0]
     assert difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)

@@ -51,7 +51,7 @@ def turned_sum(c: Array, a: Array, b: Array) -> Array:
 def sum_by_convolution(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
     """`c + a b` as a convolution of an image one pixel wide with one tap, which PyTorch leaves to BLAS.
 
-    By transposed weights it multiplies with oneDNN on ARM, whose threads and BLAS's get in each other's way.
+    PyTorch's own sum by transposed weights goes to oneDNN on ARM, whose threads and BLAS's get in each other's way.
     """
     (rows, inner), columns = a.shape, b.shape[1]
     image, weights = a.view(1, rows, 1, inner).permute(0, 3, 1, 2), b.t().view(columns, inner, 1, 1)
