@@ -16,7 +16,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph import surroundings
-from stepgraph.compiler import kernels, passes
+from stepgraph.compiler import corrections, kernels, passes
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
@@ -96,6 +96,7 @@ def _prepare(module: fx.GraphModule, step: Step) -> None:
     """Takes out what does nothing, notes what operators need, and puts faster ones in the places of some."""
     passes.simplify(module)
     _require_phases(module.graph)
+    corrections.correct(module.graph, step.device)
     kernels.note_workspace(module.graph)
     lstm_kernel.note_workspace(module.graph)
     if step.chooses_kernels:
