@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Encoder
 from stepgraph.checkpoint.report import Mismatch, RestoreReport
@@ -25,6 +26,7 @@ from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import turn
+from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.state import Progress
 from stepgraph.tensor import Tensor
 
@@ -63,7 +65,7 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
             **report.facts,
             fix="build the graph that was saved, or take what fits: restore(path, partial=True)",
         )
-    with nullcontext() if graph.device is None else turn(graph.device):
+    with nullcontext() if graph.device is None else turn(graph.device), surroundings.tracing(), Uninterrupted():
         for tensor, array in arrays.items():
             _write(tensor, array)
         for one in taken:
