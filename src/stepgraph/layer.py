@@ -139,6 +139,7 @@ class Layer:
     source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
     is_loss: ClassVar[bool] = False
     full_precision: ClassVar[bool] = False  # in mixed precision, compute in float32 all the same
+    own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 

@@ -134,7 +134,7 @@ class _Walk:
         return leaf.requires_grad_() if differentiable and self.step.differentiates else leaf
 
     def _compute_type(self, node: Node) -> torch.dtype | None:
-        if self.step.compute_type is None:
+        if self.step.compute_type is None or node.layer.own_precision:
             return None
         return torch.float32 if node.is_loss or node.layer.full_precision else self.step.compute_type
 
