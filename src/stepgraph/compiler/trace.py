@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import kernels, passes
 from stepgraph.compiler.pooling import pool_first
+from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.layers import lstm_kernel
@@ -70,6 +71,7 @@ def trace(step: Step) -> Program:
         ]
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         module = make_fx(function, tracing_mode="fake")(*fakes)
+    refuse_random(module.graph, step)
     passes.simplify(module)
     kernels.note_workspace(module.graph)
     lstm_kernel.note_workspace(module.graph)
