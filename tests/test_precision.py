@@ -136,7 +136,9 @@ def test_the_scale_stops_growing_where_float32_still_holds_it() -> None:
     assert scale.tolist() == [2.0**24, 0.0]
 
 
-@pytest.mark.parametrize(("given", "finite", "wanted"), [(2.0**30, True, 2.0**30), (0.25, False, 0.25), (3.0, False, 1.5)])
+@pytest.mark.parametrize(
+    ("given", "finite", "wanted"), [(2.0**30, True, 2.0**30), (0.25, False, 0.25), (3.0, False, 1.5)]
+)
 def test_an_assigned_scale_beyond_the_bounds_stays(given: float, finite: bool, wanted: float) -> None:
     scale = torch.tensor([given, GROWTH_INTERVAL - 1.0])
     _adapt(scale, torch.tensor(finite))
