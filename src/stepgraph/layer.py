@@ -26,6 +26,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
 from stepgraph.random import keep_mask, uniform
 from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
@@ -241,7 +242,7 @@ class Layer:
         stream = torch.zeros(2, dtype=torch.int64, device="meta")
         scope = Scope(own, training=True, stream=stream, batch=batch)
         try:
-            with torch.no_grad():
+            with surroundings.tracing(), torch.no_grad():
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise
