@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph.errors import DataError, DataTypeError, ShapeError, StepgraphError
+from stepgraph.errors import DataError, DataTypeError, ShapeError
 from stepgraph.types import DataType
 
 
@@ -66,21 +66,27 @@ def as_array(data: Any, where: str) -> torch.Tensor:
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
-        values = unmasked(np.asanyarray(data), where)
-        if values.dtype.kind not in "biufc":
-            raise DataTypeError(
-                where,
-                f"{type(data).__name__} holds {values.dtype} elements, not numbers",
-                fix="convert it first, for example .astype(np.float32)",
-            )
+        seen = np.asanyarray(data)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise _not_an_array(data, where, error) from None
+    values = unmasked(seen, where)
+    if values.dtype.kind not in "biufc":
+        raise DataTypeError(
+            where,
+            f"{type(data).__name__} holds {values.dtype} elements, not numbers",
+            fix="convert it first, for example .astype(np.float32)",
+        )
+    try:
         writable = values.flags.writeable and values.dtype.isnative and all(step >= 0 for step in values.strides)
         return torch.from_numpy(values if writable else np.array(values, values.dtype.newbyteorder("=")))
-    except StepgraphError:
-        raise
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-        message = f"{type(data).__name__} cannot be seen as an array ({reason})"
-        raise DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _not_an_array(data, where, error) from None
+
+
+def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
+    reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+    message = f"{type(data).__name__} cannot be seen as an array ({reason})"
+    return DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes")
 
 
 def unmasked(array: np.ndarray, where: str) -> np.ndarray:

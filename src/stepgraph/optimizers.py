@@ -199,7 +199,6 @@ class Optimizer:
         where = type(self).__name__
         if name in self.live:
             in_range(where, name, value)
-            self._require_clipping(name)
         elif name == "applies_gradient_clipping":
             switch(where, name, value)
         elif name in self.__dict__:
@@ -209,6 +208,7 @@ class Optimizer:
             raise ArgumentError(where, f"there is no number called {name}", fix=f"assign one of {known}")
         if "maximum_clipping_norm" in self.__dict__:
             check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
+        self._require_clipping(name)
         if name == "time_step" and int(value) != value:
             raise ArgumentError(where, f"time_step is {value}, not a whole number", fix="count updates from 1")
         self.__dict__[name] = value
