@@ -140,6 +140,6 @@ class DifferentiatedGraph(TrainingRecipe):
         feeds = {value(t): saved[value(t)] for t in self._feeds.tensors}
         arrays = self._arrays() | feeds
         executable = self._programs.executable("forward", batch)
-        moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
+        moving = {key: arrays[key].clone() for key in {STREAM, *executable.part.written}}
         moving[STREAM][1] -= 1
         return feeds | executable(executable.bind(arrays | moving), {})

@@ -13,7 +13,6 @@ from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
-from stepgraph.compiler.written import written
 from stepgraph.errors import ArgumentError, NumericsError, StateError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.description import described
@@ -154,7 +153,7 @@ class InspectedGraph(CompiledGraph):
             with executable.settings():
                 for _ in range(repeat):
                     read = chosen.arrays
-                    copies = {key: read[key].clone() for key in written(executable.part)}
+                    copies = {key: read[key].clone() for key in executable.part.written}
                     arrays = executable.bind({**read, **copies}).filled({})
                     found.append(profile(executable.part, arrays, device.torch)[1])
         return Profile.best_of(found)
@@ -193,7 +192,7 @@ class InspectedGraph(CompiledGraph):
             return super()._run(binding, arrays, options, execution)
         executable = binding.executable
         memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
-        before = {key: memory[key].clone() for key in written(executable.part)}
+        before = {key: memory[key].clone() for key in executable.part.written}
         found = super()._run(binding, arrays, options, execution)
         if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
             return found

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.passes import mutates
+from stepgraph.compiler.passes import mutates, writes
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
@@ -44,6 +44,17 @@ class Part:
         found = (node.meta.get("val") for node in self.nodes)
         arrays = (one for result in found for one in (result if isinstance(result, tuple | list) else (result,)))
         return sum(one.numel() for one in arrays if isinstance(one, torch.Tensor)) < TINY
+
+    @cached_property
+    def written(self) -> tuple[Key, ...]:
+        """The arrays given to it that a run changes: parameters, statistics, optimizer state, random stream.
+
+        They are read off the operators: a list of its own could miss something. Whoever runs a part to look at it
+        gives copies of these; whoever must take a run back keeps copies of them.
+        """
+        changed = {storage(array) for node in self.nodes for array in writes(node)}
+        given = zip(self.inputs, self.placeholders, strict=True)
+        return tuple(key for key, node in given if storage(node) in changed)
 
     @property
     def results(self) -> dict[Key, torch.Tensor]:
@@ -124,7 +135,7 @@ def _needed(program: Program, phases: Collection[str], ends: Sequence[fx.Node]) 
     changing = [node for node in program.nodes if mutates(node)]
     stack = [*ends, *(node for node in changing if phase_of(node) in phases)]
     before = [node for node in changing if phase_of(node) not in (*phases, UPDATE)]
-    changed = {storage(one) for node in before for one in node.all_input_nodes}
+    changed = {storage(one) for node in before for one in writes(node)}
     chosen: set[fx.Node] = set()
     while stack:
         node = stack.pop()

@@ -10,7 +10,6 @@ import torch
 from stepgraph.compiler import phases
 from stepgraph.compiler.step import Fusion, Key, Step
 from stepgraph.compiler.trace import Program
-from stepgraph.compiler.written import written
 from stepgraph.runtime.executable import Executable
 
 Arrays = Mapping[Key, torch.Tensor]
@@ -37,7 +36,7 @@ def replay(program: Program, arrays: Arrays) -> Trial:
     """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
     step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
     part = phases.whole(program, list(program.outputs))
-    after = {key: arrays[key].clone() for key in written(part)}
+    after = {key: arrays[key].clone() for key in part.written}
     executable = Executable(part, step)
     with executable.settings():
         results = executable.run(executable.bind({**arrays, **after}).filled({}))
