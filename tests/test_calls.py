@@ -201,16 +201,15 @@ waits = np.random.default_rng(int(sys.argv[2])).uniform(0, 0.01, 50)
 wrong = came = 0
 for wait in waits:
     training.restore(sys.argv[1] + "/start")
-    threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
-    done = 0
     try:
-        for done in range(1, 41):
+        threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for _ in range(40):
             training.execute(*batch)
         time.sleep(0.1)
     except KeyboardInterrupt:
         came += 1
     now, count = state(), training.optimizer.time_step - 2
-    wrong += not any(all(map(torch.equal, now, one)) for one in (states[count],))
+    wrong += not all(map(torch.equal, now, states[count]))
 print(came, wrong)
 """
 
