@@ -93,6 +93,29 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
 # Creation
 
 
+@pytest.mark.parametrize("device", [CPU, sg.Device.any()], ids=["cpu", "any"])
+def test_parameters_without_data_are_filled_before_there_is_a_graph(device: sg.Device) -> None:
+    arrays = numbers(2, 3, seed=3), numbers(2, seed=4)
+    weights, biases, x, y = sg.Tensor((2, 3)), sg.Tensor((2,)), sg.Tensor((BATCH, 3)), sg.Tensor((BATCH, 2))
+    weights.bind_and_write_data(arrays[0].copy(), device)
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer(weights, biases, sg.ConvolutionDescriptor(1, 3, 2)), x)
+    training = sg.TrainingGraph([graph], mse(), sgd())
+    training.add_inputs({"x": x}, {"y": y})
+    with pytest.raises(sg.DataError, match="bind_and_write_data"):
+        training.compile(device)
+    with pytest.raises(sg.DataError, match="4 bytes for 8 bytes"):
+        biases.bind_and_write_data(arrays[1][:1], device)
+    assert not biases.has_data and biases.device is None
+    biases.bind_and_write_data(arrays[1].copy(), device)
+    training.compile(device)
+    expected = [torch.tensor(array).requires_grad_() for array in arrays]
+    loss = F.mse_loss(F.linear(torch.tensor(X), *expected), torch.tensor(Y))
+    assert training.execute({"x": X}, {"y": Y}).loss == pytest.approx(loss.item(), rel=1e-6)
+    training.synchronize_updates()
+    assert_close([weights, biases], descended(loss, expected))
+
+
 def test_creation_adopts_layers_and_tensors_and_trains_like_pytorch() -> None:
     optimizer, distance = sgd(), mse()
     network = Network(distance, optimizer)

@@ -42,7 +42,7 @@ CONSTANTS: dict[str, Any] = {"input_tensors": NAMES, "input_tensors_data": DATA}
 BIND: dict[str, Any] = {"data": DATA_BY_NAME, "for_inputs": TENSOR_BY_NAME, "device": DEVICE}
 
 
-@native_name("node")
+@native_name("node", "layer", "sources")
 def node(graph: sg.Graph, layer: sg.Layer, sources: Any, **settings: Any) -> sg.Tensor:
     """A node with one source or several."""
     return graph.node(layer, sources, **settings)
@@ -90,7 +90,8 @@ MLC_GRAPH = Class(
     sg.Graph,
     "NSObject",
     (
-        *reads("device layers"),
+        read("device"),
+        read("layers", note="the loss layer given to a training graph is the last"),
         read("summarizedDOTDescription", note="draws the nodes of every graph; the original's MLCGraph drew none"),
         make("graph", swift="init()"),
         call("nodeWithLayer:source:", node, refusal=NIL, layer=LAYER, sources=TENSOR, swift="node(with:source:)"),
