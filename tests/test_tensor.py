@@ -387,14 +387,23 @@ class TestTensorData:
     def test_length_is_in_bytes(self, memory: Any, length: int) -> None:
         assert sg.TensorData(memory).length == length
 
-    def test_the_deallocator_runs_once_when_the_object_goes(self) -> None:
+    def test_the_deallocator_runs_once_when_nothing_reads_the_memory_any_more(self) -> None:
         calls: list[int] = []
         data = sg.TensorData(bytearray(4), deallocator=lambda: calls.append(1))
         view = data.bytes
         assert calls == []
         del data
         gc.collect()
-        assert (calls, view.nbytes) == ([1], 4)
+        assert (calls, view.nbytes) == ([], 4)
+        tensor = sg.Tensor((1,), data=sg.TensorData(view, deallocator=lambda: calls.append(2)))
+        gc.collect()
+        assert calls == [] and tensor.data == 0
+        del tensor
+        gc.collect()
+        assert calls == [2]
+        del view
+        gc.collect()
+        assert calls == [2, 1]
 
 
 def test_memory_is_the_whole_buffer_behind_the_data() -> None:

@@ -349,7 +349,7 @@ def test_compile_without_a_device_keeps_the_one_it_has() -> None:
     other = Network(mse(), sgd(momentum_scale=0.9)).compiled()
     for step in range(4):
         if step in (0, 2):
-            network.training.compile(CPU if step == 0 else None)
+            network.training.compile(*([CPU] if step == 0 else []))
         assert network.training.execute({"x": X}, {"y": Y}).loss == other.training.execute({"x": X}, {"y": Y}).loss
     assert network.training.device == CPU and other.training.device == CPU
 

@@ -25,7 +25,7 @@ class TensorData:
     Args:
         buffer: an ndarray, a torch tensor on the CPU, a bytearray, a memoryview, anything with DLPack or the buffer
             protocol. Bytes that may not be written (`bytes`, read-only arrays) are copied, since results go in place.
-        deallocator: called once when this object goes away.
+        deallocator: called once when nothing reads the memory any more: this object, and all tensors over it.
 
     Example:
         >>> TensorData(np.zeros(4, np.float32)).length
@@ -36,7 +36,7 @@ class TensorData:
         raw = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else buffer
         self._bytes = _flat_bytes(as_array(raw, "TensorData"))
         if deallocator is not None:
-            weakref.finalize(self, deallocator)
+            self._bytes = _released(self._bytes, deallocator)
 
     @property
     def bytes(self) -> memoryview:
@@ -162,6 +162,20 @@ def _take(flat: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
             fix="give at least that much, or pass batch_size= for a batch with fewer rows",
         )
     return flat[:count].view(tuple(shape))
+
+
+class _Memory(np.ndarray):
+    """An array that can be watched going away."""
+
+
+def _released(memory: torch.Tensor, deallocator: Callable[[], object]) -> torch.Tensor:
+    """The same memory behind a storage of its own, which lives as long as any view of it and then calls `deallocator`.
+
+    The storage holds the array it was made from, and that one holds `memory`.
+    """
+    watched = memory.numpy().view(_Memory)
+    weakref.finalize(watched, deallocator)
+    return torch.from_numpy(watched)
 
 
 def _flat_bytes(array: torch.Tensor) -> torch.Tensor:

@@ -41,13 +41,13 @@ class InspectedGraph(CompiledGraph):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the compiled graph needs, by kind; all zero before `compile`."""
-        return self._plan
+        """What whole calls need, by kind: the largest of all batch sizes compiled so far; zero before `compile`."""
+        return self._programs.plan
 
     @property
     def device_memory_size(self) -> int:
         """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
-        return self._plan.device_memory_size
+        return self.memory_plan.device_memory_size
 
     @property
     def executables(self) -> list[tuple[str, int]]:
@@ -76,7 +76,7 @@ class InspectedGraph(CompiledGraph):
         if not self.device:
             return []
         lines = [f"  {name:<12}{text}" for name, text in self._described()]
-        return [str(self._plan), "\n".join(["How it runs", *lines])]
+        return [str(self.memory_plan), "\n".join(["How it runs", *lines])]
 
     def _described(self) -> list[tuple[str, str]]:
         """How the whole step, or the inference pass, runs."""
@@ -111,8 +111,10 @@ class InspectedGraph(CompiledGraph):
             Everything is finite in step 12.
         """
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
-        device, chosen = self._ready("check_numerics"), self._chosen_batch("check_numerics", given, batch_size)
+        device = self._require_compiled("check_numerics")
         with turn(device), current_device(device):
+            self._ready("check_numerics")
+            chosen = self._chosen_batch("check_numerics", given, batch_size)
             program = self._programs.program(chosen.batch, self.trains)
             return report(replay(program, chosen.arrays), chosen.step, self._feeds.spoken)
 
@@ -143,14 +145,17 @@ class InspectedGraph(CompiledGraph):
         if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
             raise ArgumentError("profile", f"repeat is {repeat!r}", fix="give a whole number ≥ 1")
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
-        device, chosen = self._ready("profile"), self._chosen_batch("profile", given, batch_size)
-        executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
-        found = []
-        with turn(device), current_device(device), executable.settings():
-            for _ in range(repeat):
-                copies = {key: chosen.arrays[key].clone() for key in changed(executable.step) if key in chosen.arrays}
-                arrays = executable.bind({**chosen.arrays, **copies}).filled({})
-                found.append(profile(executable.part, arrays, device.torch)[1])
+        device, found = self._require_compiled("profile"), []
+        with turn(device), current_device(device):
+            self._ready("profile")
+            chosen = self._chosen_batch("profile", given, batch_size)
+            executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
+            with executable.settings():
+                for _ in range(repeat):
+                    read = chosen.arrays
+                    copies = {key: read[key].clone() for key in changed(executable.step) if key in read}
+                    arrays = executable.bind({**read, **copies}).filled({})
+                    found.append(profile(executable.part, arrays, device.torch)[1])
         return Profile.best_of(found)
 
     def _chosen_batch(self, call: str, given: tuple[Data | None, ...], batch_size: int | None) -> _Batch:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
 from stepgraph.random import keep_mask
 from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
@@ -219,7 +220,7 @@ class Layer:
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
         scope = Scope({tensor: tensor.descriptor.meta() for tensor in tensors}, training=True, batch=batch)
         try:
-            with torch.no_grad():
+            with surroundings.tracing(), torch.no_grad():
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise

@@ -44,7 +44,7 @@ def get_seed() -> int | None:
 
 def draw_seed() -> int:
     """A seed for a graph's own stream, drawn from the platform's."""
-    return int(torch.randint(2**31 - 1, (), generator=_generator))
+    return int(torch.randint(2**31 - 1, (), generator=_generator, device="cpu"))
 
 
 def initialize(
@@ -57,7 +57,7 @@ def initialize(
             f"{kind} gives real numbers, the tensor holds {str(dtype).removeprefix('torch.')}",
             fix="fill it instead",
         )
-    values = torch.empty(tuple(shape), dtype=dtype)
+    values = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     match kind:
         case RandomInitializerType.UNIFORM:
             return values.uniform_(0, 1, generator=_generator)

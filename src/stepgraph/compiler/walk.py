@@ -228,7 +228,8 @@ class _Walk:
         """Closes gradients of inputs, and updates what has waited for others."""
         for tensor in (*self.step.feeds, *self.step.held):
             if tensor in self.open and gradient(tensor) not in self.found:
-                self._total(tensor)
+                with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
+                    self._total(tensor)
         optimizer = self.step.optimizer
         if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
             return

@@ -24,7 +24,8 @@ programs.
 - Constants are module names with Apple's raw values. Numbers read back in single precision. `NSData` is a
   bytes-like array with `bytes()` and `length()`; dictionaries and lists are Python's own.
 - A completion handler is a function `(resultTensor, error, executionTime)`. On the CPU it has run when the call
-  returns. What it raises is logged, and the call stays accepted.
+  returns. What it raises is logged, and the call stays accepted. Its tensor belongs to the call and keeps its values;
+  it has the `tensorID` of the graph's tensor, which shows the values of the last call.
 - **Nothing is raised.** A refused call answers nil (`None`), NO (`False`) or an empty list, changes nothing, and is
   logged once for each reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) says why this thread's last call
   was refused, and is `None` after a call that was accepted: `localizedDescription()` speaks in the names of this page,

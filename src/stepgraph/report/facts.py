@@ -15,6 +15,7 @@ import torch
 
 from stepgraph.device import Device
 from stepgraph.optimizers import Optimizer, RegularizationType
+from stepgraph.surroundings import Precision
 
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api[-_]?key|auth)")
 HIDDEN = "…"
@@ -40,7 +41,7 @@ def environment(device: Device) -> dict[str, Any]:
             "gpu memory": f"{properties.total_memory / 2**30:.1f} GiB",
             "cuda": torch.version.cuda or torch.version.hip,
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}",
+            "tf32": "products {}, cudnn {}".format(*Precision.of(None).tf32),
         }
     return found
 

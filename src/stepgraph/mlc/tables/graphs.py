@@ -55,13 +55,19 @@ def bind(graph: sg.Graph, data: dict[str, Any], for_inputs: dict[str, Any], **se
 
 
 @native_name("compile")
+def compile_for(graph: Any, device: sg.Device | None, **settings: Any) -> None:
+    """Compiles for a device; nil keeps the device of a graph that is compiled, as measured."""
+    graph.compile(**settings) if device is None else graph.compile(device, **settings)
+
+
+@native_name("compile")
 def compile_with(
     graph: Any, input_tensors: dict[str, Any], input_tensors_data: dict[str, Any], **settings: Any
 ) -> None:
     """Compiles with those inputs as constants for which there is data; data without a tensor is passed over."""
     constants = {name: t for name, t in input_tensors.items() if name in input_tensors_data or t.has_data}
     data = {name: one for name, one in input_tensors_data.items() if name in constants}
-    graph.compile(input_tensors=constants, input_tensors_data=data, **settings)
+    compile_for(graph, input_tensors=constants, input_tensors_data=data, **settings)
 
 
 @native_name("execute")
@@ -230,7 +236,7 @@ MLC_INFERENCE_GRAPH = Class(
             swift="addInputs(_:lossLabels:lossLabelWeights:)",
         ),
         call("addOutputs:", "add_outputs", outputs=NAMES, swift="addOutputs(_:)"),
-        call("compileWithOptions:device:", "compile", **COMPILE, swift="compile(options:device:)"),
+        call("compileWithOptions:device:", compile_for, **COMPILE, swift="compile(options:device:)"),
         call(
             "compileWithOptions:device:inputTensors:inputTensorsData:",
             compile_with,
@@ -312,7 +318,7 @@ MLC_TRAINING_GRAPH = Class(
         ),
         call("addOutputs:", "add_outputs", outputs=NAMES, swift="addOutputs(_:)"),
         call("stopGradientForTensors:", "stop_gradient", tensors=TENSORS, swift="stopGradient(for:)"),
-        call("compileWithOptions:device:", "compile", **COMPILE, swift="compile(options:device:)"),
+        call("compileWithOptions:device:", compile_for, **COMPILE, swift="compile(options:device:)"),
         call(
             "compileWithOptions:device:inputTensors:inputTensorsData:",
             compile_with,
