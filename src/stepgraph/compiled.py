@@ -36,6 +36,7 @@ from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names, merged
+from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
@@ -94,6 +95,8 @@ class CompiledGraph(DeclaredGraph):
         self._written: Found = {}
         self._last: Call | None = None
         self._given: list[torch.Tensor | None] = []
+        self._checks_indices = False
+        self._index_feeds: dict[int, Indices] = {}
         self._holding: set[Tensor] = set()
 
     def add_outputs(self, outputs: Names) -> None:
@@ -189,6 +192,9 @@ class CompiledGraph(DeclaredGraph):
             raise StateError(f"{type(self).__name__}.compile", "the graph has no layers", fix="add nodes first")
         self._constants = self._read_constants(self.device, constants or {}, constants_data or {})
         self._feeds = self._feeds.find(self._compiled, {*self._constants, *parameters})
+        # Others raise an error where an index is out of range, and go on with the next call.
+        fused = GraphCompilationOptions.FUSE_LAYERS in options
+        self._checks_indices, self._index_feeds = fused or self.device.torch.type != "cpu", {}
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs, self._last = self._new_programs(), None
@@ -278,7 +284,19 @@ class CompiledGraph(DeclaredGraph):
             # What was bound since the last call was written later.
             then = zip(self._written.items(), self._given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
-        return self._feeds.arrays(given, batch, self._require_compiled("execute"))
+        indices = self._indices(batch) if self._checks_indices and not self._raises_for_indices(batch) else None
+        return self._feeds.arrays(given, batch, self._require_compiled("execute"), indices)
+
+    def _raises_for_indices(self, batch: int) -> bool:
+        """Whether an index out of range is an ordinary error: in a fused step of one thread it is."""
+        known = self._programs.executables.get(("step" if self.trains else "inference", batch))
+        return known is not None and known.runs_alone
+
+    def _indices(self, batch: int) -> Indices:
+        """Which feeds are indices, and of what, for a batch size."""
+        if batch not in self._index_feeds:
+            self._index_feeds[batch] = Indices(self._step(batch, False), self._feeds.spoken)
+        return self._index_feeds[batch]
 
     def _accept(self, feeds: Found, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that nothing refuses any more."""
@@ -336,6 +354,7 @@ class CompiledGraph(DeclaredGraph):
             try:
                 execution.finish(*keep(self._run(binding, arrays, options, execution)))
             except (ExecutionError, NumericsError) as error:
+                self._indices(binding.executable.step.batch[1]).require_all(arrays)
                 execution.fail(error)
                 if completion is None:
                     raise

@@ -140,6 +140,7 @@ class Layer:
     source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
     is_loss: ClassVar[bool] = False
     full_precision: ClassVar[bool] = False  # in mixed precision, compute in float32 all the same
+    moves: ClassVar[bool] = False  # gives elements of its sources as they are
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 
@@ -246,6 +247,10 @@ class Layer:
                 fix="keep one extent, as in x.mean().reshape(1)",
             )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
+
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """Which sources are indices, by position, and the extent each must stay below; most layers take none."""
+        return {}
 
     def require_floating(self, source: TensorDescriptor) -> None:
         """Refuses sources that hold no real numbers."""

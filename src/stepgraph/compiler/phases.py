@@ -10,6 +10,7 @@ from operator import getitem
 import torch
 from torch import fx
 
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import mutates
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
@@ -98,7 +99,7 @@ def extract(
             if node.op == "call_function" and phase_of(node) not in phases:  # a view, seen again by this part
                 copies[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": next(iter(phases))}}
     graph.output([_owned(graph, copies[end]) for end in ends])
-    return Part(fx.GraphModule(program.module, graph), tuple(inputs), tuple(wanted))
+    return Part(Module(program.module, graph), tuple(inputs), tuple(wanted))
 
 
 def arrays(node: fx.Node) -> list[torch.Tensor]:

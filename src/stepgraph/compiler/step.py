@@ -51,6 +51,14 @@ def state(parameter: Tensor, index: int) -> Key:
     return Key("state", parameter, index)
 
 
+class Limit(NamedTuple):
+    """What an index must stay below, and for whom."""
+
+    extent: int
+    where: str
+    what: str
+
+
 NUMBERS = Key("numbers")  # the optimizer's live numbers
 STREAM = Key("stream")  # [seed, step] of the random stream
 SCALE = Key("scale")  # the loss scale, and the finite steps since it last changed
@@ -209,6 +217,26 @@ class Step:
         declared, actual = self.batch
         is_batched = tensor in self.fed and tensor.shape[0] == declared
         return (actual, *tensor.shape[1:]) if is_batched else tensor.shape
+
+    @cached_property
+    def index_limits(self) -> dict[Tensor, Limit]:
+        """Tensors that layers read as indices, themselves or after moving their elements, and the narrowest range."""
+        found: dict[Tensor, Limit] = {}
+        descriptors = self.check()
+
+        def narrow(tensor: Tensor, limit: Limit) -> None:
+            if not tensor.data_type.is_floating and limit.extent < found.get(tensor, limit).extent + 1:
+                found[tensor] = limit
+
+        for node in reversed(self.nodes):
+            for position, extent in node.layer.index_limits(*(descriptors[t] for t in node.arguments)).items():
+                what = "class index" if node.is_loss else "index"
+                narrow(node.arguments[position], Limit(extent, node.layer.label, what))
+            if node.layer.moves:
+                for limit in (found[t] for t in node.results if t in found):
+                    for tensor in node.sources:
+                        narrow(tensor, limit)
+        return found
 
     def check(self) -> dict[Tensor, TensorDescriptor]:
         """Descriptors of all tensors at this batch size; raises where a layer fixes the batch dimension."""

@@ -16,7 +16,8 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph import surroundings
-from stepgraph.compiler import kernels, passes
+from stepgraph.compiler import corrections, kernels, passes
+from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
@@ -86,14 +87,16 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
             for shape, dtype in (_signature(step, shapes, k) for k in keys)
         ]
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        module = make_fx(function, tracing_mode="fake")(*fakes)
-    return module, outputs
+        recorded = make_fx(function, tracing_mode="fake")(*fakes)
+    forget_source(recorded)
+    return Module(recorded, recorded.graph), outputs
 
 
 def _prepare(module: fx.GraphModule, step: Step) -> None:
     """Takes out what does nothing, notes what operators need, and puts faster ones in the places of some."""
     passes.simplify(module)
     _require_phases(module.graph)
+    corrections.correct(module.graph, step.device)
     kernels.note_workspace(module.graph)
     lstm_kernel.note_workspace(module.graph)
     if step.chooses_kernels:

@@ -138,6 +138,10 @@ class EmbeddingLayer(Layer):
                 fix=f"give indices with at most {MAX_DIMENSIONS - 1} dimensions",
             )
 
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """The rows of the dictionary."""
+        return {0: self.descriptor.embedding_count}
+
     def forward(self, indices: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """The rows of the indices; hands back the dictionary where `maximum_norm` may have changed it."""
         settings = self.descriptor

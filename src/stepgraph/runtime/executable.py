@@ -66,11 +66,11 @@ class Executable:
         self._places = Places(block or Block(), part.held, held, part.module) if part.held else None
         self._bound: tuple[list[torch.Tensor | None], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
-        self._is_tiny = step.device.type == "cpu" and part.is_tiny
+        self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = False
         self._fusing: Future[Function] | None = None
         self._refused = ""
-        if step.fusion is Fusion.FIRST:
+        if step.fusion is Fusion.FIRST and part.nodes:
             self._function, self.is_fused = fusion.fuse(part, step), True
 
     @property
@@ -136,7 +136,7 @@ class Executable:
 
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
-        if self.step.fusion is Fusion.LATER and not self.is_fused:
+        if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
             self._fusing = fusion.fuse_in_background(self.part, self.step)
 
     def _take_fused(self, fusing: Future[Function]) -> None:
@@ -180,17 +180,16 @@ class Executable:
         if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no mode matters
             return self._function(*given)
         with surroundings.running(self.step.device), _InferenceMode(True):
-            return self._alone(given) if self._is_tiny and not self.is_fused else self._function(*given)
+            return self._alone(given) if self.runs_alone and not self.is_fused else self._function(*given)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The first run, which sees whether results lie in memory as they were recorded; later ones rely on it."""
-        layouts = strides.Layouts(self.part.module.graph.nodes)
-        for node, array in zip(self.part.placeholders, given, strict=True):
-            layouts.note(node.name, array)
-        found = self._code.function(self.part, note=layouts.note)(*given)
-        self._function = self._code.function(self.part, tolerant=bool(layouts.surprises))
-        for surprise in layouts.surprises:
-            logger.debug("%s", surprise)
+        """The first run, which sees to it that results lie in memory as they were recorded; later ones know which."""
+        layouts = strides.Layouts(self.part.nodes)
+        found = self._code.function(self.part, strides.laying_out(self._code.source), layouts)(*given)
+        source = strides.laying_out(self._code.source, layouts.surprises)
+        self._function = self._code.function(self.part, source, layouts)
+        for surprise in layouts.surprises.values():
+            logger.debug("copied into the recorded order: %s", surprise)
         return found
 
     def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -211,19 +210,10 @@ class _Code:
     names: dict[str, Any]
     places: dict[str, Place]
 
-    def function(
-        self, part: Part, *, tolerant: bool = False, note: Callable[[str, Any], None] | None = None
-    ) -> Function:
-        """The code as a function.
-
-        Args:
-            part: what it is the code of.
-            tolerant: copy what cannot be viewed as recorded.
-            note: called with the name and the value of each result; views are tolerant then, too.
-        """
-        source = self.source if note is None else strides.noting(self.source)
-        names = strides.tolerant(self.names) if tolerant or note is not None else dict(self.names)
-        exec(compile(source, _FILE, "exec"), names := {**names, strides.NOTE: note})
+    def function(self, part: Part, source: str, layouts: strides.Layouts) -> Function:
+        """A variant of the code, as a function of the part's arrays."""
+        names = {**self.names, strides.LAID: layouts.laid_out}
+        exec(compile(source, _FILE, "exec"), names)
         return partial(names["forward"], part.module)
 
 

@@ -1,15 +1,15 @@
-"""Whether results lie in memory as the recording believes.
+"""Results lie in memory as the recording believes.
 
-A step is recorded on arrays without memory, and PyTorch's account of how an operator lays its result out is not always
-what its kernels do, above all where channels lie last. Operators give the right numbers in either order; a recorded
-view does not, since it may be impossible in the real one. So the first run of a program compares the two, and where
-they differ anywhere, that program copies what cannot be viewed.
+A step is recorded on arrays without memory, and PyTorch's account of how an operator lays out its result is not always
+what its kernels do, above all where channels lie last. What follows was recorded for the believed order: a view may be
+impossible in the real one, an operator may want what it was told it has. So the first run of a program compares the
+two, and results that lie otherwise are copied into the order they were recorded in, then and in all later runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,57 +17,49 @@ from torch import fx
 
 from stepgraph.compiler.trace import layer_of
 
-aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 _STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
-NOTE = "_note"
+LAID = "_laid_out"
 
 
-def noting(source: str) -> str:
-    """Generated code that hands each result to `_note`, with its name, before anything else happens."""
+def laying_out(source: str, names: Iterable[str] | None = None) -> str:
+    """Generated code that hands results to `_laid_out` and goes on with what that gives: all of them, or some."""
+    wanted = None if names is None else set(names)
     lines = []
     for line in source.splitlines():
         found = _STATEMENT.match(line)
-        if found is not None:
+        if found is not None and (wanted is None or found[2] in wanted):
             indent, name, call, rest = found.groups()
-            line = f"{indent}{name}{call}; {NOTE}('{name}', {name}){rest or ''}"
+            line = f"{indent}{name}{call}; {name} = {LAID}('{name}', {name}){rest or ''}"
         lines.append(line)
     return "\n".join(lines)
 
 
 class Layouts:
-    """Compares results with what was recorded, in one run."""
+    """How the results of a program were recorded to lie, and which of them do not by themselves."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        self._believed = {node.name: node for node in nodes}
-        self.surprises: list[str] = []
+        self._nodes = {node.name: node for node in nodes if node.op == "call_function"}
+        self.surprises: dict[str, str] = {}
 
-    def note(self, name: str, found: Any) -> None:
-        """Takes one result of an operator into account."""
-        node = self._believed.get(name)
-        for real, believed in zip(_arrays(found), _arrays(node.meta.get("val") if node else None), strict=False):
-            if not same_order(real, believed):
-                assert node is not None
-                self.surprises.append(
-                    f"{layer_of(node)}: {node.target} gives strides {real.stride()}, not {believed.stride()}"
-                )
+    def laid_out(self, name: str, found: Any) -> Any:
+        """A result in the order in which it was recorded."""
+        node = self._nodes.get(name)
+        believed = None if node is None else node.meta.get("val")
+        if isinstance(found, tuple | list) and isinstance(believed, tuple | list):
+            pairs = zip(found, believed, strict=True)
+            return type(found)(self._ordered(name, one, other) for one, other in pairs)
+        return self._ordered(name, found, believed)
+
+    def _ordered(self, name: str, real: Any, believed: Any) -> Any:
+        if not isinstance(real, torch.Tensor) or not isinstance(believed, torch.Tensor) or same_order(real, believed):
+            return real
+        node = self._nodes[name]
+        self.surprises[name] = f"{layer_of(node)}: {node.target} gives {real.stride()}, not {believed.stride()}"
+        laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
+        return laid.copy_(real)
 
 
 def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
-    return all(a == b for a, b, extent in zip(one.stride(), other.stride(), one.shape, strict=False) if extent > 1)
-
-
-def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """What a view shows, copied where memory does not lie so that it could be seen in place."""
-    return x.reshape(shape)
-
-
-def tolerant(names: dict[str, Any]) -> dict[str, Any]:
-    """The names that generated code uses, with views that copy where they must."""
-    return {name: reshaped if any(one is view._op for view in VIEWS) else one for name, one in names.items()}
-
-
-def _arrays(found: Any) -> list[torch.Tensor]:
-    several = found if isinstance(found, tuple | list) else [found]
-    return [one for one in several if isinstance(one, torch.Tensor)]
+    mine, theirs = one.stride(), other.stride()
+    return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
