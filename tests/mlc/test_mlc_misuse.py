@@ -212,14 +212,27 @@ def test_a_handler_that_fails_does_not_undo_the_step(handler: Any, caplog: pytes
 
 
 def test_work_that_fails_reaches_the_handler_once() -> None:
-    graph, indices = M.MLCGraph.graph(), tensor([2], kind=M.MLCDataTypeInt32)
-    source = tensor([3, 2])
-    graph.gatherWithDimension_source_indices_(0, source, indices)
+    graph, source, scores = M.MLCGraph.graph(), tensor([3, 2]), tensor([2, 8])
+    reduce = M.MLCReductionLayer.layerWithReductionType_dimension_(M.MLCReductionTypeArgMax, 1)
+    found = graph.nodeWithLayer_source_(reduce, scores)  # an index that nobody can check before the work
+    indices = graph.reshapeWithShape_source_([2], found)
+    assert graph.gatherWithDimension_source_indices_(0, source, indices) is not None, M.lastError()
     inference, got = M.MLCInferenceGraph.graphWithGraphObjects_([graph]), []
-    assert inference.addInputs_({"x": source, "i": indices}) and inference.compileWithOptions_device_(0, CPU)
+    assert inference.addInputs_({"x": source, "s": scores}) and inference.compileWithOptions_device_(0, CPU)
     execute = inference.executeWithInputsData_batchSize_options_completionHandler_
-    outside = {"x": data(np.zeros(6)), "i": data([0, 7], np.int32)}
+    outside = {"x": data(np.zeros(6)), "s": data(np.tile(np.arange(8), 2))}
     assert execute(outside, 0, 0, lambda *given: got.append(given)) is True
     ((result, error, _),) = got
     assert result is None and isinstance(error.native, sg.ExecutionError) and "Gather" in error.localizedDescription()
     assert execute(outside, 0, 0, None) is False
+
+
+def test_data_that_cannot_be_right_is_refused_before_the_work() -> None:
+    graph, source, indices = M.MLCGraph.graph(), tensor([3, 2]), tensor([2], kind=M.MLCDataTypeInt32)
+    graph.gatherWithDimension_source_indices_(0, source, indices)
+    inference, got = M.MLCInferenceGraph.graphWithGraphObjects_([graph]), []
+    assert inference.addInputs_({"x": source, "i": indices}) and inference.compileWithOptions_device_(0, CPU)
+    execute = inference.executeWithInputsData_batchSize_options_completionHandler_
+    given = {"x": data(np.zeros(6)), "i": data([0, 7], np.int32)}
+    assert execute(given, 0, 0, lambda *answer: got.append(answer)) is False and got == []
+    assert isinstance(M.lastError().native, sg.DataError) and not words_of_ours(M.lastError()), M.lastError()
