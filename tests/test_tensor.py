@@ -2,6 +2,7 @@
 
 import array
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,16 @@ class TestMaking:
         assert xavier.std() == pytest.approx((2 / 400) ** 0.5, rel=0.02)
         assert abs(xavier.mean()) < 0.002
 
+    @pytest.mark.parametrize("shape", [(64,), (40, 80), (30, 20, 9), (16, 8, 5, 3), (8, 6, 3, 3, 3), (1, 600, 3, 3)])
+    def test_fans_are_those_of_pytorch(self, shape: tuple[int, ...]) -> None:
+        sg.set_seed(1)
+        glorot, xavier = (sg.Tensor(shape, random=kind).numpy() for kind in list(sg.RandomInitializerType)[1:])
+        like = torch.empty(shape if len(shape) > 1 else shape * 2)
+        fan_in, fan_out = torch.nn.init._calculate_fan_in_and_fan_out(like)
+        bound = (6 / (fan_in + fan_out)) ** 0.5
+        assert 0.9 * bound < np.abs(glorot).max() <= bound
+        assert xavier.std() == pytest.approx((2 / (fan_in + fan_out)) ** 0.5, rel=0.25)
+
     def test_a_seed_repeats_and_moves_on(self) -> None:
         def draw() -> list[float]:
             layer = sg.FullyConnectedLayer.create(3, 2)
@@ -217,6 +228,16 @@ MEMORY: dict[str, Callable[[np.ndarray], Any]] = {
     "array.array": lambda values: array.array("f", values.tobytes()),
     "TensorData": sg.TensorData,
 }
+
+
+class WithArray:
+    """An object that NumPy can see as an array, as those of data frames are."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.values
 
 
 def as_floats(memory: Any) -> list[float]:
@@ -275,6 +296,71 @@ class TestMemory:
     )
     def test_the_first_values_count_whatever_their_layout(self, data: Any) -> None:
         assert sg.Tensor((2, 2), data=data).data.tolist() == [[0, 1], [2, 3]]
+
+    @pytest.mark.parametrize(
+        ("values", "kind", "words"),
+        [
+            ([1, math.nan], "int64", "nan is no whole number"),
+            ([1.0, 2.5], "int32", "2.5 is no whole number"),
+            ([math.inf, 1], "uint8", "inf is no whole number from 0 to 255"),
+            ([1, 300.0], "int8", "300.0 is no whole number from -128 to 127"),
+            ([-1.0, 1], "uint8", "-1.0 is no whole number"),
+            ([1, 2.0**63], "int64", "is no whole number"),
+            ([1, 256], "uint8", "256 is no whole number"),
+            ([0.5, 1], "boolean", "0.5 is neither 0 nor 1"),
+            ([math.nan, 1], "boolean", "nan is neither"),
+            ([1, 1e39], "float32", "1e.39 is too large"),
+            ([1, -70000], "float16", "-70000 is too large"),
+            ([1, 1e39], "bfloat16", "1e.39 is too large"),
+        ],
+    )
+    def test_a_number_that_the_type_would_change_is_refused(self, values: list, kind: str, words: str) -> None:
+        with pytest.raises(sg.DataTypeError, match=words):
+            sg.Tensor((2,), kind, data=values)
+        with pytest.raises(sg.ArgumentError, match="cannot hold"):
+            sg.Tensor((2,), kind, fill=next(one for one in values if one != 1))
+
+    @pytest.mark.parametrize(
+        ("values", "kind", "wanted"),
+        [
+            ([True, False], "int64", [1, 0]),
+            ([3.0, -4], "int8", [3, -4]),
+            ([2**63 - 1, -(2**63)], "int64", [2**63 - 1, -(2**63)]),
+            ([1, 0.0], "boolean", [True, False]),
+            ([math.inf, 0.1], "float64", [math.inf, 0.1]),
+            ([], "int64", None),
+        ],
+    )
+    def test_numbers_that_fit_are_taken(self, values: list, kind: str, wanted: list | None) -> None:
+        if wanted is None:
+            with pytest.raises(sg.DataError, match="too short"):
+                sg.Tensor((2,), kind, data=values)
+        else:
+            assert sg.Tensor((2,), kind, data=values).torch().tolist() == wanted
+
+    MASKED = np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [1, 0]], dtype=np.float32)
+
+    @pytest.mark.parametrize(
+        "data",
+        [MASKED, MASKED.astype(np.float64), list(MASKED), [[1, 2], [np.ma.masked, 4]], WithArray(MASKED)],
+        ids=["as it is", "of another type", "rows", "elements", "behind __array__"],
+    )
+    def test_masked_elements_are_refused(self, data: Any) -> None:
+        with pytest.raises(sg.DataError, match=r"(?s)masked elements: 1 of .*filled\(value\)"):
+            sg.Tensor((2, 2), data=data)
+        with pytest.raises(sg.DataError, match="masked elements"):
+            sg.TensorData(self.MASKED)
+
+    def test_an_array_in_which_nothing_is_masked_is_an_array(self) -> None:
+        whole = np.ma.array([[1, 2], [3, 4]], mask=False, dtype=np.float32)
+        for data in (whole, list(whole), np.ma.array(whole, mask=np.ma.nomask)):
+            assert sg.Tensor((2, 2), data=data).data.tolist() == [[1, 2], [3, 4]]
+
+    @pytest.mark.parametrize("data", [np.array([1, None]), np.array(["a", "b"]), np.array([1, 2], "datetime64[s]")])
+    def test_elements_that_are_no_numbers_are_told(self, data: np.ndarray) -> None:
+        for given in (data, WithArray(data)):
+            with pytest.raises(sg.DataTypeError, match=r"(?s)holds .* elements, not numbers.*astype"):
+                sg.Tensor((2,), data=given)
 
     def test_bfloat16_takes_numbers_and_shows_them_through_torch(self) -> None:
         tensor = sg.Tensor((2,), "bfloat16", data=[1.5, -2])

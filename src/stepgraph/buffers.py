@@ -66,13 +66,35 @@ def as_array(data: Any, where: str) -> torch.Tensor:
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
-        values = np.asarray(data)
+        seen = np.asanyarray(data)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise _not_an_array(data, where, error) from None
+    values = unmasked(seen, where)
+    if values.dtype.kind not in "biufc":
+        raise DataTypeError(
+            where,
+            f"{type(data).__name__} holds {values.dtype} elements, not numbers",
+            fix="convert it first, for example .astype(np.float32)",
+        )
+    try:
         writable = values.flags.writeable and values.dtype.isnative and all(step >= 0 for step in values.strides)
         return torch.from_numpy(values if writable else np.array(values, values.dtype.newbyteorder("=")))
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-        message = f"{type(data).__name__} cannot be seen as an array ({reason})"
-        raise DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _not_an_array(data, where, error) from None
+
+
+def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
+    reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+    message = f"{type(data).__name__} cannot be seen as an array ({reason})"
+    return DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes")
+
+
+def unmasked(array: np.ndarray, where: str) -> np.ndarray:
+    """The array without its mask, refused where something is masked: what lies below is nobody's number."""
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        problem = f"masked elements: {np.ma.count_masked(array)} of {array.size}"
+        raise DataError(where, problem, fix="decide what they are: .filled(value)")
+    return np.asarray(array)
 
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
@@ -81,7 +103,7 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
     if isinstance(data, torch.Tensor):
         if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous():
             return data.detach() if data.requires_grad else data
-    elif isinstance(data, np.ndarray) and data.shape == shape and data.dtype == data_type.numpy:
+    elif type(data) is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
         if flags.c_contiguous and flags.writeable:
             return torch.from_numpy(data)
@@ -190,18 +212,16 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
-    """Nested numbers as an array of their own."""
+    """Nested numbers as an array of their own; refused where the type would make others of them."""
+    _require_unmasked(data, where)
     try:
         values = np.asarray(data)
         if values.dtype.kind not in "biuf":
             raise ValueError("it holds something else than numbers")
-        kind = data_type.debug_description
-        wanted = {"bfloat16": "float32", "boolean": "bool"}.get(kind, kind)
-        if np.dtype(wanted).kind in "iu" and values.size and values.dtype.kind in "iu":
-            bounds = np.iinfo(wanted)
-            if values.min() < bounds.min or values.max() > bounds.max:
-                raise ValueError(f"{kind} holds {bounds.min} to {bounds.max}")
-        return torch.from_numpy(values.astype(wanted)).to(data_type.torch)
+        with np.errstate(all="ignore"):  # what does not fit is told below, with its value
+            array = torch.from_numpy(values.astype(_numpy_type(data_type))).to(data_type.torch)
+        _require_same(values, array, data_type)
+        return array
     except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataTypeError(
@@ -209,6 +229,40 @@ def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
             f"{type(data).__name__} cannot be seen as an array of {data_type.debug_description} ({reason})",
             fix="give numbers, in rows of equal length",
         ) from None
+
+
+def _numpy_type(data_type: DataType) -> str:
+    kind = data_type.debug_description
+    return {"bfloat16": "float32", "boolean": "bool"}.get(kind, kind)
+
+
+def _require_unmasked(data: Any, where: str) -> None:
+    """Refuses masked elements among nested numbers: NumPy would drop the mask without a word."""
+    if isinstance(data, np.ma.MaskedArray):
+        unmasked(data, where)
+    elif isinstance(data, list | tuple):
+        for one in data:
+            if not isinstance(one, float | int):
+                _require_unmasked(one, where)
+
+
+def _require_same(values: np.ndarray, array: torch.Tensor, data_type: DataType) -> None:
+    """Raises a ValueError at the first number that the type has made another of; rounding of reals is none."""
+    if values.dtype.kind == "b" or not values.size:
+        return
+    wanted = np.dtype(_numpy_type(data_type))
+    if wanted.kind == "f":
+        lost, why = np.isfinite(values) & ~array.isfinite().numpy(), "is too large"
+    elif wanted.kind == "b":
+        lost, why = (values != 0) & (values != 1), "is neither 0 nor 1"
+    else:
+        bounds = np.iinfo(wanted)
+        # The largest int64 is no float64; the number after it is.
+        below = values < float(bounds.max) + 1 if values.dtype.kind == "f" else values <= bounds.max
+        fits = (values >= bounds.min) & below & (values == np.trunc(values))
+        lost, why = ~fits, f"is no whole number from {bounds.min} to {bounds.max}"
+    if lost.any():
+        raise ValueError(f"{values[lost][0]} {why}")
 
 
 def _shares(array: torch.Tensor, memory: Any) -> bool:

@@ -13,6 +13,7 @@ from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
+from stepgraph.compiler.written import written
 from stepgraph.errors import ArgumentError, NumericsError, StateError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.description import described
@@ -22,7 +23,7 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
-from stepgraph.runtime.trial import Trial, changed, replay
+from stepgraph.runtime.trial import Trial, replay
 from stepgraph.types import ExecutionOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
@@ -153,7 +154,7 @@ class InspectedGraph(CompiledGraph):
             with executable.settings():
                 for _ in range(repeat):
                     read = chosen.arrays
-                    copies = {key: read[key].clone() for key in changed(executable.step) if key in read}
+                    copies = {key: read[key].clone() for key in written(executable.part)}
                     arrays = executable.bind({**read, **copies}).filled({})
                     found.append(profile(executable.part, arrays, device.torch)[1])
         return Profile.best_of(found)
@@ -192,7 +193,7 @@ class InspectedGraph(CompiledGraph):
             return super()._run(binding, arrays, options, execution)
         executable = binding.executable
         memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
-        before = {key: memory[key].clone() for key in changed(executable.step) if key in memory}
+        before = {key: memory[key].clone() for key in written(executable.part)}
         found = super()._run(binding, arrays, options, execution)
         if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
             return found

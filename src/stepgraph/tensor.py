@@ -135,7 +135,8 @@ class Tensor:
         data_type: element type; float32 if not given.
         data: host memory that becomes this tensor's; longer than needed is fine.
         fill: a number to fill new memory with.
-        random: an initializer to fill new memory with.
+        random: an initializer to fill new memory with. Glorot and Xavier take the shape as weights `[out, in]` or
+            `[out, in, *kernel]`; packed weights `[1, out * in, …]` are better made by a layer's `create`.
         label: name; `data<tensor_id>` if not given.
 
     Example:
@@ -379,16 +380,16 @@ class Tensor:
         if fill is not None:
             return self._filled(fill)
         if random is not None:
-            fan_out, fan_in = self.shape[-2:] if len(self.shape) > 1 else self.shape * 2
-            return initialize(random, self.shape, fan_in, fan_out, self.data_type.torch)
+            return initialize(random, self.shape, *_fans(self.shape), self.data_type.torch)
         return None
 
     def _filled(self, number: Any) -> Array:
         if not isinstance(number, int | float):
             raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="give a number")
         try:
+            buffers.read(number, (1,), self.data_type, self.where)  # `full` would cut off what a whole number lacks
             return torch.full(self.shape, number, dtype=self.data_type.torch, device="cpu")
-        except (RuntimeError, OverflowError):
+        except (RuntimeError, OverflowError, DataTypeError):
             kind = self.data_type.debug_description
             raise ArgumentError(
                 self.where, f"fill is {number}, which {kind} cannot hold", fix="use another type"
@@ -454,6 +455,16 @@ def require_device(device: Any, where: str) -> None:
         raise DeviceError(
             where, f"there is no device to write to, but {device!r}", fix="pass Device.cpu() or Device.any()"
         )
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many numbers one result is made of, and how many results one number goes into, for weights of this shape.
+
+    They are taken as `[out, in, *kernel]`, as PyTorch does; one extent is both. Packed weights `[1, out * in, …]` do
+    not tell them: a layer's `create` knows.
+    """
+    out, inside, *kernel = shape if len(shape) > 1 else (*shape, *shape)
+    return inside * math.prod(kernel), out * math.prod(kernel)
 
 
 def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_DIMENSIONS) -> tuple[int, ...]:

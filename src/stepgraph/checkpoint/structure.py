@@ -210,7 +210,7 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
     taken = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
     own = {name: value for name, value in settings.items() if name in taken and name not in shared}
-    optimizer = kind(OptimizerDescriptor(**shared), **own)
+    optimizer = kind(OptimizerDescriptor.exact(**shared), **own)
     optimizer.time_step = settings["time_step"]
     if optimizer.rule != described["rule"]:
         raise CheckpointError(

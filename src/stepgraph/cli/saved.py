@@ -107,11 +107,13 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
 
 def fit_notes(notes: Mapping[str, Any]) -> str:
     """What `fit` wrote down, in a line."""
+    from stepgraph.history import real
     from stepgraph.progress import told
 
     place, history = notes["place"], notes["history"]
     line = f"{place['epoch']} epochs, {place['step']} updates"
     if history["epochs"]:
-        last = {name: one for name, one in history["epochs"][-1].items() if name not in ("epoch", "step", "seconds")}
+        row = real(history["epochs"][-1])
+        last = {name: one for name, one in row.items() if name not in ("epoch", "step", "seconds")}
         line += f"; last epoch: {told(last)}; best epoch: {history['best_epoch']}"
     return line

@@ -16,9 +16,10 @@ import torch
 from stepgraph.compiler import phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.kernels import measure
-from stepgraph.compiler.step import STREAM, Fusion, Step, gradient, value
+from stepgraph.compiler.step import Fusion, Step, gradient, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD, GRADIENT
+from stepgraph.compiler.written import written
 
 FIRST, LAST = "channels first", "channels last"
 GAIN = 0.96  # for a whole step less is much
@@ -69,7 +70,7 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
         part = recompute.fit(step, part, step.memory_limit)
     part = in_place(part)
     position = {key: index for index, key in enumerate(program.inputs)}
-    changed = {STREAM, *map(value, step.statistics)}
+    changed = frozenset(written(part))
 
     def run(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
         given = ((key, arrays[position[key]]) for key in part.inputs)

@@ -19,6 +19,7 @@ from stepgraph import surroundings
 from stepgraph.compiler import corrections, kernels, passes
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
+from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.errors import StateError
@@ -89,6 +90,7 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         recorded = make_fx(function, tracing_mode="fake")(*fakes)
     forget_source(recorded)
+    refuse_random(recorded.graph, step)
     return Module(recorded, recorded.graph), outputs
 
 

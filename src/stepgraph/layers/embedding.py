@@ -86,6 +86,8 @@ class EmbeddingLayer(Layer):
 
     default_label = "Embedding"
     weights_parameter = ParameterOf("weights")
+    # Rows are cast, not the whole dictionary, and what `maximum_norm` writes back keeps all its digits.
+    own_precision = True
 
     def __post_init__(self) -> None:
         rows, width = self.descriptor.embedding_count, self.descriptor.embedding_dimension

@@ -12,7 +12,7 @@ from stepgraph.buffers import TensorData
 from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
-from stepgraph.errors import DataError
+from stepgraph.errors import ArgumentError, DataError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
@@ -127,6 +127,8 @@ class TrainingState:
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
+        if not _is_usable(scale):
+            raise ArgumentError("loss_scale", f"the scale is {scale}, beyond what float32 holds", fix="use 65536.0")
         self.arrays[SCALE].copy_(torch.tensor([scale, 0.0]))
 
     def progress(self) -> Progress:
@@ -148,7 +150,8 @@ class TrainingState:
         if progress.stream is not None:
             self.arrays[STREAM].copy_(torch.tensor(progress.stream))
         if progress.scale is not None and SCALE in self.arrays:
-            self.arrays[SCALE].copy_(torch.tensor(progress.scale))
+            scale, finite_steps = progress.scale
+            self.arrays[SCALE].copy_(torch.tensor([scale, finite_steps] if _is_usable(scale) else [FIRST_SCALE, 0.0]))
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -219,6 +222,11 @@ class TrainingState:
         if on_host or len(tensor.optimizer_data) != len(arrays):
             tensor.optimizer_data = [TensorData(array if on_host else array.cpu()) for array in arrays]
         tensor.optimizer_device_data = list(handles)
+
+
+def _is_usable(scale: float) -> bool:
+    """Whether float32 holds a scale from which halving and doubling lead on; earlier versions saved 0 and infinity."""
+    return 0 < float(torch.tensor(scale, dtype=torch.float32)) < float("inf")
 
 
 def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[torch.Tensor, ...]]:

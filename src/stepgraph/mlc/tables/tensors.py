@@ -33,6 +33,7 @@ from stepgraph.mlc.values import (
     one_of,
     optional,
 )
+from stepgraph.random import initialize
 
 
 def deallocator(value: Any) -> Callable[..., None]:
@@ -87,6 +88,25 @@ def _first_bytes(buffer: Any, length: int, free: Callable[[], Any] | None) -> sg
     if length == whole.length and whole is not buffer and free is None:
         return whole
     return sg.TensorData(np.asarray(whole.bytes)[:length], deallocator=free)
+
+
+@native_name("<class>")
+def initialized(shape: sg.TensorDescriptor | tuple[int, ...], random: sg.RandomInitializerType, **settings: Any) -> Any:
+    """A tensor with random values; packed weights have the range that was measured, whatever their shape."""
+    extents = shape.shape if isinstance(shape, sg.TensorDescriptor) else tuple(shape)
+    if len(extents) != 4 or extents[0] != 1 or random is sg.RandomInitializerType.UNIFORM:
+        return sg.Tensor(shape, random=random, **settings)
+    made = sg.Tensor(shape, **settings)
+    fan = 1 if random is sg.RandomInitializerType.GLOROT_UNIFORM else 4  # a bound of √3, a deviation of 0.5
+    return sg.Tensor(made.descriptor, data=initialize(random, extents, fan, fan, made.data_type.torch))
+
+
+@native_name("<class>.image")
+def initialized_image(
+    width: int, height: int, channels: int, batch_size: int, random: sg.RandomInitializerType
+) -> sg.Tensor:
+    """The same, by its extents."""
+    return initialized(sg.TensorDescriptor.image(width, height, channels, batch_size), random)
 
 
 def all_bytes(memory: sg.TensorData | None) -> np.ndarray | None:
@@ -213,13 +233,14 @@ MLC_TENSOR = Class(
             shape=optional(DESCRIPTOR, makes_empty=True),
             note="nil gives an empty tensor",
         ),
-        make("tensorWithDescriptor:randomInitializerType:", shape=DESCRIPTOR, random=RANDOM),
+        make("tensorWithDescriptor:randomInitializerType:", initialized, shape=DESCRIPTOR, random=RANDOM),
         make("tensorWithDescriptor:fillWithData:", shape=DESCRIPTOR, fill=NUMBER),
         make("tensorWithDescriptor:data:", shape=DESCRIPTOR, data=DATA),
         make("tensorWithShape:", shape=SHAPE),
-        make("tensorWithShape:randomInitializerType:", shape=SHAPE, random=RANDOM),
+        make("tensorWithShape:randomInitializerType:", initialized, shape=SHAPE, random=RANDOM),
         make(
             "tensorWithShape:randomInitializerType:dataType:",
+            initialized,
             shape=SHAPE,
             random=RANDOM,
             data_type=DATA_TYPE,
@@ -238,7 +259,7 @@ MLC_TENSOR = Class(
         ),
         make(
             "tensorWithWidth:height:featureChannelCount:batchSize:randomInitializerType:",
-            "image",
+            initialized_image,
             **SIZES,
             random=RANDOM,
         ),
