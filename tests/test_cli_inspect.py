@@ -147,6 +147,18 @@ def test_inference_and_linked_graphs(capsys: Capture, tmp_path: Path) -> None:
         assert called.out.count("Memory by batch size") == (0 if extra else 2)
 
 
+def test_a_loss_that_has_no_labels_yet(capsys: Capture, tmp_path: Path) -> None:
+    graph, x = sg.Graph(), sg.Tensor((4, 3))
+    graph.node(sg.FullyConnectedLayer.create(3, 2, label="dense"), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x})
+    training.save(tmp_path / "net")
+    called = Called(capsys, "inspect", tmp_path / "net", "--no-plan", "--dot", tmp_path / "net.dot")
+    assert called.code == 0 and "dense" in called.out, called.err
+    assert "dense" in (tmp_path / "net.dot").read_text()
+    assert [one["name"] for one in told(capsys, tmp_path / "net", "--no-plan")["layers"][0]] == ["dense"]
+
+
 def test_a_graph_that_takes_one_batch_size_says_so(capsys: Capture, tmp_path: Path) -> None:
     x = sg.Tensor((4, 6), label="x")
     graph = sg.InferenceGraph()

@@ -107,7 +107,7 @@ def test_the_record_says_what_happened(finished: tuple[Path, sg.History, Any]) -
     assert [one["step"] for one in run.distributions] == [1, 11, 21, 25]
     assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11), ("end", 24)]
     last = run.distributions[-1]["parameters"]["last.weights"]
-    weights = training.layers[-1].parameters["weights"].numpy()
+    weights = training.layers[-2].parameters["weights"].numpy()
     assert last["count"] == weights.size == sum(last["bins"])
     assert last["rms"] == pytest.approx(np.sqrt(np.mean(weights.astype(np.float64) ** 2)), rel=1e-5)
     begin = run.begins[0]

@@ -238,7 +238,7 @@ class CompiledGraph(DeclaredGraph):
                         node.where,
                         "one of its tensors holds no data",
                         tensor=repr(tensor),
-                        fix="create it with data, fill or random",
+                        fix="create it with data, fill or random, or give it data with bind_and_write_data",
                     )
                 if tensor not in other:
                     found[tensor] = None

@@ -34,7 +34,7 @@ class DifferentiatedGraph(TrainingRecipe):
         It is added to the gradients that come from layers. Unwritten, it counts as zero.
         """
         require_tensor("allocate_user_gradient", tensor)
-        if tensor not in {result for node in self._compiled or self.nodes for result in node.results}:
+        if tensor not in {result for node in self._compiled or self._shown() for result in node.results}:
             raise UnknownNameError(
                 "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
             )

@@ -72,11 +72,15 @@ class Graph:
     @property
     def summarized_dot_description(self) -> str:
         """DOT text of the graph: every node, edges dashed where gradients stop."""
-        return draw.dot(self.nodes, self._stopped)
+        return draw.dot(self._shown(), self._stopped)
 
     @property
     def _stopped(self) -> frozenset[Tensor]:
         return frozenset()
+
+    def _shown(self) -> tuple[Node, ...]:
+        """The nodes that a reader is told about."""
+        return self.nodes
 
     def node(
         self,
@@ -158,11 +162,11 @@ class Graph:
 
     def source_tensors(self, layer: Layer) -> list[Tensor]:
         """The sources of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self.nodes if node.layer is layer for tensor in node.sources]
+        return [tensor for node in self._shown() if node.layer is layer for tensor in node.sources]
 
     def result_tensors(self, layer: Layer) -> list[Tensor]:
         """The results of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self.nodes if node.layer is layer for tensor in node.results]
+        return [tensor for node in self._shown() if node.layer is layer for tensor in node.results]
 
     def bind_and_write_data(
         self,

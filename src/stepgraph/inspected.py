@@ -55,17 +55,17 @@ class InspectedGraph(CompiledGraph):
         return list(self._programs.executables)
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, self._title)]
+        parts: list[RenderableType] = [draw.table(self._compiled or self._shown(), self._title)]
         for text in self._told():
             parts += ["", Text(text)]
         return Group(*parts)
 
     def _repr_svg_(self) -> str:
         names = {tensor: name for _, name, tensor in self._feeds}
-        return draw.svg(self._compiled or self.nodes, self._stopped, names)
+        return draw.svg(self._compiled or self._shown(), self._stopped, names)
 
     def _repr_html_(self) -> str:
-        return draw.graph_html(self._title, self._repr_svg_(), self._compiled or self.nodes, *self._told())
+        return draw.graph_html(self._title, self._repr_svg_(), self._compiled or self._shown(), *self._told())
 
     @property
     def _title(self) -> str:

@@ -46,6 +46,12 @@ class TrainingRecipe(InspectedGraph):
         self._user_gradients: dict[Tensor, Tensor] = {}
 
     @property
+    def layers(self) -> list[Layer]:
+        """Every layer once, in the order of its first node; the loss layer given at creation is the last."""
+        found, loss = super().layers, self._loss_layer
+        return found if loss is None or not found else [*(layer for layer in found if layer is not loss), loss]
+
+    @property
     def _stopped(self) -> frozenset[Tensor]:
         return self._stop
 
@@ -78,10 +84,25 @@ class TrainingRecipe(InspectedGraph):
                     "the loss has no labels to compare with",
                     fix="add_inputs(..., loss_labels={...})",
                 )
-            node = make_node(self._loss_layer, [prediction], labels, False, self._loss_layer.line)
-            self._loss_node = Node(node.layer, node.sources, node.results, node.labels, False, node.line, is_loss=True)
+            self._loss_node = self._attached(self._loss_layer, prediction, labels)
         assert self._loss_node is not None
         return (*self.nodes, self._loss_node)
+
+    def _attached(self, layer: Layer, prediction: Tensor, labels: Sequence[Tensor]) -> Node:
+        """The loss behind the last result. Its tensors stay the ones callers hold while their shapes stay the same."""
+        node = make_node(layer, [prediction], labels, False, layer.line)
+        known = () if self._loss_node is None else self._loss_node.results
+        if [t.descriptor for t in known] != [t.descriptor for t in node.results]:
+            known = node.results
+        if layer.owner is None:  # type: ignore[attr-defined]
+            layer.layer_id = len(self.layers)  # type: ignore[misc]
+        return replace(node, results=known, is_loss=True)
+
+    def _shown(self) -> tuple[Node, ...]:
+        try:
+            return self._all_nodes()
+        except StepgraphError:  # labels are missing or do not fit, which is for compile to say
+            return self.nodes
 
     def _tell_device(self, device: Device) -> None:
         super()._tell_device(device)

@@ -230,7 +230,11 @@ class Tensor:
     def torch(self) -> Array:
         """The current value where it lives, shared and not copied."""
         if self._value is None:
-            raise StateError(self.where, f"there is no data: {self._missing}", fix="execute first, or give data")
+            raise StateError(
+                self.where,
+                f"there is no data: {self._missing}",
+                fix="execute first, or give it data with bind_and_write_data",
+            )
         # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
         return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
 

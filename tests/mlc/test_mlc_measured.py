@@ -105,7 +105,7 @@ def test_a_tensor_without_data() -> None:
     assert made.synchronizeData() is True and made.synchronizeOptimizerData() is True
     assert made.optimizerData() == [] and made.optimizerDeviceData() == []
     assert made.copyDataFromDeviceMemoryToBytes_length_synchronizeWithDevice_(bytearray(16), 16, False) is False
-    assert made.bindAndWriteData_toDevice_(data(np.zeros(4)), CPU) is False
+    assert made.bindAndWriteData_toDevice_(data(np.zeros(3)), CPU) is False
     assert M.MLCTensor.tensorWithDescriptor_(None).descriptor() is None
 
 

@@ -163,7 +163,7 @@ def _number(value: Any) -> Any:
 def _layers(graph: Any, number: int, count: int) -> Any:
     from stepgraph import draw
 
-    return draw.table(graph._all_nodes(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
+    return draw.table(graph._shown(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
 
 
 def _tensors(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -193,7 +193,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
     layers = []
     for graph in found.graphs:
-        nodes = graph._all_nodes()
+        nodes = graph._shown()
         names = draw.unique_names(node.layer for node in nodes)
         layers.append([_node(names[node.layer], node) for node in nodes])
     plans = [
@@ -218,7 +218,7 @@ def _node(name: str, node: Any) -> dict[str, Any]:
 def _draw(graphs: Sequence[Any], arguments: argparse.Namespace) -> None:
     from stepgraph import draw
 
-    nodes = [node for graph in graphs for node in graph._all_nodes()]
+    nodes = [node for graph in graphs for node in graph._shown()]
     stopped = frozenset().union(*(graph._stopped for graph in graphs))
     for path, picture in ((arguments.dot, draw.dot), (arguments.svg, draw.svg)):
         if path is None:

@@ -95,7 +95,7 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
     from stepgraph.checkpoint.structure import named_tensors
 
     group = list(graphs)
-    nodes = [node for graph in group for node in graph._all_nodes()]
+    nodes = [node for graph in group for node in graph._shown()]
     kinds = {t: "statistic" for node in nodes for t in node.layer.statistics.values()}
     kinds |= {t: "constant" for node in nodes for t in node.layer.constants.values()}
     frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}

@@ -26,7 +26,7 @@ AMS: dict[str, Any] = {"uses_ams_grad": BOOL, "time_step": INT}
 NORM_1 = "customGlobalNorm reads 1, as in the original: it stands in for the computed norm"
 
 
-@native_name("<class>")
+@native_name("<class>.exact")
 def _exact(**settings: Any) -> sg.OptimizerDescriptor:
     """In the original the flag alone decides; natively, bounds that would be ignored are refused."""
     return sg.OptimizerDescriptor.exact(**settings)

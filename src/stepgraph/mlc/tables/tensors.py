@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import stepgraph as sg
-from stepgraph.errors import ArgumentError, DataError, StateError
+from stepgraph.errors import ArgumentError, DataError
 from stepgraph.mlc.refusals import guarded
 from stepgraph.mlc.table import Class, Row, call, make, native_name, read, reads, unavailable, write
 from stepgraph.mlc.values import (
@@ -57,12 +57,29 @@ STEPS: dict[str, Any] = {"length": INT, "channels": INT, "batch_size": INT}
 SEQUENCES: dict[str, Any] = {"lengths": INTS, "sorted_sequences": BOOL, "channels": INT, "batch_size": INT}
 
 
-@native_name("TensorData(buffer)")
-def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None) -> sg.TensorData:
+@native_name('TensorData(memoryview(bytesNoCopy).cast("B")[:length])')
+def view(buffer: Any, length: int) -> sg.TensorData:
     """The first `length` bytes of a buffer, shared with it where it may be written."""
+    return _first_bytes(buffer, length, None)
+
+
+@native_name('TensorData(memoryview(immutableBytesNoCopy).cast("B")[:length])')
+def immutable_view(buffer: Any, length: int) -> sg.TensorData:
+    """The same: a parameter's memory holds trained values later, whatever it was called."""
+    return _first_bytes(buffer, length, None)
+
+
+@native_name(
+    'TensorData(memoryview(bytesNoCopy).cast("B")[:length], deallocator=lambda: deallocator(bytesNoCopy, length))'
+)
+def owned_view(buffer: Any, length: int, deallocator: Callable[..., Any]) -> sg.TensorData:
+    """The same, with a function that is called once nobody uses the memory."""
+    return _first_bytes(buffer, length, partial(deallocator, buffer, length))
+
+
+def _first_bytes(buffer: Any, length: int, free: Callable[[], Any] | None) -> sg.TensorData:
     if length < 0:
         raise ArgumentError("TensorData", f"length is {length}", fix="give a number of bytes ≥ 0")
-    free = None if deallocator is None else partial(deallocator, buffer, length)
     whole = buffer if isinstance(buffer, sg.TensorData) else sg.TensorData(buffer if length else bytearray())
     if length > whole.length:
         raise DataError(
@@ -71,14 +88,6 @@ def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None
     if length == whole.length and whole is not buffer and free is None:
         return whole
     return sg.TensorData(np.asarray(whole.bytes)[:length], deallocator=free)
-
-
-@native_name("bind_and_write_data")
-def bind_parameter(tensor: sg.Tensor, data: Any, device: sg.Device) -> None:
-    """Refused for a tensor that neither holds data nor is part of a compiled graph, as it was measured."""
-    if not tensor.has_data and tensor.device is None:
-        raise StateError(tensor.where, "it has no data to replace and is in no compiled graph", fix="compile first")
-    tensor.bind_and_write_data(data, device)
 
 
 @native_name("<class>")
@@ -187,14 +196,14 @@ MLC_TENSOR_DATA = Class(
         make("dataWithBytesNoCopy:length:", view, buffer=BUFFER, length=INT),
         make(
             "dataWithImmutableBytesNoCopy:length:",
-            view,
+            immutable_view,
             buffer=BUFFER,
             length=INT,
             note="memory that can be written is shared and holds trained values later; `bytes` objects are copied",
         ),
         make(
             "dataWithBytesNoCopy:length:deallocator:",
-            view,
+            owned_view,
             buffer=BUFFER,
             length=INT,
             deallocator=DEALLOCATOR,
@@ -301,11 +310,11 @@ MLC_TENSOR = Class(
         ),
         call(
             "bindAndWriteData:toDevice:",
-            bind_parameter,
+            "bind_and_write_data",
             data=DATA,
             device=DEVICE,
             swift="bindAndWriteData(_:to:)",
-            note="NO for a tensor without data that is in no compiled graph",
+            note="also for a tensor made without data, before there is a graph; NO for a shorter buffer",
         ),
         call(
             "bindOptimizerData:deviceData:",
