@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -36,8 +37,10 @@ def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
     """What a checkpoint restores by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
     names: dict[Tensor, str] = {}
     for layer, name in unique_names(layers_of(graphs)).items():
+        given = {one.name for one in dataclasses.fields(layer) if one.init}  # others a layer makes from these
         for field, tensor in {**layer.parameters, **layer.statistics, **layer.constants}.items():
-            names.setdefault(tensor, f"{name}.{field}")
+            if field.partition(".")[0] in given:
+                names.setdefault(tensor, f"{name}.{field}")
     for graph in graphs:
         called = {tensor: name for _, name, tensor in graph._feeds}
         for tensor in graph._parameters:
