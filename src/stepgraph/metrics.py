@@ -142,11 +142,16 @@ class Tally:
         """Takes a batch into account; nothing waits for the device."""
         real = torch.float32 if prediction.device.type == "mps" else torch.float64
         for name, metric in self.metrics.items():
-            given = metric(prediction, labels)
-            found = torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+            found = _measured(name, metric(prediction, labels), real)
             part = found if _adds_up(metric) else found.to(real) * rows
-            before = self.sums.get(name)
-            self.sums[name] = part if before is None else before.to(part.device) + part
+            before = self.sums.get(name, part)
+            if before.shape != part.shape:
+                raise ShapeError(
+                    "metrics",
+                    f"'{name}' gave shape {tuple(part.shape)}, and {tuple(before.shape)} for the batches before",
+                    fix="return the same shape for every batch",
+                )
+            self.sums[name] = before.to(part.device) + part if name in self.sums else part
         self.metric_rows += rows
 
     def add_loss(self, loss: float, rows: int) -> None:
@@ -176,6 +181,18 @@ class Tally:
             if name in state["sums"]:
                 kind = None if _adds_up(metric) else torch.float64
                 self.sums[name] = torch.tensor(state["sums"][name], dtype=kind)
+
+
+def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
+    """What a metric gave, as an array."""
+    try:
+        return torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+    except Exception as error:  # whatever torch says about an object that is no number
+        raise DataTypeError(
+            "metrics",
+            f"'{name}' gave {type(given).__name__} ({given!r:.80}), not a number",
+            fix="return a number or an array from every call",
+        ) from error
 
 
 def _adds_up(metric: Metric) -> bool:

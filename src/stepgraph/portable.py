@@ -24,7 +24,7 @@ from stepgraph.inference import InferenceGraph
 from stepgraph.layer import join
 from stepgraph.optimizers import Optimizer
 from stepgraph.settings import limited, mixed, require_options
-from stepgraph.tensor import Tensor, TensorParameter, require_device
+from stepgraph.tensor import Tensor, TensorParameter
 from stepgraph.training import TrainingGraph
 from stepgraph.types import DataType, GraphCompilationOptions
 
@@ -77,8 +77,8 @@ def load(
                 f"it holds {len(described)} linked graphs, which are linked once they are compiled",
                 fix="load(path, device)",
             )
-        graphs = Numbered(_Builder(content, inference, custom).build())
-        found = graphs[content.description["saved"]]
+        graphs = _Builder(content, inference, custom).build()
+        found = Numbered(graphs)[content.description["saved"]]
         pairs = zip(described, graphs, strict=True)
         settings = [_compilation(one["compiled"], compilation, graph.trains) for one, graph in pairs]
     if "memory_limit" in compilation and not all(graph.trains for graph in graphs):
@@ -92,8 +92,8 @@ def _check_request(device: Device | None, custom: Sequence[type], compilation: M
     """Refuses what the caller got wrong, so that anything wrong later is the file's."""
     if device is None and compilation:
         raise ArgumentError("load", f"there is no device to compile for with {', '.join(compilation)}", fix="give one")
-    if device is not None:
-        require_device(device, "load")
+    if device is not None and not isinstance(device, Device):
+        raise DataTypeError("load", f"{device!r} is not a Device", fix="pass Device.any()")
     for name in compilation:
         if name not in _COMPILATION:
             known = ", ".join(_COMPILATION)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.cli import opening, places
-from stepgraph.errors import CheckpointError, StepgraphError, StorageError
+from stepgraph.errors import CheckpointError, StepgraphError, StorageError, readable
 
 HELP = "show a saved graph: layers, parameters, memory by batch size, a drawing"
 
@@ -150,7 +150,9 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
     rows = {"saved": f"with PyTorch {header['torch']}, {draw.size(header['bytes'])} of tensors"}
     for kind in ("inputs", "loss_labels", "loss_label_weights", "outputs"):
         if header[kind]:
-            rows[kind.replace("_", " ")] = "\n".join(f"{name} {shape}".strip() for name, shape in header[kind].items())
+            rows[kind.replace("_", " ")] = "\n".join(
+                readable(f"{name} {shape}".strip()) for name, shape in header[kind].items()
+            )
     for one in header["optimizers"]:
         settings = ", ".join(f"{name} {_number(value)}" for name, value in saved.effective(one["settings"]).items())
         rows["optimizer"] = f"{one['rule']}, {settings}; updates made: {one['updates']:,}"

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from stepgraph import draw
-from stepgraph.errors import OBEYED
+from stepgraph.errors import OBEYED, readable
 from stepgraph.history import plain
 
 _UNLIMITED = 10_000
@@ -47,7 +47,7 @@ def facts(rows: Mapping[str, object]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, value in rows.items():
-        table.add_row(draw.lines(f"  {name}"), draw.lines(str(value)))
+        table.add_row(draw.lines(readable(f"  {name}")), draw.lines(str(value)))
     return table
 
 
