@@ -207,7 +207,7 @@ def test_readable_keeps_what_people_write() -> None:
 
 def test_labels_are_shown_and_never_obeyed() -> None:
     training = labelled()
-    harmless(str(training), READABLE[:20])  # folded
+    harmless(str(training), READABLE[:12])  # folded
     harmless(training.summarized_dot_description, READABLE.replace("\\", "\\\\"))
     harmless(training._repr_html_())
     harmless(training._repr_svg_())

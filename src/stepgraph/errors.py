@@ -68,7 +68,7 @@ class StateError(StepgraphError, RuntimeError):
 
 
 class MemoryLimitError(StepgraphError, MemoryError):
-    """A graph does not fit into the memory it was given."""
+    """A graph does not fit into the memory it was given, or a tensor into the memory there is."""
 
 
 class DeviceError(StepgraphError, RuntimeError):

@@ -61,7 +61,8 @@ def load(
         inference: make an inference graph, without the loss, whatever was saved.
         custom: classes of your own that the graph needs (layers, optimizers, their descriptors and enumerations).
         compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), all of them in place of
-            those that were saved.
+            those that were saved. Without any, the graph is compiled with all four as they were saved; an inference
+            graph has no `memory_limit`.
 
     Example:
         >>> training = load("run/model", Device.any())  # doctest: +SKIP
