@@ -27,7 +27,7 @@ from stepgraph.report.record import FILE
 from stepgraph.report.recorder import Recorder, look_after
 from stepgraph.report.run import Run
 from stepgraph.report.view import POINTS, view
-from tests.junk import JUNK, places
+from tests.junk import JUNK
 from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state, time_to_look
 
 
@@ -550,6 +550,13 @@ def test_a_record_beyond_any_sense_is_not_read(tmp_path: Path) -> None:
         Run(tmp_path)
 
 
+def somewhere(value: Any, dice: random.Random) -> tuple[Any, Any]:
+    """A place in nested JSON, near the top more often than deep in a long list."""
+    key = dice.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    below = value[key]
+    return somewhere(below, dice) if isinstance(below, dict | list) and below and dice.random() < 0.5 else (value, key)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, 30))])
 def test_a_senseless_record_is_refused_as_a_run(
     seed: int, finished: tuple[Path, sg.History, Any], tmp_path: Path
@@ -559,7 +566,7 @@ def test_a_senseless_record_is_refused_as_a_run(
     refused = 0
     for _ in range(60):
         entries = copy.deepcopy(original)
-        container, key = dice.choice([one for one in places(entries) if one[0] is not entries])
+        container, key = somewhere(dice.choice(entries[1:]), dice)
         container[key] = copy.deepcopy(dice.choice(JUNK))
         (tmp_path / FILE).write_bytes(b"".join(json.dumps(one).encode() + b"\n" for one in entries))
         try:
@@ -567,7 +574,15 @@ def test_a_senseless_record_is_refused_as_a_run(
         except sg.RunError as error:
             refused += 1
             assert str(error).startswith(str(tmp_path)) and "\nFix: " in str(error)
-    assert refused > 5
+    assert refused > 10
+
+
+def test_a_number_beyond_all_is_refused_as_a_run(finished: tuple[Path, sg.History, Any], tmp_path: Path) -> None:
+    lines = (finished[0] / FILE).read_bytes().splitlines(keepends=True)
+    steps = b'{"kind":"steps","first":1,"loss":[1%s],"rate":0.1,"rows":8,"seconds":1}\n' % (b"0" * 400)
+    (tmp_path / FILE).write_bytes(b"".join([*lines, steps]))
+    with pytest.raises(sg.RunError, match=rf"line {len(lines) + 1} of run\.jsonl is damaged: OverflowError"):
+        Run(tmp_path)
 
 
 def test_a_page_shows_what_a_label_would_do(tmp_path: Path) -> None:
