@@ -3,6 +3,7 @@
 import array
 import gc
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -509,3 +510,112 @@ def test_parameters_of_one_tensor_are_equal() -> None:
     assert layer.weights_parameter == layer.weights_parameter == sg.TensorParameter(layer.weights)
     assert layer.weights_parameter not in (layer.biases_parameter, layer.weights)
     assert len({layer.weights_parameter, sg.TensorParameter(layer.weights)}) == 1
+
+
+# What only looks like an array
+
+
+class Raising:
+    """Whatever NumPy or DLPack asks of it, it raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise self.error
+
+
+class RaisingDLPack(Raising):
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def _nested(**layout: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(2)], **layout)
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.eye(2), 1.0, 0, torch.qint8)
+
+
+def _compressed() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.eye(2).to_sparse_csr()
+
+
+LOOKALIKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "is sparse_coo, not dense"),
+    "compressed": (_compressed, "is sparse_csr, not dense"),
+    "nested": (_nested, "is nested, not dense"),
+    "jagged": (lambda: _nested(layout=torch.jagged), "is nested, not dense"),
+    "quantized": (_quantized, "is quantized, not dense"),
+    "meta": (lambda: torch.empty(2, 2, device="meta"), "holds no numbers"),
+    "oneDNN": (lambda: torch.eye(2).to_mkldnn(), "is mkldnn, not dense"),
+    "an array that raises": (lambda: Raising(ZeroDivisionError()), r"cannot be seen as an array \(ZeroDivisionError\)"),
+    "DLPack that raises": (lambda: RaisingDLPack(KeyError("x")), "cannot be seen as an array"),
+    "an operating system": (lambda: RaisingDLPack(OSError(5, "boo")), "cannot be seen as an array"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_what_only_looks_like_an_array_is_refused(kind: str) -> None:
+    make, words = LOOKALIKES[kind]
+    x = sg.Tensor((2, 2), label="x")
+    graph = sg.Graph()
+    graph.node(sg.ActivationLayer.relu(), x)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile(CPU)
+    for take in (
+        lambda: sg.Tensor((2, 2), data=make()),
+        lambda: sg.TensorData(make()),
+        lambda: inference.execute({"x": make()}),
+        lambda: x.bind_and_write_data(make(), CPU),
+    ):
+        with pytest.raises(sg.DataTypeError, match=f"(?s){words}.*\nFix:"):
+            take()
+    assert not x.has_data
+
+
+@pytest.mark.parametrize(
+    ("data", "shape"),
+    [(np.ones((1, 2), np.float32)[:, 0], (1,)), (np.ones((1, 4, 2), np.float32)[:, :1, 1], (1, 1))],
+)
+def test_one_element_of_a_larger_array_is_an_array(data: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Its strides are the larger array's, though nothing comes after it."""
+    assert sg.TensorData(data).length == sg.TensorData(torch.from_numpy(data)).length == 4
+    weight, memory = sg.Tensor(shape, data=data), bytearray(4)
+    weight.copy_data_from_device_memory(memory)
+    assert np.frombuffer(memory, np.float32) == 1
+    weight.bind_optimizer_data([data.copy(), data[...]])
+
+    class Scaled(sg.Layer):
+        factor: sg.Tensor
+
+        def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+            return x * scope.array(self.factor)
+
+    x, y, graph = sg.Tensor((2, *shape)), sg.Tensor((2, *shape)), sg.Graph()
+    graph.node(Scaled(sg.Tensor(shape, data=data)), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=0.5))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    training.execute({"x": np.ones(x.shape, np.float32)}, {"y": np.zeros(x.shape, np.float32)})
+    assert data.item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("source", [{"fill": 0.0}, {"random": sg.RandomInitializerType.UNIFORM}])
+@pytest.mark.parametrize("shape", [(2**40, 2**10), (2**62, 2**62), (10**30,)])
+def test_too_little_memory_is_told_as_that(shape: tuple[int, ...], source: dict[str, Any]) -> None:
+    with pytest.raises(sg.MemoryLimitError, match=r"there is no memory for [\d,]+ bytes.*\nFix: use a smaller shape"):
+        sg.Tensor(shape, **source)
+    with pytest.raises(sg.ArgumentError, match="fill is 300, which int8 cannot hold"):
+        sg.Tensor((2,), "int8", fill=300)

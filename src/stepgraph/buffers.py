@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph.errors import DataError, DataTypeError, ShapeError
+from stepgraph.errors import DataError, DataTypeError, ShapeError, reason
 from stepgraph.types import DataType
 
 
@@ -62,13 +62,14 @@ class TensorData:
 def as_array(data: Any, where: str) -> torch.Tensor:
     """`data` as a torch array of its own type and shape, sharing its memory where that may be written."""
     if isinstance(data, torch.Tensor):
+        _require_plain(data, where)
         return data.detach()
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
         seen = np.asanyarray(data)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise _not_an_array(data, where, error) from None
+    except Exception as error:  # somebody else's `__array__` or `__dlpack__` may raise anything
+        raise _not_an_array(data, where, error) from error
     values = unmasked(seen, where)
     if values.dtype.kind not in "biufc":
         raise DataTypeError(
@@ -80,12 +81,11 @@ def as_array(data: Any, where: str) -> torch.Tensor:
         writable = values.flags.writeable and values.dtype.isnative and all(step >= 0 for step in values.strides)
         return torch.from_numpy(values if writable else np.array(values, values.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _not_an_array(data, where, error) from None
+        raise _not_an_array(data, where, error) from error
 
 
 def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
-    reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-    message = f"{type(data).__name__} cannot be seen as an array ({reason})"
+    message = f"{type(data).__name__} cannot be seen as an array ({reason(error).partition('. ')[0]})"
     return DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes")
 
 
@@ -97,12 +97,27 @@ def unmasked(array: np.ndarray, where: str) -> np.ndarray:
     return np.asarray(array)
 
 
+def _require_plain(array: torch.Tensor, where: str) -> None:
+    """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
+    if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
+        return
+    if array.is_meta:
+        raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="give its data")
+    kind = "nested" if array.is_nested else "quantized" if array.is_quantized else None
+    kind = kind or str(array.layout).removeprefix("torch.").removeprefix("_")
+    fix = {"nested": "to_padded_tensor(0.0)", "quantized": "dequantize()"}.get(kind, "to_dense()")
+    raise DataTypeError(where, f"the torch tensor is {kind}, not dense", fix=f"convert it first, with .{fix}")
+
+
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
     # Asked first, because in a loop data usually is as it should be.
     if isinstance(data, torch.Tensor):
-        if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous():
-            return data.detach() if data.requires_grad else data
+        try:  # what has no rows in memory raises here or has no address, and is refused below
+            if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous() and data.data_ptr():
+                return data.detach() if data.requires_grad else data
+        except RuntimeError:
+            _require_plain(data, where)
     elif type(data) is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
         if flags.c_contiguous and flags.writeable:
@@ -204,7 +219,17 @@ def _flat_bytes(array: torch.Tensor) -> torch.Tensor:
     if not array.is_cpu or not array.is_contiguous():
         kind = "not contiguous" if array.is_cpu else f"on {array.device}"
         raise DataError("TensorData", f"the memory is {kind}", fix="give contiguous host memory")
-    return array.reshape(-1).view(torch.uint8) if array.numel() else torch.empty(0, dtype=torch.uint8)
+    return as_bytes(array)
+
+
+def as_bytes(array: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous array as bytes, sharing it.
+
+    The stride along an extent of 1 may be anything, and a single element of a larger array still has that array's.
+    """
+    if not array.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return array.as_strided((array.numel(),), (1,)).view(torch.uint8)
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.checkpoint.files import as_path, check_keep, latest, read
+from stepgraph.checkpoint.codec import of_kind
+from stepgraph.checkpoint.files import as_path, check_keep, latest, read, read_description
+from stepgraph.checkpoint.restoring import understood
 from stepgraph.data import Source, source
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
 from stepgraph.history import History, plain, real
@@ -30,6 +32,7 @@ from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
 from stepgraph.runtime.losses import Loss
 from stepgraph.schedule import Schedule, WarmupCosine
+from stepgraph.storage import require_writable
 from stepgraph.trained import Trained, read_losses, until
 from stepgraph.training import TrainingGraph
 
@@ -110,7 +113,10 @@ def fit(
     loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
     loop.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
     if resume:
+        _check_notes(settings.folder, named)
         loop.go_on()
+    if settings.folder is not None:
+        require_writable(settings.folder)  # known now, not after the first epoch
     with _interruptible() as interrupted:
         loop.run(interrupted)
     return loop.history
@@ -452,3 +458,19 @@ def _require_repeating(epochs: int, *sources: Source | None) -> None:
         if one is not None and epochs > 1 and not one.repeats:
             problem = f"the {one.feeds.what} is an iterator, used up after one epoch of {epochs}"
             raise ArgumentError("fit", problem, fix="give a list, or a function of the epoch that returns an iterator")
+
+
+def _check_notes(folder: Path | None, metrics: Mapping[str, Metric]) -> None:
+    """Refuses, before anything changes, a latest checkpoint whose notes `fit` could not go on from."""
+    path = None if folder is None else latest(folder)
+    if path is None:
+        return
+    with understood(path):
+        notes = read_description(path)["notes"].get("fit")
+        if notes is not None:  # else it is another program's, which is told when it is read
+            place, history = _Place(**real(notes["place"])), History.from_state(notes["history"])
+            Tally(metrics).resume(real(notes["tally"]))
+            for number in (place.origin, place.epoch, place.batch, place.step, place.waited, history.every):
+                of_kind(int, number)
+            for row in history.epochs:
+                of_kind(int, row["epoch"])

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, ClassVar
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.errors import UnknownNameError
@@ -85,7 +84,7 @@ class History:
         return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"])
 
     def __rich__(self) -> RenderableType:
-        table = Table(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
+        table = draw.Listing(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
         names = self._shown_names()
         for name in names:
             table.add_column(name, justify="right")
@@ -102,10 +101,7 @@ class History:
         return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return draw.text(self.__rich__(), width=160)
 
 
 def shown(name: str, value: Any) -> str:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
@@ -57,7 +56,7 @@ class InspectedGraph(CompiledGraph):
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [draw.table(self._compiled or self._shown(), self._title)]
         for text in self._told():
-            parts += ["", Text(text)]
+            parts += ["", draw.lines(text)]
         return Group(*parts)
 
     def _repr_svg_(self) -> str:

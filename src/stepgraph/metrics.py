@@ -143,10 +143,15 @@ class Tally:
         """Takes a batch into account; nothing waits for the device."""
         real = torch.float32 if prediction.device.type == "mps" else torch.float64
         for name, metric in self.metrics.items():
-            given = metric(prediction, labels)
-            found = torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+            found = _measured(name, metric(prediction, labels), real)
             part = found if _adds_up(metric) else found.to(real) * rows
             before = self.sums.get(name)
+            if before is not None and before.shape != part.shape:
+                raise ShapeError(
+                    "metrics",
+                    f"'{name}' gave shape {tuple(part.shape)}, and {tuple(before.shape)} for the batches before",
+                    fix="return the same shape for every batch",
+                )
             self.sums[name] = part if before is None else before.to(part.device) + part
             self.rows[name] = self.rows.get(name, 0) + rows
 
@@ -178,6 +183,18 @@ class Tally:
                 kind = None if _adds_up(metric) else torch.float64
                 self.sums[name] = torch.tensor(state["sums"][name], dtype=kind)
                 self.rows[name] = rows[name] if isinstance(rows, Mapping) else rows  # one number in earlier versions
+
+
+def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
+    """What a metric gave, as an array."""
+    try:
+        return torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+    except Exception as error:  # whatever torch says about an object that is no number
+        raise DataTypeError(
+            "metrics",
+            f"'{name}' gave {type(given).__name__} ({given!r:.80}), not a number",
+            fix="return a number or an array from every call",
+        ) from error
 
 
 def _adds_up(metric: Metric) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import ArgumentError
+from stepgraph.errors import ArgumentError, MemoryLimitError
 from stepgraph.types import RandomInitializerType
 
 _generator = torch.Generator()
@@ -47,6 +47,17 @@ def draw_seed() -> int:
     return int(torch.randint(2**31 - 1, (), generator=_generator, device="cpu"))
 
 
+def new_array(where: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an array on the host, refused by size where there is none."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError, TypeError):  # torch has another exception for each way to be too large
+        needed = math.prod(shape) * dtype.itemsize
+        raise MemoryLimitError(
+            where, f"there is no memory for {needed:,} bytes, shape {tuple(shape)}", fix="use a smaller shape"
+        ) from None
+
+
 def initialize(
     kind: RandomInitializerType, shape: Sequence[int], fan_in: int, fan_out: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -57,7 +68,7 @@ def initialize(
             f"{kind} gives real numbers, the tensor holds {str(dtype).removeprefix('torch.')}",
             fix="fill it instead",
         )
-    values = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    values = new_array("initialize", shape, dtype)
     match kind:
         case RandomInitializerType.UNIFORM:
             return values.uniform_(0, 1, generator=_generator)

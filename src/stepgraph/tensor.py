@@ -21,7 +21,7 @@ from stepgraph.buffers import TensorData
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
 from stepgraph.quantization import dequantize, quantize
-from stepgraph.random import initialize
+from stepgraph.random import initialize, new_array
 from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
@@ -274,7 +274,7 @@ class Tensor:
 
         The copy waits for the device in any case; the flag is kept for programs that pass it.
         """
-        available = self.torch().contiguous().reshape(-1).view(torch.uint8)
+        available = buffers.as_bytes(self.torch().contiguous())
         count = available.numel() if length is None else length
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ArgumentError(self.where, f"length is {count!r}", fix="give a number of bytes ≥ 0, or None for all")
@@ -386,9 +386,10 @@ class Tensor:
     def _filled(self, number: Any) -> Array:
         if not isinstance(number, int | float):
             raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="give a number")
+        array = new_array(self.where, self.shape, self.data_type.torch)
         try:
-            buffers.read(number, (1,), self.data_type, self.where)  # `full` would cut off what a whole number lacks
-            return torch.full(self.shape, number, dtype=self.data_type.torch, device="cpu")
+            buffers.read(number, (1,), self.data_type, self.where)  # `fill_` would cut off what a whole number lacks
+            return array.fill_(number)
         except (RuntimeError, OverflowError, DataTypeError):
             kind = self.data_type.debug_description
             raise ArgumentError(

@@ -70,7 +70,7 @@ class Profile:
 
     def __rich__(self) -> Table:
         title = "Profile, in milliseconds"
-        table = Table(COLUMNS[0], title=title, title_justify="left", show_edge=False, pad_edge=False)
+        table = draw.Listing(COLUMNS[0], title=title, title_justify="left", show_edge=False, pad_edge=False)
         for column in COLUMNS[1:]:
             table.add_column(column, justify="right")
         *each, total = self._lines()
