@@ -58,7 +58,7 @@ def test_a_metric_that_gives_no_number_is_named(given: object) -> None:
     tally = Tally({"mine": lambda prediction, labels: given})
     with pytest.raises(sg.DataTypeError, match=rf"metrics: 'mine' gave {type(given).__name__} .*not a number\.\nFix:"):
         tally.add(P, L, 50)
-    assert not tally.sums and tally.metric_rows == 0
+    assert not tally.sums and not tally.rows
 
 
 def test_a_metric_that_changes_its_shape_is_named() -> None:
