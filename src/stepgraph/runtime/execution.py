@@ -144,7 +144,7 @@ class Execution:
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
             with self._turn:
                 array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
-            array = array.reshape(self._like.shape) if array.numel() == 1 else array
+            array = array.reshape(self._like.shape) if isinstance(self._found, Loss) else array
             descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
             self._result = Tensor(descriptor, label=self._like.label)
             self._result.hold(array)
