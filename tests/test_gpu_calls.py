@@ -136,16 +136,8 @@ def test_tf32_in_the_new_spelling_compiles_and_stays() -> None:
 def first_of_the_second_look() -> tuple[sg.Tensor, sg.Graph, sg.Tensor]:
     x = sg.Tensor((2, 1, 4, 2))
     graph = sg.Graph()
-    transposed = sg.ConvolutionLayer.create(
-        1,
-        2,
-        (4, 3),
-        type=sg.ConvolutionType.TRANSPOSED,
-        strides=2,
-        dilation_rates=2,
-        padding_sizes=(0, 1),
-        biases=False,
-    )
+    settings = {"strides": 2, "dilation_rates": 2, "padding_sizes": (0, 1), "biases": False}
+    transposed = sg.ConvolutionLayer.create(1, 2, (4, 3), type=sg.ConvolutionType.TRANSPOSED, **settings)
     y = graph.node(sg.PoolingLayer.max(2), graph.node(transposed, x))
     y = graph.reshape((2, 2, 4, 3), y)
     return x, graph, graph.node(sg.PoolingLayer.l2_norm(3, strides=2, padding_policy=sg.PaddingPolicy.SAME), y)
@@ -188,11 +180,8 @@ def test_images_learn_as_on_the_cpu(make: Any, options: sg.GraphCompilationOptio
         numbers = np.random.default_rng(4)
         losses = []
         for _ in range(4):
-            data = (
-                numbers.standard_normal(x.shape).astype(np.float32),
-                numbers.standard_normal(y.shape).astype(np.float32),
-            )
-            losses.append(training.execute({"x": data[0]}, {"y": data[1]}).loss)
+            data, target = (numbers.standard_normal(tensor.shape).astype(np.float32) for tensor in (x, y))
+            losses.append(training.execute({"x": data}, {"y": target}).loss)
         training.synchronize_updates()
         parameters = [tensor.data.copy() for layer in graph.layers for tensor in layer.parameters.values()]
         learned.append([*losses, *np.concatenate([one.ravel() for one in parameters])])
@@ -210,8 +199,9 @@ def test_the_last_completion_is_called_before_the_program_ends() -> None:
         inference = sg.InferenceGraph([graph])
         inference.add_inputs({"x": x})
         inference.compile(sg.Device.gpu())
+        data = {"x": np.ones((256, 256), np.float32)}
         for i in range(3):
-            inference.execute({"x": np.ones((256, 256), np.float32)}, completion=lambda *told, i=i: print(i, flush=True))
+            inference.execute(data, completion=lambda *told, i=i: print(i, flush=True))
     """
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True, timeout=120
