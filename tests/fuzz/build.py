@@ -13,6 +13,7 @@ from tests.fuzz.recipe import Input, Op, Recipe, filled, is_loss
 from tests.fuzz.table import TABLE
 
 Options = sg.GraphCompilationOptions
+SCALE = 128.0  # of a loss in float16, small enough for the first gradients to be finite
 FED = ("input", "label", "weight")
 
 
@@ -56,6 +57,9 @@ class Built:
             self._compile(training, part, options, settings)
         if len(parts) > 1:
             self.trainings[0].link(self.trainings[1:])
+        if recipe.compute_type == "float16":
+            for training in self.trainings:
+                training.loss_scale = SCALE
         self.given = {n: self.trainings[self.makers[n]].allocate_user_gradient(self.tensors[n]) for n in self.outside}
 
     @property
@@ -116,6 +120,8 @@ class Built:
         training.add_inputs(by_role["input"], by_role["label"], by_role["weight"])
         if by_role["trained"]:
             training.set_training_tensor_parameters([sg.TensorParameter(t) for t in by_role["trained"].values()])
+        made = {n for op in ops for n in op.results} | read
+        training.stop_gradient([self.tensors[n] for n in self.recipe.stops if n in made])
         settings = {"compute_type": self.recipe.compute_type, **settings}
         training.compile(self.device, options, by_role["constant"], **settings)
 

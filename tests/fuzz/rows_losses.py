@@ -69,7 +69,7 @@ def _draw_loss(draw: Draw) -> Drawn | None:
 
 
 def _labels(draw: Draw, kind: str, shape: tuple[int, ...]) -> int:
-    if kind in CLASSES and draw.chance(0.5):
+    if kind in CLASSES and shape[1] > 1 and draw.chance(0.5):  # indices of one class would be one-hot labels
         return draw.input((shape[0], *shape[2:]), draw.choose(["int64", "int32"]), high=shape[1], role="label")
     what = ELEMENTS[kind][1] if kind in ELEMENTS else "one_hot" if kind in CLASSES else "unit"
     return draw.input(shape, what, role="label")
