@@ -81,7 +81,8 @@ class Built:
         return sg.Tensor(shape, DTYPES.get(one.kind, "float32"), data=data, label=f"v{one.number}")
 
     def _training(self, index: int, ops: tuple[Op, ...]) -> sg.TrainingGraph:
-        constructed = ops[-1] if self.recipe.by_constructor and ops[-1] is self.recipe.ops[-1] else None
+        is_last = self.recipe.by_constructor and ops[-1] is self.recipe.ops[-1] and len(ops) > 1
+        constructed = ops[-1] if is_last else None
         for op in ops if constructed is None else ops[:-1]:
             self._node(index, op)
         loss = None
@@ -171,7 +172,9 @@ class Built:
         """The forward pass of each graph."""
         tensors = {f"v{one.number}": self.tensors[one.number] for one in self.recipe.inputs if one.role in FED}
         data = {name: array for part in self.data(step, rows) for name, array in part.items()}
-        self.trainings[0].bind_and_write_data(data, tensors, self.device, batch_size=None)
+        for batched in (True, False):
+            some = {k: array for k, array in data.items() if (tensors[k].shape[0] == self.recipe.batch) is batched}
+            self.trainings[0].bind_and_write_data(some, tensors, self.device, batch_size=rows if batched else None)
         self.give(step, rows)
         return [training.execute_forward(rows) for training in self.trainings]
 

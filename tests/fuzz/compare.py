@@ -77,7 +77,7 @@ def near(check: str, got: Found, wanted: Mapping[str, torch.Tensor], precision: 
 def _order(name: str) -> tuple[int, int]:
     """Values before gradients before parameters, in the order they are computed: the first is nearest to the cause."""
     kind, _, number = name.rpartition(" ")
-    return ["value", "input gradient", "gradient", "state", "parameter"].index(kind), int(number.split(".")[0])
+    return ["value", "loss", "input gradient", "gradient", "state", "parameter"].index(kind), int(number.split(".")[0])
 
 
 def _is_near(got: np.ndarray, wanted: np.ndarray, precision: Precision) -> bool:

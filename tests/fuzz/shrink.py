@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.fuzz.case import Case
 from tests.fuzz.checks import CHECKS
 from tests.fuzz.compare import Mismatch
 from tests.fuzz.data import input_data, parameter_data
@@ -25,14 +26,15 @@ from tests.fuzz.generate import generate, may_construct, may_cut
 from tests.fuzz.recipe import Input, Op, Recipe, cleaned, is_loss
 from tests.fuzz.reference import Before, forward
 
-Check = Callable[[Recipe], None]
+Check = Callable[[Case], None]
 TRIES = 300
 
 
 def failure(check: Check, recipe: Recipe) -> str | None:
     """What the check finds wrong, without the numbers that shrinking changes; None where it passes."""
     try:
-        check(recipe)
+        with Case(recipe) as case:
+            check(case)
     except Mismatch as error:
         return f"{error.check.split(',')[0]}: {error.what.split(' ')[0]}"
     except Exception as error:  # whatever a check meets is a failure of its own kind
@@ -158,9 +160,10 @@ def _less(settings: dict[str, Any], name: str) -> dict[str, Any]:
 def program(check: str, recipe: Recipe) -> str:
     """A program that runs the check on the recipe."""
     return (
+        "from tests.fuzz.case import Case\n"
         "from tests.fuzz.checks import CHECKS\n"
         "from tests.fuzz.recipe import Input, Op, Parameter, Recipe\n\n"
-        f"CHECKS[{check!r}]({recipe})"
+        f"with Case({recipe}) as case:\n    CHECKS[{check!r}](case)"
     )
 
 
