@@ -52,6 +52,7 @@ class Built:
         parts = [part for part in (recipe.ops[: self.cut], recipe.ops[self.cut :]) if part]
         self.graphs = [sg.Graph() for _ in parts]
         self.trainings = [self._training(i, part) for i, part in enumerate(parts)]
+        self.given = {n: self.trainings[self.makers[n]].allocate_user_gradient(self.tensors[n]) for n in self.outside}
         options |= Options.LINK_GRAPHS if len(parts) > 1 else Options.NONE
         for training, part in zip(self.trainings, parts, strict=True):
             self._compile(training, part, options, settings)
@@ -60,7 +61,6 @@ class Built:
         if recipe.compute_type == "float16":
             for training in self.trainings:
                 training.loss_scale = SCALE
-        self.given = {n: self.trainings[self.makers[n]].allocate_user_gradient(self.tensors[n]) for n in self.outside}
 
     @property
     def training(self) -> sg.TrainingGraph:

@@ -109,20 +109,22 @@ def _draw_lstm(draw: Draw) -> Drawn | None:
         "returns_sequences": draw.chance(0.6),
         "result_mode": draw.choose(["OUTPUT", "OUTPUT_AND_STATES"]),
     }
-    if draw.chance(0.2):
+    directions = 2 if settings["is_bidirectional"] else 1
+    cells = settings["layer_count"] * directions * shape[1 if first else 0]
+    is_plain = cells > STEPS or draw.chance(0.5)  # cells of other kinds are traced one by one
+    if not is_plain and draw.chance(0.6):
         kinds = ("SIGMOID", "HARD_SIGMOID", "TANH", "SOFT_SIGN", "LINEAR")
         settings["gate_activations"] = tuple(draw.choose(kinds) for _ in range(4))
         settings["output_result_activation"] = draw.choose(("TANH", "RELU", "NONE"))
     if settings["layer_count"] > 1 and draw.chance(0.15):
         settings["hidden_dropout"] = 0.3
     sources = [x]
-    directions = 2 if settings["is_bidirectional"] else 1
     if draw.chance(0.3) and first:
         states = (settings["layer_count"], directions, draw.batch, settings["hidden_size"])
         sources += [draw.input(states, role="trained") for _ in range(2)]
     if draw.chance(0.3) and first:
         sources.append(draw.input((0,), draw.choose(["int32", "int64"]), low=1, high=shape[1] + 1))
-    return Drawn(tuple(sources), settings, _lstm_parameters(draw, settings, directions))
+    return Drawn(tuple(sources), settings, _lstm_parameters(draw, settings, directions, is_plain))
 
 
 def _is_short(shape: torch.Size, batch: int) -> bool:
@@ -130,8 +132,8 @@ def _is_short(shape: torch.Size, batch: int) -> bool:
     return (shape[0] == batch and shape[1] <= STEPS) or (shape[1] == batch and shape[0] <= STEPS)
 
 
-def _lstm_parameters(draw: Draw, settings: Settings, directions: int) -> Parameters:
-    hidden, peepholes = settings["hidden_size"], draw.choose(["none", "none", "diagonal", "matrix"])
+def _lstm_parameters(draw: Draw, settings: Settings, directions: int, is_plain: bool) -> Parameters:
+    hidden, peepholes = settings["hidden_size"], "none" if is_plain else draw.choose(["none", "diagonal", "matrix"])
     found: Parameters = {}
     index = 0
     for _ in range(directions):
