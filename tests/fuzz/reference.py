@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz.generate import trainable
-from tests.fuzz.recipe import Recipe, is_loss
+from tests.fuzz.recipe import Recipe
 from tests.fuzz.row import Array, Context
 from tests.fuzz.table import TABLE
 from tests.fuzz.update import updated
@@ -46,11 +46,12 @@ def step(
     generator: torch.Generator | None = None,
 ) -> After:
     """A training step. `present` are the parameters that got a gradient in the run that is checked."""
-    leaves = {n: a.clone().requires_grad_(a.is_floating_point()) for n, a in (before.parameters | before.inputs).items()}
+    given = before.parameters | before.inputs
+    leaves = {n: array.clone().requires_grad_(array.is_floating_point()) for n, array in given.items()}
     values, rewritten = forward(recipe, before, leaves, training=True, noise=noise, generator=generator)
-    total = sum(values[n].sum() for op in recipe.losses for n in op.results)
-    for number, given in before.user_gradients.items():
-        total = total + (values[number] * given).sum()
+    total = torch.stack([values[n].sum() for op in recipe.losses for n in op.results]).sum()
+    for number, outside in before.user_gradients.items():
+        total = total + (values[number] * outside).sum()
     wanted = [n for n, leaf in leaves.items() if leaf.requires_grad]
     asked = [leaves[n] for n in wanted]
     gradients = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad else [None] * len(asked)
@@ -62,8 +63,7 @@ def step(
     zeros = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in by_number.items()}
     found |= {f"gradient {n}": zeros[n] for n in chosen}
     found |= {f"input gradient {n}": g for n, g in by_number.items() if n in before.inputs and g is not None}
-    current = {n: (rewritten | before.parameters | before.inputs)[n] for n in leaves}
-    current |= rewritten
+    current = given | rewritten
     found |= updated(recipe.optimizer, {n: current[n].detach() for n in chosen}, zeros, before.state, before.time)
     found |= {f"parameter {n}": a.detach() for n, a in current.items() if f"parameter {n}" not in found}
     return After(found, {n for n in reached if bool((zeros[n] != 0).any())})
@@ -108,8 +108,3 @@ def _noisy(array: Array, noise: float, generator: torch.Generator | None) -> Arr
     if not noise or not array.is_floating_point():
         return array
     return array * (1 + noise * torch.randn(array.shape, dtype=array.dtype, generator=generator).to(array.device))
-
-
-def losses(recipe: Recipe, found: Mapping[str, Array]) -> list[Array]:
-    """What the losses came to."""
-    return [found[f"value {n}"] for op in recipe.ops if is_loss(op) for n in op.results]

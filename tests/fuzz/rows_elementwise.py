@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, tuple[Range, Range, Formula]] = {
         lambda x, a, b: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     ),
     "HARD_SWISH": (None, None, lambda x, a, b: F.hardswish(x)),
-    "CLAMP": ((-1, -0.3), (0.3, 1), lambda x, a, b: torch.clamp(x, a, b)),
+    "CLAMP": ((-1, -0.3), (0.3, 1), torch.clamp),
     "GELU_ERF": (None, None, lambda x, a, b: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
 }
 _DEFAULT_A = {"RELU": 0.0, "HARD_SIGMOID": 0.2, "HARD_SHRINK": 0.5, "SOFT_SHRINK": 0.5}
@@ -189,9 +189,7 @@ def _draw_comparison(draw: Draw) -> Drawn | None:
     if x is None:
         return None
     kind, shape = draw.values[x].is_floating_point(), draw.values[x].shape
-    y = draw.pick(
-        lambda y: y.dtype is not torch.bool and y.is_floating_point() == kind and _broadcasts(y.shape, shape)
-    )
+    y = draw.pick(lambda y: y.dtype is not torch.bool and y.is_floating_point() == kind and _broadcasts(y.shape, shape))
     return None if y is None else Drawn((x, y), {"operation": operation})
 
 

@@ -269,9 +269,7 @@ def _pad(_: Context, settings: Settings, __: Arrays, x: Array) -> Array:
 
 
 ROWS = {
-    "convolution": Row(
-        sg.ConvolutionLayer, _draw_convolution, _build_convolution, _convolve, image=True, weight=3
-    ),
+    "convolution": Row(sg.ConvolutionLayer, _draw_convolution, _build_convolution, _convolve, image=True, weight=3),
     "pooling": Row(sg.PoolingLayer, _draw_pooling, _build_pooling, _pool, image=True, weight=2),
     "upsample": Row(sg.UpsampleLayer, _draw_upsample, _build_upsample, _upsample, image=True),
     "padding": Row(sg.PaddingLayer, _draw_padding, _build_padding, _pad, image=True),

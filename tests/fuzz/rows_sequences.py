@@ -1,4 +1,4 @@
-"""Rows of layers with matrices of weights: fully connected, embedding, LSTM, attention."""
+"""Rows of layers for sequences: LSTM, attention."""
 
 from __future__ import annotations
 
@@ -14,80 +14,6 @@ from tests.fuzz.rows_elementwise import activated
 
 STEPS = 4
 Parameters = dict[str, tuple[tuple[int, ...], str]]
-
-
-def _draw_linear(draw: Draw) -> Drawn | None:
-    x = draw.floating(least=2)
-    if x is None:
-        return None
-    shape = draw.values[x].shape
-    is_pixel = len(shape) == 4 and shape[2:] == (1, 1)
-    inputs, outputs = (shape[1] if is_pixel else shape[-1]), draw.choose([1, 2, 3, 5, 8])
-    packed = draw.chance(0.2)
-    parameters: Parameters = {"weights": ((1, outputs * inputs, 1, 1) if packed else (outputs, inputs), "weight")}
-    if draw.chance(0.7):
-        parameters["biases"] = ((outputs,), "bias")
-    return Drawn((x,), {"inputs": inputs, "outputs": outputs}, parameters)
-
-
-def _build_linear(settings: Settings, tensors: Tensors) -> sg.Layer:
-    descriptor = sg.ConvolutionDescriptor(1, settings["inputs"], settings["outputs"])
-    return sg.FullyConnectedLayer(tensors["weights"], tensors.get("biases"), descriptor)
-
-
-def _connect(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Array:
-    weights = parameters["weights"].reshape(settings["outputs"], settings["inputs"])
-    is_pixel = x.ndim == 4 and x.shape[1:] == (settings["inputs"], 1, 1)
-    y = torch.einsum("...i,oi->...o", x.flatten(1) if is_pixel else x, weights)
-    biases = parameters.get("biases")
-    y = y if biases is None else y + biases.reshape(-1)
-    return y[:, :, None, None] if is_pixel else y
-
-
-# Embedding
-
-
-def _draw_embedding(draw: Draw) -> Drawn | None:
-    count, dimension = draw.choose([3, 5, 8]), draw.choose([1, 2, 3, 5])
-    shape = draw.choose([(0,), (0, 3), (0, 2, 2)])
-    indices = draw.input(shape, draw.choose(["int32", "int64"]), high=count)
-    settings: Settings = {"count": count, "dimension": dimension}
-    if draw.chance(0.4):
-        settings["padding_index"] = draw.whole(0, count - 1)
-    if draw.chance(0.3):
-        settings |= {"maximum_norm": draw.choose([0.5, 1.0]), "p_norm": draw.choose([1.0, 2.0, 3.0])}
-    if draw.chance(0.3):
-        settings["scales_gradient_by_frequency"] = True
-    return Drawn((indices,), settings, {"weights": ((count, dimension), "weight")})
-
-
-def _build_embedding(settings: Settings, tensors: Tensors) -> sg.Layer:
-    rest = {k: v for k, v in settings.items() if k not in ("count", "dimension")}
-    return sg.EmbeddingLayer(
-        sg.EmbeddingDescriptor(settings["count"], settings["dimension"], **rest), tensors["weights"]
-    )
-
-
-def _embed(context: Context, settings: Settings, parameters: Arrays, indices: Array) -> Array:
-    weights = parameters["weights"].reshape(settings["count"], settings["dimension"])
-    chosen = indices.long()
-    hits = torch.nn.functional.one_hot(chosen, settings["count"]).to(weights.dtype)
-    rows = hits @ weights
-    if settings.get("scales_gradient_by_frequency"):
-        often = hits.flatten(0, -2).sum(0)[chosen][..., None]
-        rows = rows.detach() + (rows - rows.detach()) / often
-    if "maximum_norm" in settings:
-        norms = (weights.detach().abs() ** settings["p_norm"]).sum(-1, keepdim=True) ** (1 / settings["p_norm"])
-        clipped = weights.detach() * (settings["maximum_norm"] / norms).clamp(max=1)
-        rows = rows + (hits @ clipped - rows).detach()
-        if context.training:
-            seen = hits.flatten(0, -2).sum(0)[:, None] > 0
-            context.updates["weights"] = torch.where(seen, clipped, weights.detach()).reshape(
-                parameters["weights"].shape
-            )
-    if "padding_index" in settings:
-        rows = rows * (chosen != settings["padding_index"])[..., None]
-    return rows
 
 
 # LSTM
@@ -168,9 +94,7 @@ def _build_lstm(settings: Settings, tensors: Tensors) -> sg.Layer:
         chosen = [sg.ActivationDescriptor(sg.ActivationType[name]) for name in settings["gate_activations"]]
         last = sg.ActivationDescriptor(sg.ActivationType[settings["output_result_activation"]])
         activations = {"gate_activations": chosen, "output_result_activation": last}
-    parts = {
-        name: several(tensors, name) for name in ("input_weights", "hidden_weights", "peephole_weights", "biases")
-    }
+    parts = {name: several(tensors, name) for name in ("input_weights", "hidden_weights", "peephole_weights", "biases")}
     return sg.LSTMLayer(descriptor, **parts, **activations)
 
 
@@ -324,8 +248,6 @@ def _project(parameters: Arrays, index: int, x: Array, settings: Settings) -> Ar
 
 
 ROWS = {
-    "fully connected": Row(sg.FullyConnectedLayer, _draw_linear, _build_linear, _connect, weight=3),
-    "embedding": Row(sg.EmbeddingLayer, _draw_embedding, _build_embedding, _embed),
     "lstm": Row(sg.LSTMLayer, _draw_lstm, _build_lstm, _remember, weight=1.3),
     "attention": Row(sg.MultiheadAttentionLayer, _draw_attention, _build_attention, _attend, weight=1.3),
 }

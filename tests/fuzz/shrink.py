@@ -90,9 +90,15 @@ def _without_ops(recipe: Recipe) -> Iterator[Recipe]:
         given = tuple(_input(n, values[n], recipe.batch) for n in op.results)
         yield cleaned(replace(recipe, ops=rest, inputs=(*recipe.inputs, *given), cut=cut))
         for source in op.sources:
-            if all((values[source].shape, values[source].dtype) == (values[n].shape, values[n].dtype) for n in op.results):
+            if all(
+                (values[source].shape, values[source].dtype) == (values[n].shape, values[n].dtype) for n in op.results
+            ):
                 stand_in = dict.fromkeys(op.results, source)
                 yield cleaned(replace(recipe, ops=tuple(_reading(one, stand_in) for one in rest), cut=cut))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _reading(op: Op, stand_in: dict[int, int]) -> Op:

@@ -3,8 +3,8 @@
     STEPGRAPH_FUZZ_SEED=154 STEPGRAPH_FUZZ_COUNT=1 pytest tests/fuzz     one seed
     python -m tests.fuzz.shrink 154                                      its failure, made small
 
-Every graph is trained in float32 and compared with the reference; every graph goes through some of the other checks,
-in turn, in `make test`, and through more of them in `make test-deep`.
+Every graph is trained and compared with the reference. The other checks take turns: in `make test` every second graph
+goes through one of them, in `make test-deep` every graph through three.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import pytest
 
 import stepgraph as sg
 from stepgraph.layers import activation
-from tests.fuzz import rows_elementwise, rows_images, rows_losses, rows_shape
+from tests.fuzz import rows_elementwise, rows_images, rows_losses, rows_sums
 from tests.fuzz.case import Case
 from tests.fuzz.checks import CHECKS
+from tests.fuzz.compare import Mismatch
 from tests.fuzz.generate import generate
 from tests.fuzz.recipe import Input, Op, Parameter, Recipe, is_loss
 from tests.fuzz.shrink import failure, program, shrink
 from tests.fuzz.table import TABLE
 
-SEED = int(os.environ.get("STEPGRAPH_FUZZ_SEED", "0"))
 FEW, MANY = 60, 1000
 TURNS = [name for name in CHECKS if name != "training"]
 
 
-def seeds(count: int) -> range:
+def seeds(count: int, first: int = 0) -> range:
     """The seeds of a run: as many as asked for, from the one asked for."""
-    return range(SEED, SEED + int(os.environ.get("STEPGRAPH_FUZZ_COUNT", count)))
+    start = int(os.environ.get("STEPGRAPH_FUZZ_SEED", first))
+    return range(start, start + int(os.environ.get("STEPGRAPH_FUZZ_COUNT", count)))
 
 
 def examine(seed: int, names: list[str]) -> None:
@@ -49,20 +50,20 @@ def examine(seed: int, names: list[str]) -> None:
                 )
 
 
-def turns(seed: int, count: int) -> list[str]:
+def turns(first: int, count: int) -> list[str]:
     """The training, and so many other checks, in turn."""
-    return ["training", *(TURNS[(seed * count + i) % len(TURNS)] for i in range(count))]
+    return ["training", *(TURNS[(first + i) % len(TURNS)] for i in range(count))]
 
 
 @pytest.mark.parametrize("seed", seeds(FEW))
 def test_a_random_graph(seed: int) -> None:
-    examine(seed, turns(seed, 1))
+    examine(seed, turns(seed // 2, seed % 2))
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", seeds(MANY))
+@pytest.mark.parametrize("seed", seeds(MANY, 10_000))
 def test_many_random_graphs(seed: int) -> None:
-    examine(10_000 + seed if SEED == 0 else seed, turns(seed, 5))
+    examine(seed, turns(3 * seed, 3))
 
 
 # The harness itself
@@ -84,7 +85,7 @@ def test_every_public_layer_has_a_row() -> None:
         (rows_elementwise.ACTIVATIONS, sg.ActivationType),
         ({**rows_elementwise.UNARY, **rows_elementwise.BINARY}, sg.ArithmeticOperation),
         (rows_elementwise.COMPARISONS, sg.ComparisonOperation),
-        ({"NONE": None, **rows_shape.REDUCTIONS}, sg.ReductionType),
+        ({"NONE": None, **rows_sums.REDUCTIONS}, sg.ReductionType),
         (dict.fromkeys(rows_images.CONVOLUTIONS), sg.ConvolutionType),
         (dict.fromkeys(rows_images.POOLINGS), sg.PoolingType),
         (dict.fromkeys(rows_images.SAMPLES), sg.SampleMode),
@@ -98,7 +99,7 @@ def test_every_kind_has_a_row(drawn: dict[str, object], known: type) -> None:
 
 
 def test_every_row_and_every_feature_is_drawn() -> None:
-    recipes = [generate(seed) for seed in range(300)]
+    recipes = [generate(seed) for seed in range(200)]
     ops = [op for recipe in recipes for op in recipe.ops]
     assert {op.kind for op in ops} == set(TABLE)
     features = {
@@ -151,4 +152,9 @@ def test_a_wrong_layer_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) 
         steps=1,
     )
     assert failure(CHECKS["training"], recipe) == "reference: value"
-    assert [op.kind for op in shrink(CHECKS["training"], recipe).ops] == ["activation", "loss"]
+
+    def has_sigmoid(case: Case) -> None:  # the same failure, without compiling for every trial
+        if any(op.settings.get("type") == "SIGMOID" for op in case.recipe.ops):
+            raise Mismatch("reference", "value 3", "wrong")
+
+    assert [op.kind for op in shrink(has_sigmoid, recipe).ops] == ["activation", "loss"]

@@ -1,6 +1,6 @@
 """Random graphs of images, where layouts in memory differ most: on CUDA they train as on the CPU, in full float32.
 
-    STEPGRAPH_FUZZ_SEED=154 STEPGRAPH_FUZZ_COUNT=1 pytest -m gpu tests/fuzz/test_fuzz_gpu.py     one seed
+STEPGRAPH_FUZZ_SEED=154 STEPGRAPH_FUZZ_COUNT=1 pytest -m gpu tests/fuzz/test_fuzz_gpu.py     one seed
 """
 
 from __future__ import annotations
