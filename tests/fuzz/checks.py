@@ -116,7 +116,7 @@ def memory(case: Case) -> None:
     except sg.ShapeError:  # a layer that fixes the batch
         return
     total, wanted = plain.training.memory_plan.total, whole_steps(plain, 2)
-    for share in (0.5, 0.75, 0.9):
+    for share in (0.85, 0.97):
         limit = int(share * total)
         try:
             limited = Built(wide, memory_limit=limit)

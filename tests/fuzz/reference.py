@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz.generate import trainable
-from tests.fuzz.recipe import Recipe
+from tests.fuzz.recipe import Recipe, is_loss
 from tests.fuzz.row import Array, Context
 from tests.fuzz.table import TABLE
 from tests.fuzz.update import updated
@@ -93,7 +93,10 @@ def forward(
             held = op.frozen or name in row.statistics or not recipe.parameter(number).updatable
             arrays[name] = leaf.detach() if held else leaf
         context = Context(training, before.rows, recipe.batch, before.masks.get(op.results[0]))
-        found = row.evaluate(context, op.settings, arrays, *(values[n] for n in op.sources))
+        sources = [values[n] for n in op.sources]
+        if is_loss(op):  # gradients flow to the prediction only
+            sources[1:] = [array.detach() for array in sources[1:]]
+        found = row.evaluate(context, op.settings, arrays, *sources)
         results = found if isinstance(found, tuple) else (found,)
         for number, result in zip(op.results, results, strict=True):
             values[number] = _noisy(result, noise, generator)
