@@ -402,3 +402,19 @@ def test_a_file_that_may_not_grow_leaves_the_old_checkpoint(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == old
     training.restore(tmp_path)
+
+
+def test_tensors_that_a_layer_makes_from_its_settings_are_not_asked_of_a_checkpoint(tmp_path: Path) -> None:
+    """YOLO's loss makes its anchors from the descriptor; they are in no file, and no graph misses them there."""
+    x, y = sg.Tensor((1, 14, 3, 3)), sg.Tensor((1, 14, 3, 3))
+    graph = sg.Graph()
+    graph.node(sg.ConvolutionLayer.create(14, 14, 1), x)
+    loss = sg.YOLOLossLayer.create([(1.0, 2.0), (4.0, 3.0)])
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    training.save(tmp_path / "saved")
+    assert training.restore(tmp_path / "saved").is_complete
+    loaded = sg.load(tmp_path / "saved", sg.Device.cpu())
+    batch = {"x": np.ones(x.shape, np.float32)}, {"y": np.ones(y.shape, np.float32)}
+    assert np.array_equal(loaded.execute(*batch).loss, training.execute(*batch).loss)

@@ -121,6 +121,19 @@ def test_a_series_and_what_fit_noted(capsys: Capture, tmp_path: Path) -> None:
     assert called.code == 1 and f"below it   {tmp_path}/run" in called.err
 
 
+def test_a_run_that_ended_in_nan_is_told(tmp_path: Path, capsys: Capture) -> None:
+    x, y, graph = sg.Tensor((8, 2)), sg.Tensor((8, 1)), sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(2, 1), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    rows = np.full((8, 2), np.nan, np.float32)
+    sg.fit(training, (rows, rows[:, :1]), checkpoints=tmp_path / "run", progress="quiet")
+    called = Called(capsys, "inspect", tmp_path / "run")
+    assert called.code == 0, called.err
+    assert re.search(r"note fit +1 epochs, 1 updates; last epoch: loss nan .*; best epoch: None", called.out)
+
+
 def test_inference_and_linked_graphs(capsys: Capture, tmp_path: Path) -> None:
     found = told(capsys, saved_inference(tmp_path / "inference"), "--batch-sizes", "4,400")
     assert found["kind"] == "inference graph" and found["compiled"] == "not yet" and found["optimizers"] == []
@@ -132,6 +145,18 @@ def test_inference_and_linked_graphs(capsys: Capture, tmp_path: Path) -> None:
         assert called.code == 0, called.err
         assert "linked with 1 more" in called.out and "Layers of graph 2 of 2" in called.out
         assert called.out.count("Memory by batch size") == (0 if extra else 2)
+
+
+def test_a_loss_that_has_no_labels_yet(capsys: Capture, tmp_path: Path) -> None:
+    graph, x = sg.Graph(), sg.Tensor((4, 3))
+    graph.node(sg.FullyConnectedLayer.create(3, 2, label="dense"), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x})
+    training.save(tmp_path / "net")
+    called = Called(capsys, "inspect", tmp_path / "net", "--no-plan", "--dot", tmp_path / "net.dot")
+    assert called.code == 0 and "dense" in called.out, called.err
+    assert "dense" in (tmp_path / "net.dot").read_text()
+    assert [one["name"] for one in told(capsys, tmp_path / "net", "--no-plan")["layers"][0]] == ["dense"]
 
 
 def test_a_graph_that_takes_one_batch_size_says_so(capsys: Capture, tmp_path: Path) -> None:

@@ -146,6 +146,72 @@ def test_a_loss_that_is_no_number_is_never_the_best() -> None:
     assert history.best_epoch == 4
 
 
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_a_run_of_nothing_but_nan_has_no_best_epoch_and_loses_patience(tmp_path: Path, better: str) -> None:
+    settings = {"metrics": {"score": lambda prediction, labels: math.nan}, "watch": "score", "better": better}
+    history = sg.fit(network(), arrays(BATCH), epochs=9, patience=3, checkpoints=tmp_path, progress="quiet", **settings)
+    assert (len(history.epochs), history.best_epoch, history.stopped) == (3, None, "no improvement")
+    assert not (tmp_path / "best").exists()
+    assert "nan" in str(history)
+
+
+def test_a_number_after_nan_and_infinity_is_the_best(tmp_path: Path) -> None:
+    values = iter([math.inf, math.nan, 2.0, math.nan, 2.5])
+    score = {"score": lambda prediction, labels: next(values)}
+    settings = {"metrics": score, "watch": "score", "better": "lower", "patience": 3, "progress": "quiet"}
+    history = sg.fit(network(), arrays(BATCH), epochs=5, checkpoints=tmp_path, **settings)
+    assert (history.best_epoch, history.stopped) == (3, "finished")
+    assert (tmp_path / "best").exists()
+
+
+def mixed_extents() -> sg.TrainingGraph:
+    """A graph with an input and a label whose first extents are not the batch."""
+    sg.set_seed(3)
+    x, shift, y = sg.Tensor((BATCH, FEATURES)), sg.Tensor((1, FEATURES)), sg.Tensor((BATCH, 2))
+    graph = sg.Graph()
+    moved = graph.node(sg.ArithmeticLayer(sg.ArithmeticOperation.ADD), x, shift)
+    graph.node(sg.FullyConnectedLayer.create(FEATURES, 2), moved)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x, "shift": shift}, {"y": y})
+    training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.DETERMINISTIC)
+    return training
+
+
+def test_accumulating_takes_feeds_without_a_batch() -> None:
+    random = np.random.default_rng(0)
+    rows, shift = random.standard_normal((2 * BATCH, FEATURES)).astype(np.float32), np.ones((1, FEATURES), np.float32)
+    wanted = rows[:, :2].copy()
+    halves = [({"x": rows[i : i + BATCH], "shift": shift}, {"y": wanted[i : i + BATCH]}) for i in (0, BATCH)]
+    short = ({"x": rows[:3], "shift": shift}, {"y": wanted[:3]})
+    whole, accumulated = mixed_extents(), mixed_extents()
+    for _ in range(3):
+        whole.execute({"x": rows, "shift": shift}, {"y": wanted}, batch_size=2 * BATCH)
+    sg.fit(accumulated, halves, epochs=3, accumulate=2, progress="quiet")
+    for ours, theirs in zip(parameter_arrays(accumulated), parameter_arrays(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    history = sg.fit(accumulated, [*halves, short], epochs=1, accumulate=3, progress="quiet")
+    assert history["step"] == [1]
+
+
+def parameter_arrays(training: sg.TrainingGraph) -> list[np.ndarray]:
+    return [t.numpy() for layer in training.layers for t in layer.parameters.values()]
+
+
+def test_a_history_whose_epochs_have_other_numbers_can_be_read_and_shown() -> None:
+    first = {"epoch": 1, "step": 3, "loss": 0.5, "confusion": [[1]], "rate": 0.1, "seconds": 1.0}
+    second = {"epoch": 2, "step": 6, "loss": 0.4, "accuracy": 0.9, "rate": 0.1, "seconds": 1.0}
+    history = sg.History([first, second], best_epoch=2)
+    assert history["loss"] == [0.5, 0.4]
+    assert history["accuracy"] == [None, 0.9]
+    assert history["confusion"] == [[[1]], None]
+    head, _, one, two, *_ = str(history).splitlines()
+    assert head.replace("┃", " ").split() == ["epoch", "step", "loss", "accuracy", "rate", "seconds"]
+    assert one.split("│")[3].strip() == "" and two.split("│")[3].strip() == "0.9000"
+    assert "0.9000" in history._repr_html_()
+    with pytest.raises(KeyError, match="accuracy"):
+        history["acuracy"]
+
+
 def test_a_history_can_be_read_and_printed() -> None:
     history = sg.fit(network(), arrays(), **SETTINGS)
     assert [row["epoch"] for row in history.epochs] == [1, 2, 3, 4]

@@ -237,3 +237,16 @@ def test_one_array_is_for_the_input_that_waits_for_data() -> None:
     assert len(training.inputs) == 2 and sg.evaluate(training, (X, X)) == by_name
     assert len(sg.fit(training, (X, X), accumulate=2, progress="quiet").epochs) == 1
     assert sg.evaluate(training, (X, X)) == sg.evaluate(training, {"x": X, "y": X})  # fit let go of what it bound
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_mask_anywhere_in_the_data_is_found_before_the_first_step(name: str) -> None:
+    x, y = arrays()
+    masked = {"x": np.ma.array(x), "y": np.ma.array(y)}
+    training = network()
+    sg.fit(training, masked, progress="quiet")  # nothing is masked
+    before = parameters(training)
+    masked[name][len(x) - 1] = np.ma.masked
+    with pytest.raises(sg.DataError, match="masked elements"):
+        sg.fit(training, masked, shuffle=False, progress="quiet")
+    assert parameters(training) == before

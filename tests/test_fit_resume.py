@@ -73,6 +73,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, after: int, sett
         assert history.steps == uninterrupted.steps and history["accuracy"] == uninterrupted["accuracy"]
 
 
+@pytest.mark.parametrize("metrics", [[], [sg.accuracy], {"one": lambda p, y: 1.0, "accuracy": sg.accuracy}], ids=len)
+def test_a_run_goes_on_with_other_metrics(tmp_path: Path, metrics: Any) -> None:
+    kept: dict[str, Any] = {"checkpoints": tmp_path, "resume": True, "progress": "quiet"}
+    first = {"accuracy": sg.accuracy, "breaks": breaking(8)}
+    with pytest.raises(Stopped):
+        sg.fit(network(), arrays(), epochs=3, metrics=first, save_every=1, **kept)
+    history = sg.fit(network(), arrays(), epochs=3, metrics=metrics, **kept)
+    assert len(history["loss"]) == 3 and history["breaks"][1:] == [None, None]
+    assert len(str(history).splitlines()) > 4 and "breaks" in history._repr_html_()
+    if "one" in metrics:  # its mean is over the rows it has seen, also in the epoch in which it came in
+        assert history["one"] == [None, 1.0, 1.0]
+
+
+def test_another_watched_number_has_another_best(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"checkpoints": tmp_path, "resume": True, "progress": "quiet", "metrics": [sg.accuracy]}
+    sg.fit(network(), arrays(), epochs=2, **kept)
+    history = sg.fit(network(), arrays(), epochs=3, watch="accuracy", better="lower", **kept)
+    assert history.best_epoch == 3  # the first of its kind: no loss competes with it
+
+
 def test_batches_of_a_function_and_of_a_seeded_loader_go_on_too(tmp_path: Path) -> None:
     x, y = map(torch.from_numpy, arrays())
 

@@ -210,10 +210,10 @@ def test_the_fused_function_is_taken_between_two_steps(
         ready.wait(10)
         return lambda *arrays: calls.append(1) or unfused(*arrays)
 
-    unfused = executable._function
     monkeypatch.setattr(fusion, "fuse", slow)
     executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     assert losses(training)[:5] == losses(plain)[:5] and not calls  # steps go on meanwhile
+    unfused = executable._function
     ready.set()
     executable._fusing.result(10)
     assert losses(training) == losses(plain)

@@ -60,7 +60,8 @@ def test_measured_example_writes_a_relu_into_the_named_output() -> None:
     settings = {"outputs_data": {"y": sg.TensorData(written)}, "options": Run.SYNCHRONOUS}
     inference.execute({"x": data}, **settings, completion=lambda *given: got.append(given))
     assert written.tolist() == [0, 2, 0, 4]
-    assert [(tensor, error) for tensor, error, _ in got] == [(y, None)]
+    assert [(tensor.label, error) for tensor, error, _ in got] == [(y.label, None)]
+    assert got[0][0].tensor_id == y.tensor_id and np.array_equal(got[0][0], y)
     assert inference.device_memory_size == 16  # the result
 
 
@@ -146,7 +147,7 @@ def test_extra_softmax_is_seen_by_inference_and_not_by_training() -> None:
     inference.add_outputs({"logits": network.out})
     inference.compile(CPU)
     logits, expected = np.zeros((BATCH, 2), "f"), predict(leaves(network.parameters))
-    assert inference.execute({"x": X}, outputs_data={"logits": logits}).result is shares
+    assert np.array_equal(inference.execute({"x": X}, outputs_data={"logits": logits}).result, shares)
     assert_close([shares, logits], [expected.softmax(1), expected])
     assert softmax not in network.training.layers and softmax not in network.graph.layers
     loss = F.mse_loss(expected, torch.tensor(Y))
@@ -273,7 +274,7 @@ def test_awaiting_and_completion_give_result_and_time(options: Run) -> None:
     assert_close([execution.result], [predict(leaves(network.parameters))])
     assert execution.loss is None and execution.done
     assert (execution.time > 0) if Run.PROFILING in options else (execution.time is None)
-    assert got == [(network.out, None, execution.time or 0.0)]
+    assert got == [(execution.result, None, execution.time or 0.0)] and np.array_equal(got[0][0], network.out)
 
 
 def test_per_layer_profiling_tells_the_layers_of_the_graph() -> None:
@@ -364,7 +365,7 @@ def test_loss_node_before_the_last_layer_is_the_loss_and_the_last_layer_the_resu
     out = predict(leaves(network.parameters))
     execution = inference.execute({"x": X}, {"y": Y})
     assert execution.loss == pytest.approx(F.mse_loss(out, torch.tensor(Y)).item(), rel=1e-6)
-    assert execution.result is shares
+    assert np.array_equal(execution.result, shares)
     assert_close([shares], [out.softmax(1)])
 
 

@@ -3,6 +3,7 @@
 import gc
 import resource
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS
 from stepgraph.compiler.kernels import convolution
+from stepgraph.runtime import programs
 
 PLAIN = sg.GraphCompilationOptions.NONE
 
@@ -216,3 +218,91 @@ def test_resnet18_trains_the_same_in_60_percent_of_its_memory() -> None:
         plain.step()
         limited.step()
         assert limited.loss == plain.loss
+
+
+# The plan after compile
+
+
+def wide(rows: int = 64, **settings: Any) -> tuple[sg.TrainingGraph, list[sg.Tensor]]:
+    """Several layers whose activations decide what a step needs."""
+    sg.set_seed(2)
+    x, y = sg.Tensor((rows, 32)), sg.Tensor((rows, 32))
+    graph, hidden = sg.Graph(), [x]
+    for _ in range(4):
+        linear = graph.node(sg.FullyConnectedLayer.create(32, 32), hidden[-1])
+        hidden.append(graph.node(sg.ActivationLayer.gelu(), linear))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), **settings)
+    return training, hidden
+
+
+def batch_of(rows: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    return {"x": np.ones((rows, 32), np.float32)}, {"y": np.zeros((rows, 32), np.float32)}
+
+
+def test_other_batch_sizes_keep_to_the_limit_and_the_plan_covers_them() -> None:
+    free, _ = wide()
+    training, _ = wide(memory_limit=free.memory_plan.total)
+    before = training.memory_plan
+    with pytest.raises(sg.MemoryLimitError, match=r"execute \(batch_size=512\): the step needs") as refused:
+        training.execute(*batch_of(512), batch_size=512)
+    assert "use a batch of at most" in str(refused.value)
+    assert training.memory_plan == before and ("step", 512) not in training.executables
+    assert np.isfinite(training.execute(*batch_of(64)).loss)
+    assert np.isfinite(training.execute(*batch_of(16), batch_size=16).loss) and training.memory_plan == before
+    assert np.isfinite(free.execute(*batch_of(512), batch_size=512).loss)
+    assert free.memory_plan == free.memory_plan_for(512) and free.memory_plan.total > before.total
+
+
+def test_outputs_added_later_keep_to_the_limit_and_are_in_the_plan() -> None:
+    free, hidden = wide()
+    before = free.memory_plan
+    free.add_outputs({f"{i}": tensor for i, tensor in enumerate(hidden[1:])})
+    assert free.memory_plan.timeline[-1][2] > before.timeline[-1][2]  # what is alive when a step ends
+    limit = before.total * 3 // 4
+    training, hidden = wide(memory_limit=limit)
+    plan = training.memory_plan
+    with pytest.raises(sg.MemoryLimitError):
+        training.add_outputs({f"{i}": tensor for i, tensor in enumerate(hidden[1:])})
+    assert training.memory_plan == plan and training.outputs == {}
+    training.add_outputs({"last": hidden[-1]})
+    assert training.memory_plan.total <= limit
+    training.execute(*batch_of(64))
+    assert hidden[-1].numpy().shape == (64, 32)
+
+
+def test_separate_passes_keep_to_the_limit() -> None:
+    """They keep every result, so that they may need more than a whole step, which computes some again."""
+    free, _ = wide()
+    for share, fits in ((2.0, True), (0.7, False)):
+        training, hidden = wide(memory_limit=int(share * free.memory_plan.total))
+        data, labels = batch_of(64)
+        names = {"x": hidden[0], "y": training.loss_labels["y"]}
+        training.bind_and_write_data({**data, **labels}, names, sg.Device.cpu())
+        if fits:
+            training.execute_forward()
+            training.execute_gradient()
+        else:
+            with pytest.raises(sg.MemoryLimitError, match=r"'forward' needs .* bytes, the limit is"):
+                training.execute_forward()
+        assert np.isfinite(training.execute(*batch_of(64)).loss)
+
+
+def test_an_evaluation_keeps_to_the_limit() -> None:
+    free, _ = wide()
+    training, _ = wide(memory_limit=int(0.7 * free.memory_plan.total))
+    options = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
+    assert training.execute(*batch_of(64), options=options).loss == free.execute(*batch_of(64), options=options).loss
+
+
+def test_batch_sizes_that_were_not_used_for_long_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MOST", 3)
+    training, _ = wide(8)
+    first = training.execute(*batch_of(8)).loss
+    assert np.isfinite(first)
+    for rows in (1, 2, 3, 4, 2, 5, 6):
+        assert np.isfinite(training.execute(*batch_of(rows), batch_size=rows).loss)
+    assert {rows for _, rows in training.executables} == {8, 2, 5, 6}
+    assert np.isfinite(training.execute(*batch_of(1), batch_size=1).loss)  # made again
+    assert {rows for _, rows in training.executables} == {8, 1, 5, 6}

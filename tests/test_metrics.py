@@ -48,6 +48,28 @@ def test_a_tally_is_the_metric_of_all_rows() -> None:
     assert list(found) == ["loss", "accuracy", "top-2", "confusion"]
 
 
+class Silent:
+    def __array__(self, *_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("given", [None, "0.5", {}, object(), [[1], [1, 2]], np.array(["x"]), Silent()])
+def test_a_metric_that_gives_no_number_is_named(given: object) -> None:
+    tally = Tally({"mine": lambda prediction, labels: given})
+    with pytest.raises(sg.DataTypeError, match=rf"metrics: 'mine' gave {type(given).__name__} .*not a number\.\nFix:"):
+        tally.add(P, L, 50)
+    assert not tally.sums and not tally.rows
+
+
+def test_a_metric_that_changes_its_shape_is_named() -> None:
+    metric = sg.ConfusionMatrix(4)
+    tally = Tally({"mine": lambda prediction, labels: torch.ones(len(labels))})
+    tally.add(P, L, 50)
+    with pytest.raises(sg.ShapeError, match=r"'mine' gave shape \(20,\), and \(50,\) for the batches before"):
+        tally.add(P[:20], L[:20], 20)
+    assert metric(P, L).sum() == 50
+
+
 def test_wrong_metrics_are_refused() -> None:
     for make in (lambda: sg.TopK(0), lambda: sg.ConfusionMatrix(1), lambda: sg.TopK(5)(P, L)):
         with pytest.raises(sg.ArgumentError):

@@ -1,9 +1,13 @@
 """Optimizers against NumPy in float64, against PyTorch, and the fused kernels against the plain rule."""
 
+import ast
 import copy
+import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +260,7 @@ def test_assigned_numbers_count_from_the_next_update_on(name: str) -> None:
 def test_assigning_compiles_nothing_and_clipping_can_be_switched_on() -> None:
     net = Net()
     optimizer = sg.SGDOptimizer(sg.OptimizerDescriptor(0.1, gradient_clip_max=0.0, gradient_clip_min=0.0))
+    optimizer.applies_gradient_clipping = False
     training = net.graph(optimizer)
     before = training.executables
     training.execute({"x": net.x[0]}, {"y": net.y[0]})
@@ -347,7 +352,7 @@ def test_without_an_optimizer_gradients_are_computed_and_nothing_moves() -> None
 
 
 def test_defaults_and_copies_of_the_descriptor() -> None:
-    settings = sg.OptimizerDescriptor(0.5, gradient_rescale=2.0, maximum_clipping_norm=7.0)
+    settings = sg.OptimizerDescriptor.exact(0.5, gradient_rescale=2.0, maximum_clipping_norm=7.0)
     for make in (sg.SGDOptimizer, sg.AdamOptimizer, sg.AdamWOptimizer, sg.RMSPropOptimizer):
         optimizer = make(settings)
         assert (optimizer.learning_rate, optimizer.gradient_rescale, optimizer.maximum_clipping_norm) == (0.5, 2.0, 7.0)
@@ -374,3 +379,179 @@ def test_a_mistyped_number_is_refused() -> None:
     optimizer = sg.AdamOptimizer(learning_rate=0.1)
     with pytest.raises(sg.ArgumentError, match=r"(?s)lr.*learning_rate"):
         optimizer.lr = 0.2
+
+
+# Clipping settings that are given are meant
+
+BOUNDS: dict[str, dict[str, Any]] = {
+    name: settings for name, settings in PREPARATIONS.items() if "clip" in str(settings)
+}
+
+
+@pytest.mark.parametrize("preparation", BOUNDS)
+def test_giving_a_bound_switches_clipping_on(preparation: str) -> None:
+    given = sg.OptimizerDescriptor(0.05, **BOUNDS[preparation])
+    assert given == sg.OptimizerDescriptor(0.05, applies_gradient_clipping=True, **BOUNDS[preparation])
+    assert given.applies_gradient_clipping
+    assert sg.SGDOptimizer(given).applies_gradient_clipping
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clipping_type": VALUE},
+        {"gradient_clip_max": 1.0},
+        {"gradient_clip_min": -1.0},
+        {"gradient_clipping_type": GLOBAL, "maximum_clipping_norm": 1.0},
+    ],
+)
+def test_a_bound_that_equals_its_default_is_given_all_the_same(settings: dict[str, Any]) -> None:
+    assert sg.OptimizerDescriptor(0.1, **settings).applies_gradient_clipping
+    with pytest.raises(sg.ArgumentError, match=f"applies_gradient_clipping is False, but {next(iter(settings))}"):
+        sg.OptimizerDescriptor(0.1, applies_gradient_clipping=False, **settings)
+
+
+def test_without_a_bound_nothing_is_clipped() -> None:
+    for plain in (sg.OptimizerDescriptor(0.1), sg.OptimizerDescriptor(0.1, applies_gradient_clipping=False)):
+        assert plain.applies_gradient_clipping is False
+        assert (plain.gradient_clip_min, plain.gradient_clip_max, plain.maximum_clipping_norm) == (-1.0, 1.0, 1.0)
+        assert plain.gradient_clipping_type is VALUE
+    assert sg.OptimizerDescriptor(0.1, applies_gradient_clipping=True).gradient_clip_max == 1.0
+
+
+@pytest.mark.parametrize("preparation", PREPARATIONS)
+def test_replacing_one_setting_keeps_the_others(preparation: str) -> None:
+    one = sg.OptimizerDescriptor(0.1, **PREPARATIONS[preparation])
+    other = dataclasses.replace(one, learning_rate=0.2)
+    assert dataclasses.replace(other, learning_rate=0.1) == one
+    assert other.applies_gradient_clipping == one.applies_gradient_clipping
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"maximum_clipping_norm": 5.0}, "maximum_clipping_norm is 5.0, which clipping by value does not use"),
+        ({"custom_global_norm": 2.0}, "custom_global_norm is 2.0, which clipping by value does not use"),
+        ({"gradient_clipping_type": NORM, "custom_global_norm": 2.0}, "clipping by norm does not use"),
+    ],
+)
+def test_a_norm_that_nothing_looks_at_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(sg.ArgumentError, match=words):
+        sg.OptimizerDescriptor(0.1, **settings)
+
+
+def test_a_bound_assigned_where_nothing_looks_at_it_is_refused() -> None:
+    plain = sg.SGDOptimizer(learning_rate=0.1)
+    with pytest.raises(sg.StateError, match="clipping is switched off"):
+        plain.gradient_clip_max = 0.5
+    with pytest.raises(sg.StateError, match="clips by value, which does not use maximum_clipping_norm"):
+        plain.maximum_clipping_norm = 0.5
+    assert (plain.gradient_clip_max, plain.maximum_clipping_norm) == (1.0, 1.0)
+    plain.applies_gradient_clipping = True
+    plain.gradient_clip_max = 0.5
+    assert plain.numbers()["gradient_clip_max"] == 0.5
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def written_in_the_example() -> list[str]:
+    source = (ROOT / "examples" / "05_sequence_lstm.py").read_text()
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [text for node in found if "OptimizerDescriptor(" in (text := ast.unparse(node))[:25]]
+
+
+def written_in_the_guide() -> list[str]:
+    rows = (ROOT / "docs" / "from-pytorch.md").read_text().splitlines()
+    clipping = [row for row in rows if row.startswith("| `clip_grad_")]
+    return [re.findall(r"`([^`]+)`", row)[1].replace("…", "0.1") for row in clipping]
+
+
+@pytest.mark.parametrize("written", [*written_in_the_example(), *written_in_the_guide()])
+def test_what_the_example_and_the_guide_write_does_clip(written: str) -> None:
+    descriptor = eval(written, {"sg": sg})
+    moves = []
+    for settings in (dataclasses.replace(descriptor, learning_rate=1.0), sg.OptimizerDescriptor(1.0)):
+        x, weights, graph = sg.Tensor((4, 3)), sg.Tensor((2, 3), fill=0.5), sg.Graph()
+        graph.node(sg.FullyConnectedLayer(weights, None, sg.ConvolutionDescriptor(1, 3, 2)), x)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(settings))
+        training.add_inputs({"x": x}, {"y": sg.Tensor((4, 2))})
+        training.compile(sg.Device.cpu())
+        training.execute({"x": np.full((4, 3), 10, np.float32)}, {"y": np.zeros((4, 2), np.float32)})
+        moves.append(weights.numpy() - np.float32(0.5))
+    clipped, plain = moves
+    assert np.linalg.norm(plain) > 100
+    if descriptor.gradient_clipping_type is GLOBAL:
+        assert np.linalg.norm(clipped) == pytest.approx(descriptor.maximum_clipping_norm, rel=1e-5)
+    else:
+        np.testing.assert_allclose(np.abs(clipped), descriptor.gradient_clip_max, rtol=1e-5)
+
+
+def test_both_places_were_found() -> None:
+    assert (len(written_in_the_example()), len(written_in_the_guide())) == (1, 2)
+
+
+def test_the_flag_alone_decides_where_everything_is_exact() -> None:
+    settings = {"gradient_clip_max": 0.5, "maximum_clipping_norm": 3.0, "custom_global_norm": 1.0}
+    one = sg.OptimizerDescriptor.exact(0.1, **settings)
+    assert not one.applies_gradient_clipping
+    assert (one.gradient_clip_max, one.gradient_clip_min, one.custom_global_norm) == (0.5, -1.0, 1.0)
+    assert sg.OptimizerDescriptor.exact(0.1, applies_gradient_clipping=True, **settings).applies_gradient_clipping
+    with pytest.raises(sg.ArgumentError, match="above"):
+        sg.OptimizerDescriptor.exact(0.1, gradient_clip_min=2.0)
+    with pytest.raises(TypeError):
+        sg.OptimizerDescriptor.exact(0.1, clip=2.0)
+
+
+# Numbers that no rule can use
+
+SHARED = ("learning_rate", "regularization_scale", "custom_global_norm", "maximum_clipping_norm")
+OWN: dict[type[sg.Optimizer], dict[str, tuple[float, ...]]] = {
+    sg.SGDOptimizer: {"momentum_scale": (-0.1,)},
+    sg.AdamOptimizer: {"beta1": (-0.1, 1.0), "beta2": (-0.1, 1.0, 1.5), "epsilon": (-1e-8,)},
+    sg.AdamWOptimizer: {"beta1": (-0.1, 1.0), "beta2": (1.0,), "epsilon": (-1e-8,)},
+    sg.RMSPropOptimizer: {"momentum_scale": (-0.1,), "alpha": (-0.1, 1.0), "epsilon": (-1e-8,)},
+}
+WRONG = [
+    (kind, name, value)
+    for kind, names in OWN.items()
+    for name, values in {"learning_rate": (-1e-3,), **names}.items()
+    for value in (*values, np.nan, np.inf, -np.inf, 10**400)
+]
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("value", [-0.1, np.nan, np.inf, 10**400])
+def test_a_descriptor_refuses_numbers_out_of_range(name: str, value: float) -> None:
+    kind = {"gradient_clipping_type": GLOBAL} if "norm" in name else {}
+    with pytest.raises(sg.ArgumentError, match=f"{name} is"):
+        sg.OptimizerDescriptor(**{"learning_rate": 0.1, name: value, **kind})
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), WRONG)
+def test_an_optimizer_refuses_numbers_out_of_range(kind: type[sg.Optimizer], name: str, value: float) -> None:
+    with pytest.raises(sg.ArgumentError, match=f"{name} is"):
+        kind(**{"learning_rate": 0.1, name: value})
+    settings = {"momentum_scale": 0.5} if name == "momentum_scale" else {}
+    optimizer = kind(learning_rate=0.1, **settings)
+    before = optimizer.settings
+    with pytest.raises(sg.ArgumentError, match=f"{name} is"):
+        setattr(optimizer, name, value)
+    assert optimizer.settings == before
+
+
+@pytest.mark.parametrize("value", [-0.1, np.nan, np.inf])
+def test_a_schedule_cannot_set_a_rate_out_of_range(value: float) -> None:
+    with pytest.raises(sg.ArgumentError):
+        sg.WarmupCosine(value)
+    with pytest.raises(sg.ArgumentError):
+        sg.WarmupCosine(1.0, floor=value)
+    x, graph = sg.Tensor((2, 2)), sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(2, 2), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": sg.Tensor((2, 2))})
+    training.compile(sg.Device.cpu())
+    rows = np.ones((2, 2), np.float32)
+    with pytest.raises(sg.ArgumentError, match="learning_rate is"):
+        sg.fit(training, (rows, rows), schedule=lambda step: value, progress="quiet")
+    assert training.optimizer.learning_rate == 0.1  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """Graphs in files: rebuilt in a program that never saw them made, they are what they were in every respect."""
 
 import enum
+import json
 import math
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.checkpoint import files
 from tests.checkpoint_runs import BATCH, CPU, batch, compiled, network, state, train
 from tests.test_training_members import X, Y, dense, mse, numbers, sgd
 
@@ -106,7 +108,7 @@ def test_frozen_layers_stopped_gradients_and_updatable_flags_stay(tmp_path: Path
     old.stop_gradient([first])
     old.compile(CPU)
     new = twin(old, tmp_path)
-    assert new.summarized_dot_description.count("dashed") == old.summarized_dot_description.count("dashed") == 1
+    assert new.summarized_dot_description.count("dashed") == old.summarized_dot_description.count("dashed") == 2
     before = state(new)
     for one in (old, new):
         one.execute({"x": X}, {"y": Y})
@@ -258,6 +260,43 @@ def test_loss_nodes_are_left_out_of_inference(tmp_path: Path) -> None:
     assert len(new.nodes) == 1 and new.execute({"x": X}).result.shape == (4, 2)
     again = sg.load(tmp_path, CPU)
     assert again.execute({"x": X}, {"y": Y}).loss == old.execute({"x": X}, {"y": Y}).loss
+
+
+def test_tf32_and_the_memory_limit_are_those_that_were_saved(tmp_path: Path) -> None:
+    old = compiled(network(), tf32=False, memory_limit=10**6)
+    new = twin(old, tmp_path)
+    assert (new._tf32, new._memory_limit) == (False, 10**6)
+    assert (twin(new, tmp_path)._tf32, twin(new, tmp_path)._memory_limit) == (False, 10**6)  # and saved once more
+    assert twin(old, tmp_path, inference=True)._tf32 is False  # the limit is that of a step
+    other = sg.load(tmp_path, CPU, memory_limit=2 * 10**6)
+    assert (other._tf32, other._memory_limit) == (None, 2 * 10**6)  # asked for anything, nothing saved counts
+    with pytest.raises(sg.MemoryLimitError, match="the limit is 1,000"):
+        sg.load(tmp_path, CPU, memory_limit=1000)
+    for given, error, words in (
+        ({"memory_limit": "much"}, sg.DataTypeError, "memory_limit is 'much'"),
+        ({"compute_type": "int8"}, sg.ArgumentError, "compute_type is int8"),
+        ({"options": 3}, sg.DataTypeError, "the options are 3"),
+        ({"speed": 9}, sg.ArgumentError, "no setting 'speed'"),
+    ):
+        with pytest.raises(error, match=words):
+            sg.load(tmp_path, CPU, **given)
+    with pytest.raises(sg.DataTypeError, match="'cpu' is not a Device"):
+        sg.load(tmp_path, "cpu")
+    with pytest.raises(sg.ArgumentError, match="an inference graph takes no memory_limit"):
+        sg.load(tmp_path, CPU, inference=True, memory_limit=10**6)
+
+
+def test_a_checkpoint_from_before_they_were_saved_still_loads(tmp_path: Path) -> None:
+    old = compiled(network(), tf32=False, memory_limit=10**6)
+    old.save(tmp_path)
+    description = json.loads((tmp_path / files.DESCRIPTION).read_bytes())
+    for name in ("tf32", "memory_limit"):
+        del description["graphs"][0]["compiled"][name]
+    del description["sha256"]
+    files._write_description(tmp_path, description)
+    new = sg.load(tmp_path, CPU)
+    assert (new._tf32, new._memory_limit) == (None, None) and train(new, 0, 2) == train(old, 0, 2)
+    assert old.restore(tmp_path).is_complete
 
 
 def test_mixed_precision_and_options_are_those_that_were_saved(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 import stepgraph as sg
+from stepgraph.compiler.walk import GROWTH_INTERVAL, _adapt
+from stepgraph.runtime.state import Progress
 
 BATCH = 32
 GENERATOR = np.random.default_rng(4)
@@ -98,6 +101,65 @@ def test_loss_scale_is_for_float16_alone() -> None:
         net.training.loss_scale = 8.0
     with pytest.raises(sg.ArgumentError, match="positive"):
         Network("float16").training.loss_scale = -1.0
+
+
+class Line:
+    """A weight that a row of data alone decides, in float16."""
+
+    def __init__(self) -> None:
+        sg.set_seed(3)
+        x, y, graph = sg.Tensor((4, 2)), sg.Tensor((4, 1)), sg.Graph()
+        graph.node(sg.FullyConnectedLayer.create(2, 1), x)
+        self.training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+        self.training.add_inputs({"x": x}, {"y": y})
+        self.training.compile(sg.Device.cpu(), compute_type="float16")
+
+    def step(self, value: float = 1.0) -> float:
+        x = np.full((4, 2), value, np.float32)
+        return self.training.execute({"x": x}, {"y": np.ones((4, 1), np.float32)}).loss
+
+
+def test_learning_goes_on_after_any_number_of_bad_batches() -> None:
+    line = Line()
+    for _ in range(170):  # 2^16 halved that often is 0 in float32
+        line.step(np.nan)
+    assert line.training.loss_scale == 1.0
+    losses = [line.step() for _ in range(30)]
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def test_the_scale_stops_growing_where_float32_still_holds_it() -> None:
+    scale = torch.tensor([2.0**22, 0.0])
+    for _ in range(130):  # doubled that often, 2^22 is infinite in float32
+        scale[1] = GROWTH_INTERVAL - 1
+        _adapt(scale, torch.tensor(True))
+    assert scale.tolist() == [2.0**24, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "finite", "wanted"), [(2.0**30, True, 2.0**30), (0.25, False, 0.25), (3.0, False, 1.5)]
+)
+def test_an_assigned_scale_beyond_the_bounds_stays(given: float, finite: bool, wanted: float) -> None:
+    scale = torch.tensor([given, GROWTH_INTERVAL - 1.0])
+    _adapt(scale, torch.tensor(finite))
+    assert scale.tolist() == [wanted, 0.0]
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 1e39, 1e-46, 0.0])
+def test_a_scale_that_could_never_change_is_refused(scale: float) -> None:
+    training = Line().training
+    with pytest.raises(sg.ArgumentError, match="scale is"):
+        training.loss_scale = scale
+    assert training.loss_scale == 2.0**16
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
+def test_progress_saved_with_a_scale_that_was_lost_starts_over(scale: float) -> None:
+    line = Line()
+    line.training._resume(Progress(scale=[scale, 7.0]))
+    assert line.training.loss_scale == 2.0**16
+    losses = [line.step() for _ in range(30)]
+    assert losses[-1] < 0.01 * losses[0]
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])

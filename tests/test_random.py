@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph import random
 from stepgraph.errors import ArgumentError
-from stepgraph.random import draw_seed, get_seed, initialize, keep_mask, set_seed
+from stepgraph.random import draw_seed, get_seed, initialize, keep_mask, set_seed, uniform
 from stepgraph.types import RandomInitializerType
 
 UNIFORM, GLOROT, XAVIER = RandomInitializerType
@@ -207,3 +207,44 @@ class TestKeepMask:
     def test_every_device_draws_the_same(self) -> None:
         there = keep_mask(torch.tensor([7, 5], device="cuda"), 3, (COUNT,), 0.3)
         assert torch.equal(there.cpu(), mask(step=5, rate=0.3))
+
+
+class TestUniform:
+    def numbers(self, step: int = 0, salt: int = 3, count: int = COUNT) -> torch.Tensor:
+        return uniform(torch.tensor([7, step]), salt, (count,)).double()
+
+    def test_numbers_are_multiples_of_a_24th_bit_below_one(self) -> None:
+        drawn = torch.cat([self.numbers(step) for step in range(20)])
+        assert 0 <= drawn.min() < 1e-5
+        assert 1 - 1e-5 < drawn.max() < 1
+        assert torch.equal(drawn * 2**24, (drawn * 2**24).round())
+        assert uniform(torch.tensor([7, 0]), 3, (2, 5)).dtype is torch.float32
+
+    def test_moments_are_those_of_the_uniform_distribution(self) -> None:
+        for step in range(20):
+            drawn = self.numbers(step)
+            for power in (1, 2, 3, 4):
+                spread = math.sqrt((1 / (2 * power + 1) - 1 / (power + 1) ** 2) / COUNT)
+                assert abs(drawn.pow(power).mean() - 1 / (power + 1)) < 4 * spread
+
+    def test_each_of_the_24_bits_is_fair_and_independent_of_its_neighbours(self) -> None:
+        whole = (self.numbers() * 2**24).long()
+        bits = torch.stack([(whole >> place) & 1 for place in range(24)]).double()
+        assert ((bits.mean(1) - 0.5) * 2 * math.sqrt(COUNT)).abs().max() < 4
+        pairs = torch.corrcoef(torch.cat([bits, bits.roll(1, 1)])).fill_diagonal_(0) * math.sqrt(COUNT)
+        assert pairs.abs().max() < 5  # of about 1100 pairs
+
+    def test_steps_and_salts_are_uncorrelated(self) -> None:
+        rows = [*(self.numbers(step=step) for step in range(20)), *(self.numbers(salt=salt) for salt in range(4, 24))]
+        correlations = torch.corrcoef(torch.stack(rows)).fill_diagonal_(0) * math.sqrt(COUNT)
+        assert correlations.abs().max() < 5
+
+    def test_numbers_stay_what_they_were_in_earlier_versions(self) -> None:
+        # A checkpoint resumes with these numbers: a change here breaks it.
+        drawn = uniform(torch.tensor([1, 2]), 3, (4,)) * 2**24
+        assert drawn.int().tolist() == [9833943, 9125651, 9376874, 12620042]
+
+    def test_traced_numbers_follow_the_stream(self) -> None:
+        traced = make_fx(lambda stream: uniform(stream, 3, (50,)), tracing_mode="fake")(torch.tensor([7, 0]))
+        for step in range(3):
+            assert torch.equal(traced(torch.tensor([7, step])).double(), self.numbers(step=step, count=50))

@@ -1,9 +1,12 @@
 """The record of a run: true, cheap, readable after a kill, and without influence on what is learned."""
 
+import copy
+import errno
 import json
 import math
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -21,9 +24,10 @@ from stepgraph.report.budget import Budget
 from stepgraph.report.distribution import BINS, COUNTED, distribution
 from stepgraph.report.probe import Probe
 from stepgraph.report.record import FILE
-from stepgraph.report.recorder import look_after
+from stepgraph.report.recorder import Recorder, look_after
 from stepgraph.report.run import Run
 from stepgraph.report.view import POINTS, view
+from tests.junk import JUNK
 from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state, time_to_look
 
 
@@ -107,7 +111,7 @@ def test_the_record_says_what_happened(finished: tuple[Path, sg.History, Any]) -
     assert [one["step"] for one in run.distributions] == [1, 11, 21, 25]
     assert [(one["when"], one["step"]) for one in run.profiles] == [("early", 11), ("end", 24)]
     last = run.distributions[-1]["parameters"]["last.weights"]
-    weights = training.layers[-1].parameters["weights"].numpy()
+    weights = training.layers[-2].parameters["weights"].numpy()
     assert last["count"] == weights.size == sum(last["bins"])
     assert last["rms"] == pytest.approx(np.sqrt(np.mean(weights.astype(np.float64) ** 2)), rel=1e-5)
     begin = run.begins[0]
@@ -419,3 +423,177 @@ def test_no_label_becomes_markup(tmp_path: Path) -> None:
     assert text.count("<script") == text.count("</script>") == 2
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert data["runs"][0]["graph"]["nodes"][0]["layer"] == NASTY
+
+
+# A file system that says no
+
+
+class Full:
+    """A file that takes some bytes of some lines, and then no more, until there is room again."""
+
+    def __init__(self, file: Any, room: list[int]) -> None:
+        self.file, self.room = file, room
+
+    def write(self, content: Any) -> int:
+        if len(content) > self.room[0]:
+            taken, self.room[0] = self.room[0], 0
+            if not taken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.file.write(content[:taken])
+        self.room[0] -= len(content)
+        return self.file.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_full_disk_costs_the_report_and_not_the_training(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, recorded, room = network(), network(), [10**6]
+    expected = sg.fit(plain, arrays(), epochs=4, **QUIET)
+    begin, epoch = Recorder.begin, Recorder.epoch
+
+    def filling(self: Recorder, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.record._file, room[0] = Full(self.record._file, room), 700
+
+    def emptied(self: Recorder, row: Any) -> None:
+        room[0] = 10**6 if again and row["epoch"] == 3 else room[0]
+        epoch(self, row)
+
+    monkeypatch.setattr(Recorder, "begin", filling)
+    monkeypatch.setattr(Recorder, "epoch", emptied)
+    with caplog.at_level("WARNING", "stepgraph"):
+        history = sg.fit(recorded, arrays(), epochs=4, run=tmp_path, **QUIET)
+    assert history["loss"] == expected["loss"] and state(recorded) == state(plain)
+    assert [one.getMessage() for one in caplog.records if one.name == "stepgraph"] == [
+        f"training goes on, but the record of its report could not be written: {tmp_path}: it cannot be written: "
+        "No space left on device"
+    ]
+    run = Run(tmp_path)  # whole lines only
+    told = [one["why"] for one in run.missing if one["what"] == "lines of the record"]
+    assert told == (["it cannot be written: No space left on device"] if again else [])
+    assert (run.status == "finished") is again and [row["epoch"] for row in run.epochs] == ([3, 4] if again else [])
+    monkeypatch.undo()
+    sg.fit(network(), arrays(), epochs=5, run=tmp_path, resume=True, **QUIET)  # and it can be gone on with
+    assert Run(tmp_path).status == "finished"
+
+
+def test_a_page_that_cannot_be_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stepgraph.report.recorder.PAGE_SECONDS", 0.0)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with caplog.at_level("WARNING", "stepgraph"):
+        assert sg.fit(network(), arrays(), epochs=3, run=tmp_path, **QUIET).stopped == "finished"
+    assert [one.getMessage() for one in caplog.records if "the page of its report" in one.getMessage()] == [
+        f"training goes on, but the page of its report could not be written: {tmp_path}: it cannot be written: "
+        "No space left on device"
+    ]
+    assert Run(tmp_path).status == "finished"
+    assert not list(tmp_path.glob("report.html*"))
+
+
+def test_a_record_that_somebody_spoils_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def spoiling(prediction: torch.Tensor, labels: torch.Tensor) -> float:
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(b"{junk}\n")
+        return 0.0
+
+    with caplog.at_level("WARNING", "stepgraph"):
+        history = sg.fit(network(), arrays(), epochs=2, run=tmp_path, metrics={"spoiling": spoiling}, progress="quiet")
+    assert history.stopped == "finished" and "the page of its report" in caplog.text
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_written_is_told_before_the_first_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, began = network(), []
+    before = state(training)
+
+    def read_only(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "touch", read_only)
+    monkeypatch.setattr(training, "execute", lambda *_, **__: began.append(1))
+    with pytest.raises(sg.StorageError, match="it cannot be written: Read-only file system"):
+        sg.fit(training, arrays(), checkpoints=tmp_path, **QUIET)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(sg.StorageError, match="it cannot be written"):
+        sg.fit(training, arrays(), checkpoints=tmp_path / "file" / "model", **QUIET)
+    assert not began and state(training) == before and {one.name for one in tmp_path.iterdir()} == {"file"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="makes POSIX files")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_record_that_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    {"pipe": os.mkfifo, "device": lambda one: one.symlink_to("/dev/zero"), "directory": Path.mkdir}[kind](path)
+    with pytest.raises(sg.RunError, match=rf"run\.jsonl is a {kind}, not a regular file.*\nFix:"):
+        Run(tmp_path)
+    for resume in (False, True):
+        with pytest.raises(sg.RunError, match=f"is a {kind}, not a regular file"):
+            sg.fit(network(), arrays(), run=tmp_path, resume=resume, **QUIET)
+
+
+def test_a_record_beyond_any_sense_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / FILE).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(sg.RunError, match="has 1,099,511,627,776 bytes, more than the 1,073,741,824"):
+        Run(tmp_path)
+
+
+def somewhere(value: Any, dice: random.Random) -> tuple[Any, Any]:
+    """A place in nested JSON, near the top more often than deep in a long list."""
+    key = dice.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    below = value[key]
+    return somewhere(below, dice) if isinstance(below, dict | list) and below and dice.random() < 0.5 else (value, key)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, 30))])
+def test_a_senseless_record_is_refused_as_a_run(
+    seed: int, finished: tuple[Path, sg.History, Any], tmp_path: Path
+) -> None:
+    """Whole lines of JSON with one wrong place: a page is made of it, or it is a RunError."""
+    dice, original = random.Random(seed), [json.loads(one) for one in (finished[0] / FILE).read_bytes().splitlines()]
+    refused = 0
+    for _ in range(60):
+        entries = copy.deepcopy(original)
+        container, key = somewhere(dice.choice(entries[1:]), dice)
+        container[key] = copy.deepcopy(dice.choice(JUNK))
+        (tmp_path / FILE).write_bytes(b"".join(json.dumps(one).encode() + b"\n" for one in entries))
+        try:
+            page.write(tmp_path / page.FILE, [Run(tmp_path)])
+        except sg.RunError as error:
+            refused += 1
+            assert str(error).startswith(str(tmp_path)) and "\nFix: " in str(error)
+    assert refused > 10
+
+
+def test_a_number_beyond_all_is_refused_as_a_run(finished: tuple[Path, sg.History, Any], tmp_path: Path) -> None:
+    lines = (finished[0] / FILE).read_bytes().splitlines(keepends=True)
+    steps = b'{"kind":"steps","first":1,"loss":[1%s],"rate":0.1,"rows":8,"seconds":1}\n' % (b"0" * 400)
+    (tmp_path / FILE).write_bytes(b"".join([*lines, steps]))
+    with pytest.raises(sg.RunError, match=rf"line {len(lines) + 1} of run\.jsonl is damaged: OverflowError"):
+        Run(tmp_path)
+
+
+def test_a_page_shows_what_a_label_would_do(tmp_path: Path) -> None:
+    training = network()
+    training.layers[0].label = "new\nline \x1b[2J \u202egnp.exe größe שלום"
+    sg.fit(training, arrays(), run=tmp_path, **QUIET)
+    text = (tmp_path / "report.html").read_text()
+    data = json.loads(text.split('type="application/json"')[1].split(">", 1)[1].split("</script>")[0])
+    shown = json.dumps(data, ensure_ascii=False)
+    label = "new\\nline \\x1b[2J \\u202egnp.exe größe שלום"
+    (run,) = data["runs"]
+    assert run["graph"]["nodes"][0]["layer"] == label
+    assert f'data-layer="{label}"' in run["drawing"]
+    assert "\u202e" not in shown and "\\u001b" not in shown

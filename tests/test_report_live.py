@@ -160,3 +160,69 @@ def test_ctrl_c_ends_serving(folder: Path) -> None:
         process.wait()
         if process.stdout:
             process.stdout.close()
+
+
+# Clients that are slow, many or gone
+
+
+def _threads() -> int:
+    return threading.active_count()
+
+
+def test_slow_and_many_clients_take_few_threads_and_nobody_elses_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.5)
+    before = _threads()
+    with serving(folder) as (_, port), contextlib.ExitStack() as clients:
+        for i in range(200):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            client.sendall((b"", b"GET", b"GET / HTTP/1.1\r\nHost: 127", b"GET / HTTP/1.1\r\n")[i % 4])
+            assert _threads() - before <= live.CONNECTIONS + 2
+        assert ask(port, "/data.json")[0] == 200
+        deadline = time.monotonic() + 20
+        while _threads() - before > 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert _threads() - before <= 2  # that of the server; the slow ones had their time
+        assert ask(port, "/data.json")[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_ended_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.4)
+    with serving(folder) as (_, port), socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 10:
+                client.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+
+
+def test_a_client_that_reads_nothing_or_leaves_is_not_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.4)
+    monkeypatch.setattr(live.LiveServer, "page", lambda self: bytes(50_000_000))
+    before = _threads()
+    with serving(folder) as (_, port):
+        reading = socket.create_connection(("127.0.0.1", port), timeout=10)
+        reading.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        leaving = socket.create_connection(("127.0.0.1", port), timeout=10)
+        leaving.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        leaving.close()
+        deadline = time.monotonic() + 10
+        while _threads() - before > 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert _threads() - before <= 1
+        reading.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_connections_are_not_kept(folder: Path) -> None:
+    with serving(folder) as (_, port), socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(b"GET /data.json HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: keep-alive\r\n\r\n")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    assert b"\r\nConnection: close\r\n" in answer

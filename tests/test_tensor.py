@@ -2,6 +2,8 @@
 
 import array
 import gc
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +190,16 @@ class TestMaking:
         assert xavier.std() == pytest.approx((2 / 400) ** 0.5, rel=0.02)
         assert abs(xavier.mean()) < 0.002
 
+    @pytest.mark.parametrize("shape", [(64,), (40, 80), (30, 20, 9), (16, 8, 5, 3), (8, 6, 3, 3, 3), (1, 600, 3, 3)])
+    def test_fans_are_those_of_pytorch(self, shape: tuple[int, ...]) -> None:
+        sg.set_seed(1)
+        glorot, xavier = (sg.Tensor(shape, random=kind).numpy() for kind in list(sg.RandomInitializerType)[1:])
+        like = torch.empty(shape if len(shape) > 1 else shape * 2)
+        fan_in, fan_out = torch.nn.init._calculate_fan_in_and_fan_out(like)
+        bound = (6 / (fan_in + fan_out)) ** 0.5
+        assert 0.9 * bound < np.abs(glorot).max() <= bound
+        assert xavier.std() == pytest.approx((2 / (fan_in + fan_out)) ** 0.5, rel=0.25)
+
     def test_a_seed_repeats_and_moves_on(self) -> None:
         def draw() -> list[float]:
             layer = sg.FullyConnectedLayer.create(3, 2)
@@ -217,6 +229,16 @@ MEMORY: dict[str, Callable[[np.ndarray], Any]] = {
     "array.array": lambda values: array.array("f", values.tobytes()),
     "TensorData": sg.TensorData,
 }
+
+
+class WithArray:
+    """An object that NumPy can see as an array, as those of data frames are."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.values
 
 
 def as_floats(memory: Any) -> list[float]:
@@ -275,6 +297,71 @@ class TestMemory:
     )
     def test_the_first_values_count_whatever_their_layout(self, data: Any) -> None:
         assert sg.Tensor((2, 2), data=data).data.tolist() == [[0, 1], [2, 3]]
+
+    @pytest.mark.parametrize(
+        ("values", "kind", "words"),
+        [
+            ([1, math.nan], "int64", "nan is no whole number"),
+            ([1.0, 2.5], "int32", "2.5 is no whole number"),
+            ([math.inf, 1], "uint8", "inf is no whole number from 0 to 255"),
+            ([1, 300.0], "int8", "300.0 is no whole number from -128 to 127"),
+            ([-1.0, 1], "uint8", "-1.0 is no whole number"),
+            ([1, 2.0**63], "int64", "is no whole number"),
+            ([1, 256], "uint8", "256 is no whole number"),
+            ([0.5, 1], "boolean", "0.5 is neither 0 nor 1"),
+            ([math.nan, 1], "boolean", "nan is neither"),
+            ([1, 1e39], "float32", "1e.39 is too large"),
+            ([1, -70000], "float16", "-70000 is too large"),
+            ([1, 1e39], "bfloat16", "1e.39 is too large"),
+        ],
+    )
+    def test_a_number_that_the_type_would_change_is_refused(self, values: list, kind: str, words: str) -> None:
+        with pytest.raises(sg.DataTypeError, match=words):
+            sg.Tensor((2,), kind, data=values)
+        with pytest.raises(sg.ArgumentError, match="cannot hold"):
+            sg.Tensor((2,), kind, fill=next(one for one in values if one != 1))
+
+    @pytest.mark.parametrize(
+        ("values", "kind", "wanted"),
+        [
+            ([True, False], "int64", [1, 0]),
+            ([3.0, -4], "int8", [3, -4]),
+            ([2**63 - 1, -(2**63)], "int64", [2**63 - 1, -(2**63)]),
+            ([1, 0.0], "boolean", [True, False]),
+            ([math.inf, 0.1], "float64", [math.inf, 0.1]),
+            ([], "int64", None),
+        ],
+    )
+    def test_numbers_that_fit_are_taken(self, values: list, kind: str, wanted: list | None) -> None:
+        if wanted is None:
+            with pytest.raises(sg.DataError, match="too short"):
+                sg.Tensor((2,), kind, data=values)
+        else:
+            assert sg.Tensor((2,), kind, data=values).torch().tolist() == wanted
+
+    MASKED = np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [1, 0]], dtype=np.float32)
+
+    @pytest.mark.parametrize(
+        "data",
+        [MASKED, MASKED.astype(np.float64), list(MASKED), [[1, 2], [np.ma.masked, 4]], WithArray(MASKED)],
+        ids=["as it is", "of another type", "rows", "elements", "behind __array__"],
+    )
+    def test_masked_elements_are_refused(self, data: Any) -> None:
+        with pytest.raises(sg.DataError, match=r"(?s)masked elements: 1 of .*filled\(value\)"):
+            sg.Tensor((2, 2), data=data)
+        with pytest.raises(sg.DataError, match="masked elements"):
+            sg.TensorData(self.MASKED)
+
+    def test_an_array_in_which_nothing_is_masked_is_an_array(self) -> None:
+        whole = np.ma.array([[1, 2], [3, 4]], mask=False, dtype=np.float32)
+        for data in (whole, list(whole), np.ma.array(whole, mask=np.ma.nomask)):
+            assert sg.Tensor((2, 2), data=data).data.tolist() == [[1, 2], [3, 4]]
+
+    @pytest.mark.parametrize("data", [np.array([1, None]), np.array(["a", "b"]), np.array([1, 2], "datetime64[s]")])
+    def test_elements_that_are_no_numbers_are_told(self, data: np.ndarray) -> None:
+        for given in (data, WithArray(data)):
+            with pytest.raises(sg.DataTypeError, match=r"(?s)holds .* elements, not numbers.*astype"):
+                sg.Tensor((2,), data=given)
 
     def test_bfloat16_takes_numbers_and_shows_them_through_torch(self) -> None:
         tensor = sg.Tensor((2,), "bfloat16", data=[1.5, -2])
@@ -387,14 +474,23 @@ class TestTensorData:
     def test_length_is_in_bytes(self, memory: Any, length: int) -> None:
         assert sg.TensorData(memory).length == length
 
-    def test_the_deallocator_runs_once_when_the_object_goes(self) -> None:
+    def test_the_deallocator_runs_once_when_nothing_reads_the_memory_any_more(self) -> None:
         calls: list[int] = []
         data = sg.TensorData(bytearray(4), deallocator=lambda: calls.append(1))
         view = data.bytes
         assert calls == []
         del data
         gc.collect()
-        assert (calls, view.nbytes) == ([1], 4)
+        assert (calls, view.nbytes) == ([], 4)
+        tensor = sg.Tensor((1,), data=sg.TensorData(view, deallocator=lambda: calls.append(2)))
+        gc.collect()
+        assert calls == [] and tensor.data == 0
+        del tensor
+        gc.collect()
+        assert calls == [2]
+        del view
+        gc.collect()
+        assert calls == [2, 1]
 
 
 def test_memory_is_the_whole_buffer_behind_the_data() -> None:
@@ -414,3 +510,112 @@ def test_parameters_of_one_tensor_are_equal() -> None:
     assert layer.weights_parameter == layer.weights_parameter == sg.TensorParameter(layer.weights)
     assert layer.weights_parameter not in (layer.biases_parameter, layer.weights)
     assert len({layer.weights_parameter, sg.TensorParameter(layer.weights)}) == 1
+
+
+# What only looks like an array
+
+
+class Raising:
+    """Whatever NumPy or DLPack asks of it, it raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise self.error
+
+
+class RaisingDLPack(Raising):
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def _nested(**layout: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(2)], **layout)
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.eye(2), 1.0, 0, torch.qint8)
+
+
+def _compressed() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.eye(2).to_sparse_csr()
+
+
+LOOKALIKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "is sparse_coo, not dense"),
+    "compressed": (_compressed, "is sparse_csr, not dense"),
+    "nested": (_nested, "is nested, not dense"),
+    "jagged": (lambda: _nested(layout=torch.jagged), "is nested, not dense"),
+    "quantized": (_quantized, "is quantized, not dense"),
+    "meta": (lambda: torch.empty(2, 2, device="meta"), "holds no numbers"),
+    "oneDNN": (lambda: torch.eye(2).to_mkldnn(), "is mkldnn, not dense"),
+    "an array that raises": (lambda: Raising(ZeroDivisionError()), r"cannot be seen as an array \(ZeroDivisionError\)"),
+    "DLPack that raises": (lambda: RaisingDLPack(KeyError("x")), "cannot be seen as an array"),
+    "an operating system": (lambda: RaisingDLPack(OSError(5, "boo")), "cannot be seen as an array"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_what_only_looks_like_an_array_is_refused(kind: str) -> None:
+    make, words = LOOKALIKES[kind]
+    x = sg.Tensor((2, 2), label="x")
+    graph = sg.Graph()
+    graph.node(sg.ActivationLayer.relu(), x)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile(CPU)
+    for take in (
+        lambda: sg.Tensor((2, 2), data=make()),
+        lambda: sg.TensorData(make()),
+        lambda: inference.execute({"x": make()}),
+        lambda: x.bind_and_write_data(make(), CPU),
+    ):
+        with pytest.raises(sg.DataTypeError, match=f"(?s){words}.*\nFix:"):
+            take()
+    assert not x.has_data
+
+
+@pytest.mark.parametrize(
+    ("data", "shape"),
+    [(np.ones((1, 2), np.float32)[:, 0], (1,)), (np.ones((1, 4, 2), np.float32)[:, :1, 1], (1, 1))],
+)
+def test_one_element_of_a_larger_array_is_an_array(data: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Its strides are the larger array's, though nothing comes after it."""
+    assert sg.TensorData(data).length == sg.TensorData(torch.from_numpy(data)).length == 4
+    weight, memory = sg.Tensor(shape, data=data), bytearray(4)
+    weight.copy_data_from_device_memory(memory)
+    assert np.frombuffer(memory, np.float32) == 1
+    weight.bind_optimizer_data([data.copy(), data[...]])
+
+    class Scaled(sg.Layer):
+        factor: sg.Tensor
+
+        def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+            return x * scope.array(self.factor)
+
+    x, y, graph = sg.Tensor((2, *shape)), sg.Tensor((2, *shape)), sg.Graph()
+    graph.node(Scaled(sg.Tensor(shape, data=data)), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=0.5))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    training.execute({"x": np.ones(x.shape, np.float32)}, {"y": np.zeros(x.shape, np.float32)})
+    assert data.item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("source", [{"fill": 0.0}, {"random": sg.RandomInitializerType.UNIFORM}])
+@pytest.mark.parametrize("shape", [(2**40, 2**10), (2**62, 2**62), (10**30,)])
+def test_too_little_memory_is_told_as_that(shape: tuple[int, ...], source: dict[str, Any]) -> None:
+    with pytest.raises(sg.MemoryLimitError, match=r"there is no memory for [\d,]+ bytes.*\nFix: use a smaller shape"):
+        sg.Tensor(shape, **source)
+    with pytest.raises(sg.ArgumentError, match="fill is 300, which int8 cannot hold"):
+        sg.Tensor((2,), "int8", fill=300)

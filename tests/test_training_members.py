@@ -93,11 +93,34 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
 # Creation
 
 
+@pytest.mark.parametrize("device", [CPU, sg.Device.any()], ids=["cpu", "any"])
+def test_parameters_without_data_are_filled_before_there_is_a_graph(device: sg.Device) -> None:
+    arrays = numbers(2, 3, seed=3), numbers(2, seed=4)
+    weights, biases, x, y = sg.Tensor((2, 3)), sg.Tensor((2,)), sg.Tensor((BATCH, 3)), sg.Tensor((BATCH, 2))
+    weights.bind_and_write_data(arrays[0].copy(), device)
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer(weights, biases, sg.ConvolutionDescriptor(1, 3, 2)), x)
+    training = sg.TrainingGraph([graph], mse(), sgd())
+    training.add_inputs({"x": x}, {"y": y})
+    with pytest.raises(sg.DataError, match="bind_and_write_data"):
+        training.compile(device)
+    with pytest.raises(sg.DataError, match="4 bytes for 8 bytes"):
+        biases.bind_and_write_data(arrays[1][:1], device)
+    assert not biases.has_data and biases.device is None
+    biases.bind_and_write_data(arrays[1].copy(), device)
+    training.compile(device)
+    expected = [torch.tensor(array).requires_grad_() for array in arrays]
+    loss = F.mse_loss(F.linear(torch.tensor(X), *expected), torch.tensor(Y))
+    assert training.execute({"x": X}, {"y": Y}).loss == pytest.approx(loss.item(), rel=1e-6)
+    training.synchronize_updates()
+    assert_close([weights, biases], descended(loss, expected))
+
+
 def test_creation_adopts_layers_and_tensors_and_trains_like_pytorch() -> None:
-    optimizer = sgd()
-    network = Network(mse(), optimizer)
+    optimizer, distance = sgd(), mse()
+    network = Network(distance, optimizer)
     training = network.training
-    assert training.layers == [network.first, network.tanh, network.second]
+    assert training.layers == [network.first, network.tanh, network.second, distance]
     assert training.result_tensors(network.tanh) == [network.active]
     assert training.source_tensors(network.tanh) == [network.hidden]
     assert training.optimizer is optimizer and training.device is None
@@ -126,7 +149,7 @@ def test_creation_from_several_graphs_with_nodes_added_directly_equals_one_graph
     training.compile(CPU)
     for _ in range(3):
         assert training.execute({"x": X}, {"y": Y}).loss == whole.training.execute({"x": X}, {"y": Y}).loss
-    assert len(training.layers) == 3 and after.layers == training.layers[1:2]
+    assert len(training.layers) == 4 and after.layers == training.layers[1:2]
     assert np.array_equal(second.weights.numpy(), whole.second.weights.numpy())
 
 
@@ -273,11 +296,11 @@ def test_stop_gradient_equals_detach_and_is_drawn_dashed(late: bool) -> None:
     graph.node(sg.ArithmeticLayer.multiply(), hidden, stopped)
     training, y = sg.TrainingGraph([graph], mse(), sgd()), sg.Tensor((BATCH, 2))
     training.add_inputs({"x": x}, {"y": y})
-    assert training.summarized_dot_description.count("style=dashed") == 0
+    assert training.summarized_dot_description.count("style=dashed") == 1  # the labels
     if late:
         training.compile(CPU)
     training.stop_gradient([stopped])
-    assert training.summarized_dot_description.count("style=dashed") == 1
+    assert training.summarized_dot_description.count("style=dashed") == 2
     assert graph.summarized_dot_description.count("style=dashed") == 0
     if not late:
         training.compile(CPU)
@@ -326,7 +349,7 @@ def test_compile_without_a_device_keeps_the_one_it_has() -> None:
     other = Network(mse(), sgd(momentum_scale=0.9)).compiled()
     for step in range(4):
         if step in (0, 2):
-            network.training.compile(CPU if step == 0 else None)
+            network.training.compile(*([CPU] if step == 0 else []))
         assert network.training.execute({"x": X}, {"y": Y}).loss == other.training.execute({"x": X}, {"y": Y}).loss
     assert network.training.device == CPU and other.training.device == CPU
 

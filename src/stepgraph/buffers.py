@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph.errors import DataError, DataTypeError, ShapeError
+from stepgraph.errors import DataError, DataTypeError, ShapeError, reason
 from stepgraph.types import DataType
 
 
@@ -25,7 +25,7 @@ class TensorData:
     Args:
         buffer: an ndarray, a torch tensor on the CPU, a bytearray, a memoryview, anything with DLPack or the buffer
             protocol. Bytes that may not be written (`bytes`, read-only arrays) are copied, since results go in place.
-        deallocator: called once when this object goes away.
+        deallocator: called once when nothing reads the memory any more: this object, and all tensors over it.
 
     Example:
         >>> TensorData(np.zeros(4, np.float32)).length
@@ -36,7 +36,7 @@ class TensorData:
         raw = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else buffer
         self._bytes = _flat_bytes(as_array(raw, "TensorData"))
         if deallocator is not None:
-            weakref.finalize(self, deallocator)
+            self._bytes = _released(self._bytes, deallocator)
 
     @property
     def bytes(self) -> memoryview:
@@ -62,26 +62,63 @@ class TensorData:
 def as_array(data: Any, where: str) -> torch.Tensor:
     """`data` as a torch array of its own type and shape, sharing its memory where that may be written."""
     if isinstance(data, torch.Tensor):
+        _require_plain(data, where)
         return data.detach()
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
-        values = np.asarray(data)
+        seen = np.asanyarray(data)
+    except Exception as error:  # somebody else's `__array__` or `__dlpack__` may raise anything
+        raise _not_an_array(data, where, error) from error
+    values = unmasked(seen, where)
+    if values.dtype.kind not in "biufc":
+        raise DataTypeError(
+            where,
+            f"{type(data).__name__} holds {values.dtype} elements, not numbers",
+            fix="convert it first, for example .astype(np.float32)",
+        )
+    try:
         writable = values.flags.writeable and values.dtype.isnative and all(step >= 0 for step in values.strides)
         return torch.from_numpy(values if writable else np.array(values, values.dtype.newbyteorder("=")))
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-        message = f"{type(data).__name__} cannot be seen as an array ({reason})"
-        raise DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _not_an_array(data, where, error) from error
+
+
+def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
+    message = f"{type(data).__name__} cannot be seen as an array ({reason(error).partition('. ')[0]})"
+    return DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes")
+
+
+def unmasked(array: np.ndarray, where: str) -> np.ndarray:
+    """The array without its mask, refused where something is masked: what lies below is nobody's number."""
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        problem = f"masked elements: {np.ma.count_masked(array)} of {array.size}"
+        raise DataError(where, problem, fix="decide what they are: .filled(value)")
+    return np.asarray(array)
+
+
+def _require_plain(array: torch.Tensor, where: str) -> None:
+    """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
+    if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
+        return
+    if array.is_meta:
+        raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="give its data")
+    kind = "nested" if array.is_nested else "quantized" if array.is_quantized else None
+    kind = kind or str(array.layout).removeprefix("torch.").removeprefix("_")
+    fix = {"nested": "to_padded_tensor(0.0)", "quantized": "dequantize()"}.get(kind, "to_dense()")
+    raise DataTypeError(where, f"the torch tensor is {kind}, not dense", fix=f"convert it first, with .{fix}")
 
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
     # Asked first, because in a loop data usually is as it should be.
     if isinstance(data, torch.Tensor):
-        if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous():
-            return data.detach() if data.requires_grad else data
-    elif isinstance(data, np.ndarray) and data.shape == shape and data.dtype == data_type.numpy:
+        try:  # what has no rows in memory raises here or has no address, and is refused below
+            if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous() and data.data_ptr():
+                return data.detach() if data.requires_grad else data
+        except RuntimeError:
+            _require_plain(data, where)
+    elif type(data) is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
         if flags.c_contiguous and flags.writeable:
             return torch.from_numpy(data)
@@ -164,11 +201,35 @@ def _take(flat: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
     return flat[:count].view(tuple(shape))
 
 
+class _Memory(np.ndarray):
+    """An array that can be watched going away."""
+
+
+def _released(memory: torch.Tensor, deallocator: Callable[[], object]) -> torch.Tensor:
+    """The same memory behind a storage of its own, which lives as long as any view of it and then calls `deallocator`.
+
+    The storage holds the array it was made from, and that one holds `memory`.
+    """
+    watched = memory.numpy().view(_Memory)
+    weakref.finalize(watched, deallocator)
+    return torch.from_numpy(watched)
+
+
 def _flat_bytes(array: torch.Tensor) -> torch.Tensor:
     if not array.is_cpu or not array.is_contiguous():
         kind = "not contiguous" if array.is_cpu else f"on {array.device}"
         raise DataError("TensorData", f"the memory is {kind}", fix="give contiguous host memory")
-    return array.reshape(-1).view(torch.uint8) if array.numel() else torch.empty(0, dtype=torch.uint8)
+    return as_bytes(array)
+
+
+def as_bytes(array: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous array as bytes, sharing it.
+
+    The stride along an extent of 1 may be anything, and a single element of a larger array still has that array's.
+    """
+    if not array.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return array.as_strided((array.numel(),), (1,)).view(torch.uint8)
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -176,18 +237,16 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
-    """Nested numbers as an array of their own."""
+    """Nested numbers as an array of their own; refused where the type would make others of them."""
+    _require_unmasked(data, where)
     try:
         values = np.asarray(data)
         if values.dtype.kind not in "biuf":
             raise ValueError("it holds something else than numbers")
-        kind = data_type.debug_description
-        wanted = {"bfloat16": "float32", "boolean": "bool"}.get(kind, kind)
-        if np.dtype(wanted).kind in "iu" and values.size and values.dtype.kind in "iu":
-            bounds = np.iinfo(wanted)
-            if values.min() < bounds.min or values.max() > bounds.max:
-                raise ValueError(f"{kind} holds {bounds.min} to {bounds.max}")
-        return torch.from_numpy(values.astype(wanted)).to(data_type.torch)
+        with np.errstate(all="ignore"):  # what does not fit is told below, with its value
+            array = torch.from_numpy(values.astype(_numpy_type(data_type))).to(data_type.torch)
+        _require_same(values, array, data_type)
+        return array
     except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataTypeError(
@@ -195,6 +254,40 @@ def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
             f"{type(data).__name__} cannot be seen as an array of {data_type.debug_description} ({reason})",
             fix="give numbers, in rows of equal length",
         ) from None
+
+
+def _numpy_type(data_type: DataType) -> str:
+    kind = data_type.debug_description
+    return {"bfloat16": "float32", "boolean": "bool"}.get(kind, kind)
+
+
+def _require_unmasked(data: Any, where: str) -> None:
+    """Refuses masked elements among nested numbers: NumPy would drop the mask without a word."""
+    if isinstance(data, np.ma.MaskedArray):
+        unmasked(data, where)
+    elif isinstance(data, list | tuple):
+        for one in data:
+            if not isinstance(one, float | int):
+                _require_unmasked(one, where)
+
+
+def _require_same(values: np.ndarray, array: torch.Tensor, data_type: DataType) -> None:
+    """Raises a ValueError at the first number that the type has made another of; rounding of reals is none."""
+    if values.dtype.kind == "b" or not values.size:
+        return
+    wanted = np.dtype(_numpy_type(data_type))
+    if wanted.kind == "f":
+        lost, why = np.isfinite(values) & ~array.isfinite().numpy(), "is too large"
+    elif wanted.kind == "b":
+        lost, why = (values != 0) & (values != 1), "is neither 0 nor 1"
+    else:
+        bounds = np.iinfo(wanted)
+        # The largest int64 is no float64; the number after it is.
+        below = values < float(bounds.max) + 1 if values.dtype.kind == "f" else values <= bounds.max
+        fits = (values >= bounds.min) & below & (values == np.trunc(values))
+        lost, why = ~fits, f"is no whole number from {bounds.min} to {bounds.max}"
+    if lost.any():
+        raise ValueError(f"{values[lost][0]} {why}")
 
 
 def _shares(array: torch.Tensor, memory: Any) -> bool:

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import is_
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from stepgraph import buffers, draw
+from stepgraph import buffers, draw, surroundings
 from stepgraph.checkpoint import restoring, saving
 from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
@@ -25,7 +24,6 @@ from stepgraph.errors import (
     ArgumentError,
     DataError,
     DataTypeError,
-    DeviceError,
     ExecutionError,
     NumericsError,
     StateError,
@@ -34,20 +32,26 @@ from stepgraph.errors import (
 from stepgraph.graph import Graph, Node
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
-from stepgraph.runtime.execution import Completion, Execution, turn
+from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data, Names, merged
+from stepgraph.runtime.indices import Indices
+from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress
-from stepgraph.settings import fusion_of, require_options
+from stepgraph.settings import ChosenDevice, chosen, fusion_of, require_options
+from stepgraph.surroundings import Precision
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")
 Found = dict[Key, torch.Tensor]
-Answer = tuple[Tensor | None, torch.Tensor | Loss | None]  # what a call results in, and its loss
+# What a call results in: for which tensor, its array, and the loss.
+Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
+NOTHING: Answer = (None, None, None)
 
 
 @dataclass(slots=True)
@@ -82,26 +86,32 @@ class CompiledGraph(DeclaredGraph):
         self._options, self._checks_numerics = GraphCompilationOptions.NONE, False
         self._compute_type: torch.dtype | None = None
         self._tf32: bool | None = None
+        self._precision = Precision()
         self._memory_limit: int | None = None
         self._compiled: tuple[Node, ...] = ()
         self._last_loss: Node | None = None
         self._held: tuple[Tensor, ...] = ()
-        self._programs = Programs(self._step, self._kept_keys)
-        self._bindings: dict[tuple[str, int], tuple[list[torch.Tensor | None], Binding]] = {}
+        self._programs = self._new_programs()
         self._written: Found = {}
         self._last: Call | None = None
         self._given: list[torch.Tensor | None] = []
+        self._checks_indices = False
+        self._index_feeds: dict[int, Indices] = {}
         self._holding: set[Tensor] = set()
-        self._plan = MemoryPlan()
 
     def add_outputs(self, outputs: Names) -> None:
-        """Names tensors that stay readable after a call, and that `outputs_data` may ask for."""
+        """Names tensors that stay readable after a call, and that `outputs_data` may ask for.
+
+        On a graph that is compiled this makes a new plan, which is refused where it exceeds the memory limit.
+        """
         declared = merged("output", self._outputs, outputs)
         self._check_outputs(declared)
-        if self.device is not None and any(tensor not in self._kept() for tensor in outputs.values()):
-            self._programs = self._programs.keeping_anew()  # executables were made to drop it
-            self._bindings = {}
-        self._outputs = declared
+        with self._all_or_nothing():
+            dropped = self.device is not None and any(tensor not in self._kept() for tensor in outputs.values())
+            self._outputs = declared
+            if dropped:  # executables were made to drop it
+                self._programs = self._programs.keeping_anew()
+                self._programs.executable("step" if self.trains else "inference", self._feeds.batch)
 
     # Saving
 
@@ -145,25 +155,35 @@ class CompiledGraph(DeclaredGraph):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """A failed call leaves the graph as it was."""
+        """A failed call leaves the graph as it was; what it makes does not depend on the caller's modes."""
         before = dict(self.__dict__)
         try:
-            yield
+            with surroundings.tracing():
+                yield
         except BaseException:
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
 
+    def _new_programs(self, channels_last: bool | None = None) -> Programs:
+        return Programs(self._step, self._kept_keys, self._require_fit, channels_last)
+
+    def _require_fit(self, plan: MemoryPlan, part: str, batch: int) -> None:
+        """Refuses a plan that needs more than the graph may."""
+
     def _prepare(
         self,
-        device: Device | None,
+        device: ChosenDevice,
         options: GraphCompilationOptions,
         constants: Names | None,
         constants_data: Data | None,
         parameters: Sequence[Tensor] = (),
     ) -> None:
-        """Everything about a compilation that is not tracing: device, nodes, constants, feeds, held tensors."""
-        self.device = self._chosen(device)
+        """Everything about a compilation that is not tracing: device, nodes, constants, feeds, held tensors.
+
+        Nothing but this graph changes: tensors move with `_settle`, when nothing can be refused any more.
+        """
+        self.device = chosen(f"{type(self).__name__}.compile", device, self.device)
         require_options(options, GraphCompilationOptions)
         self._options, self._checks_numerics = options, GraphCompilationOptions.CHECK_NUMERICS in options
         self._compiled = self._all_nodes()
@@ -172,34 +192,28 @@ class CompiledGraph(DeclaredGraph):
             raise StateError(f"{type(self).__name__}.compile", "the graph has no layers", fix="add nodes first")
         self._constants = self._read_constants(self.device, constants or {}, constants_data or {})
         self._feeds = self._feeds.find(self._compiled, {*self._constants, *parameters})
+        # Others raise an error where an index is out of range, and go on with the next call.
+        fused = GraphCompilationOptions.FUSE_LAYERS in options
+        self._checks_indices, self._index_feeds = fused or self.device.torch.type != "cpu", {}
         self._check_outputs(self._outputs)
         self._held = self._find_held()
-        self._programs = Programs(self._step, self._kept_keys)
-        self._bindings, self._last = {}, None
-        for tensor in self._held:
-            tensor.place(self.device)
-        for node in self._compiled:
-            node.layer.device_type = self.device.actual_device_type  # type: ignore[misc]
+        self._programs, self._last = self._new_programs(), None
 
-    def _tell_device(self) -> None:
-        """Every tensor of a graph that has been compiled knows its device."""
+    def _settle(self) -> None:
+        """What a compilation changes outside of the graph: tensors are on the device, and know it."""
+        device = self._require_compiled("compile")
+        arrays = [tensor.on(device) for tensor in self._held]  # the last that may fail: memory may run out
+        with Uninterrupted():
+            for tensor, array in zip(self._held, arrays, strict=True):
+                tensor.settle(array, device)
+            self._tell_device(device)
+
+    def _tell_device(self, device: Device) -> None:
+        """Every layer and tensor of a graph that has been compiled knows its device."""
         for node in self._compiled:
+            node.layer.device_type = device.actual_device_type  # type: ignore[misc]
             for tensor in (*node.arguments, *node.results):
-                tensor.device = self.device
-
-    def _chosen(self, device: Device | None) -> Device:
-        chosen = device or self.device
-        if chosen is None:
-            raise DeviceError(
-                f"{type(self).__name__}.compile",
-                "there is no device to compile for",
-                fix="pass Device.any() or Device.cpu()",
-            )
-        if not isinstance(chosen, Device):
-            raise DataTypeError(
-                f"{type(self).__name__}.compile", f"{chosen!r} is not a Device", fix="pass Device.any()"
-            )
-        return chosen
+                tensor.device = device
 
     def _all_nodes(self) -> tuple[Node, ...]:
         return self.nodes
@@ -224,13 +238,18 @@ class CompiledGraph(DeclaredGraph):
                         node.where,
                         "one of its tensors holds no data",
                         tensor=repr(tensor),
-                        fix="create it with data, fill or random",
+                        fix="create it with data, fill or random, or give it data with bind_and_write_data",
                     )
                 if tensor not in other:
                     found[tensor] = None
         return tuple(found)
 
-    def _require_linkable(self, graphs: Sequence[CompiledGraph]) -> None:
+    def _linkable(self, graphs: Sequence[CompiledGraph]) -> tuple[Any, ...]:
+        """This graph and the others, each once, if they can be linked."""
+        if not isinstance(graphs, Sequence):
+            raise DataTypeError(
+                f"{type(self).__name__}.link", f"{type(graphs).__name__} is not a list", fix="pass a list of graphs"
+            )
         for graph in (self, *graphs):
             if not isinstance(graph, type(self)):
                 raise DataTypeError(
@@ -243,6 +262,7 @@ class CompiledGraph(DeclaredGraph):
                     "a graph was compiled without LINK_GRAPHS",
                     fix="compile each with it",
                 )
+        return tuple(dict.fromkeys((self, *graphs)))
 
     def _require_compiled(self, call: str) -> Device:
         if self.device is None:
@@ -260,18 +280,30 @@ class CompiledGraph(DeclaredGraph):
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
         require_options(options, ExecutionOptions)
-        step = None if self._optimizer is None else self._optimizer.time_step
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             then = zip(self._written.items(), self._given, strict=True)
-            written = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
-            feeds = self._feeds.arrays(written, batch, self._require_compiled("execute"))
-            self._last = Call(batch, step, feeds)
-            return feeds
-        self._written = self._feeds.arrays(given, batch, self._require_compiled("execute"))
-        self._given = [tensor.current for tensor in self._feeds.tensors]
-        self._last = Call(batch, step, self._written)
-        return self._written
+            given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
+        indices = self._indices(batch) if self._checks_indices and not self._raises_for_indices(batch) else None
+        return self._feeds.arrays(given, batch, self._require_compiled("execute"), indices)
+
+    def _raises_for_indices(self, batch: int) -> bool:
+        """Whether an index out of range is an ordinary error: in a fused step of one thread it is."""
+        known = self._programs.executables.get(("step" if self.trains else "inference", batch))
+        return known is not None and known.runs_alone
+
+    def _indices(self, batch: int) -> Indices:
+        """Which feeds are indices, and of what, for a batch size."""
+        if batch not in self._index_feeds:
+            self._index_feeds[batch] = Indices(self._step(batch, False), self._feeds.spoken)
+        return self._index_feeds[batch]
+
+    def _accept(self, feeds: Found, batch: int, options: ExecutionOptions) -> None:
+        """Remembers the data of a call that nothing refuses any more."""
+        if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
+            self._written, self._given = feeds, [tensor.current for tensor in self._feeds.tensors]
+        step = None if self._optimizer is None else self._optimizer.time_step
+        self._last = Call(batch, step, feeds)
 
     def _batch_size(self, given: int | None) -> int:
         """The batch size of a call, refused where it is another than declared and the result has other rows."""
@@ -290,11 +322,7 @@ class CompiledGraph(DeclaredGraph):
 
     def _bound(self, part: str, batch: int) -> Binding:
         """A part with the arrays that stay between calls, looked up anew where a tensor was bound to other memory."""
-        memory, known = self._memory(), self._bindings.get((part, batch))
-        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
-            known = memory, self._programs.executable(part, batch).bind(self._arrays())
-            self._bindings[part, batch] = known
-        return known[1]
+        return self._programs.executable(part, batch).bound(self._memory(), self._arrays)
 
     def _memory(self) -> list[torch.Tensor | None]:
         """What tells whether `_arrays` would find others than before."""
@@ -315,21 +343,25 @@ class CompiledGraph(DeclaredGraph):
         completion: Completion | None,
         keep: Callable[[Found], Answer],
     ) -> Execution:
-        """Runs an executable and lets `keep` store what it found; the handle tells the rest."""
-        device = self._require_compiled("execute")
-        if completion is not None and not callable(completion):
-            raise DataTypeError(
-                "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
-            )
-        with turn(device), current_device(device):
-            timed = bool(options) and ExecutionOptions.PROFILING in options
-            execution = Execution(device, timed, announced=completion is not None)
+        """Runs an executable and lets `keep` store what it found; the handle tells the rest.
+
+        The caller has its turn on the device since it took its data, so that a call of another thread sees nothing of
+        this one. An interrupt comes before or after, never in between.
+        """
+        timed = bool(options) and ExecutionOptions.PROFILING in options
+        execution = Execution(self._require_compiled("execute"), timed, announced=completion is not None)
+        with Uninterrupted():
             try:
                 execution.finish(*keep(self._run(binding, arrays, options, execution)))
             except (ExecutionError, NumericsError) as error:
+                self._indices(binding.executable.step.batch[1]).require_all(arrays)
                 execution.fail(error)
                 if completion is None:
                     raise
+        return execution
+
+    def _announced(self, execution: Execution, options: ExecutionOptions, completion: Completion | None) -> Execution:
+        """Waits for the work where that was asked for, and tells who wants to know; not while others wait for it."""
         synchronous = bool(options) and ExecutionOptions.SYNCHRONOUS in options
         if synchronous and execution.error is None:
             execution.wait()
@@ -362,7 +394,7 @@ class CompiledGraph(DeclaredGraph):
             # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
             channels_last=device.type == "cuda" and GraphCompilationOptions.DETERMINISTIC not in self._options,
             fusion=fusion_of(self._options, device, planned=self._memory_limit is not None),
-            tf32=self._tf32,
+            precision=self._precision,
             memory_limit=self._memory_limit,
             names=draw.parameter_names(self._compiled),
         )
@@ -394,8 +426,10 @@ class CompiledGraph(DeclaredGraph):
     def _answer(self, executable: Executable, found: Found) -> Answer:
         """The loss, or the last result without a loss."""
         if self._last_loss is None:
-            return self._compiled[-1].results[0], None
-        return self._last_loss.results[0], executable.loss(found)
+            last = self._compiled[-1].results[0]
+            return last, executable.result(found, value(last)), None
+        loss = executable.loss(found)
+        return self._last_loss.results[0], loss, loss
 
     def _check_outputs(self, outputs: Names) -> None:
         made = {tensor for node in self._compiled for tensor in node.results}
@@ -433,6 +467,14 @@ class CompiledGraph(DeclaredGraph):
         for name, destination in (outputs_data or {}).items():
             tensor = self._outputs[name]
             buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
+
+
+def require_completion(completion: Any) -> None:
+    """Refuses what cannot be called when the work is done."""
+    if completion is not None and not callable(completion):
+        raise DataTypeError(
+            "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
+        )
 
 
 _HERE: AbstractContextManager[Any] = nullcontext()

@@ -286,7 +286,10 @@ def _whole(values: Any, tensor: Tensor, where: str) -> Any:
     """An array with one row for each sample, of the tensor's shape and type."""
     if isinstance(values, list | tuple):
         return buffers.read(values, (len(values), *tensor.shape[1:]), tensor.data_type, where)
-    array = values if isinstance(values, torch.Tensor | np.ndarray) else np.asarray(values)
+    if isinstance(values, np.ndarray):
+        array: Any = buffers.unmasked(values, where)
+    else:
+        array = buffers.as_array(values, where)
     if array.ndim == 0 or (len(array) and array.ndim == 1 and math.prod(tensor.shape[1:]) != 1):
         wanted = ("rows", *tensor.shape[1:])
         raise ShapeError(where, f"the array has shape {tuple(array.shape)}", needed=wanted, fix="reshape it")

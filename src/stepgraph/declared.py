@@ -71,6 +71,9 @@ class DeclaredGraph(Graph):
         """The graphs joined with `link`, this one included."""
         return self._linked
 
+    def _is_batched(self, tensor: Tensor) -> bool:
+        return not self._feeds.tensors or tensor.shape[0] == self._feeds.batch
+
     def add_inputs(
         self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
     ) -> None:

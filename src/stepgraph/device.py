@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,12 +18,14 @@ TorchDevice = torch.device
 class Device:
     """One processor, or several GPUs chosen together (a graph runs on the first of them).
 
+    Devices that are the same place are equal, however they were asked for: without a GPU `any()` is `cpu()`.
+
     Example:
         >>> Device.cpu().actual_device_type.name
         'CPU'
     """
 
-    type: DeviceType
+    type: DeviceType = field(compare=False)
     torch_devices: tuple[TorchDevice, ...]
 
     @classmethod

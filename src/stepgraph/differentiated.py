@@ -34,7 +34,7 @@ class DifferentiatedGraph(TrainingRecipe):
         It is added to the gradients that come from layers. Unwritten, it counts as zero.
         """
         require_tensor("allocate_user_gradient", tensor)
-        if tensor not in {result for node in self._compiled or self.nodes for result in node.results}:
+        if tensor not in {result for node in self._compiled or self._shown() for result in node.results}:
             raise UnknownNameError(
                 "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
             )
@@ -45,12 +45,7 @@ class DifferentiatedGraph(TrainingRecipe):
             with self._all_or_nothing():
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:
-                    saved, batch = self._saved, self._forward_batch
-                    found, used = self._gradients.found, self._gradients.used
-                    self._again(f"{tensor.label} takes a gradient from outside")
-                    self._gradients.found, self._gradients.used = found, used
-                    if batch is not None:
-                        self._repeat_forward(saved, batch)
+                    self._again(f"{tensor.label} takes a gradient from outside", keeps_passes=True)
         return self._user_gradients[tensor]
 
     def gradient_tensor(self, input: Tensor) -> Tensor | None:
@@ -137,11 +132,14 @@ class DifferentiatedGraph(TrainingRecipe):
         stream[1] -= int(again and self._last is not None and self._last.drew)
         return super()._replayed(batch, again) | self._seeds(batch) | {STREAM: stream}
 
-    def _repeat_forward(self, saved: Found, batch: int) -> None:
+    def _repeated_forward(self) -> Found:
         """The last forward pass once more, for a new program: same data, same random numbers, statistics untouched."""
+        saved, batch = self._saved, self._forward_batch
+        if batch is None:
+            return {}
         feeds = {value(t): saved[value(t)] for t in self._feeds.tensors}
         arrays = self._arrays() | feeds
         executable = self._programs.executable("forward", batch)
-        moving = {key: arrays[key].clone() for key in (STREAM, *map(value, executable.step.statistics))}
+        moving = {key: arrays[key].clone() for key in {STREAM, *executable.part.written}}
         moving[STREAM][1] -= 1
-        self._saved, self._forward_batch = feeds | executable(executable.bind(arrays | moving), {}), batch
+        return feeds | executable(executable.bind(arrays | moving), {})

@@ -4,9 +4,14 @@ A message reads `<where>: <what is wrong, with both values>.`, then aligned fact
 built-in a caller would expect to catch.
 """
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
+
+# What a terminal or a page would obey instead of showing it: control characters, marks that turn the direction of
+# writing around, line separators, and halves of characters that no encoding has.
+OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class StepgraphError(Exception):
@@ -35,7 +40,7 @@ class StepgraphError(Exception):
         lines += [f"    {name.replace('_', ' '):{width}}   {value}" for name, value in self.facts.items()]
         if self.fix:
             lines.append(f"Fix: {self.fix}.")
-        return "\n".join(lines)
+        return "\n".join(map(readable, lines))
 
 
 class ArgumentError(StepgraphError, ValueError):
@@ -63,7 +68,7 @@ class StateError(StepgraphError, RuntimeError):
 
 
 class MemoryLimitError(StepgraphError, MemoryError):
-    """A graph does not fit into the memory it was given."""
+    """A graph does not fit into the memory it was given, or a tensor into the memory there is."""
 
 
 class DeviceError(StepgraphError, RuntimeError):
@@ -95,6 +100,21 @@ class StorageError(StepgraphError, OSError):
     """A checkpoint or a run cannot be written to or read from where it should be."""
 
 
+def readable(text: str) -> str:
+    r"""Text of somebody else's as one line that is safe to show: what would be obeyed is escaped, the rest stays.
+
+    Example:
+        >>> print(readable("größe \x1b[2J"))
+        größe \x1b[2J
+    """
+    return OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def readable_lines(text: str) -> str:
+    """The same for text of several lines, which stay lines."""
+    return "\n".join(map(readable, text.split("\n")))
+
+
 def reason(error: BaseException) -> str:
     """What somebody else's exception says, in one line without a full stop."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
@@ -117,5 +137,13 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _short(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+    path, here = Path(filename), working_directory()
+    return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else path.name
+
+
+def working_directory() -> Path | None:
+    """Where the program runs; None where that folder has been deleted."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None

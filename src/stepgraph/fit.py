@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite, isnan
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stepgraph.checkpoint.files import as_path, check_keep, latest, read
+from stepgraph.checkpoint.codec import of_kind
+from stepgraph.checkpoint.files import as_path, check_keep, latest, read, read_description
+from stepgraph.checkpoint.restoring import understood
 from stepgraph.data import Source, source
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
 from stepgraph.history import History, plain, real
@@ -30,6 +32,7 @@ from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
 from stepgraph.runtime.losses import Loss
 from stepgraph.schedule import Schedule, WarmupCosine
+from stepgraph.storage import require_writable
 from stepgraph.trained import Trained, read_losses, until
 from stepgraph.training import TrainingGraph
 
@@ -74,7 +77,7 @@ def fit(
         accumulate: batches whose gradients make one update. A mean loss has the mean over all their rows.
         watch: the loss or a metric that tells which epoch is best; that of the validation data where there is any.
         better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
-        patience: end after so many epochs without a better one.
+        patience: end after so many epochs without a better one; an epoch whose watched number is NaN is never better.
         run: a folder for all that tells what happened: the record, `report.html`, and the checkpoints.
         checkpoints: a folder: a series of which the newest `keep` stay, and the best epoch in `best`. With `run`, by
             default the folder `checkpoints` in it.
@@ -110,7 +113,10 @@ def fit(
     loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
     loop.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
     if resume:
+        _check_notes(settings.folder, named)
         loop.go_on()
+    if settings.folder is not None:
+        require_writable(settings.folder)  # known now, not after the first epoch
     with _interruptible() as interrupted:
         loop.run(interrupted)
     return loop.history
@@ -246,7 +252,7 @@ class _Run:
         times = {"rate": self.optimizer.learning_rate, "seconds": place.seconds}
         row = {"epoch": place.epoch + 1, "step": place.step, **self.tally.values(), **found, **times}
         self.history.epochs.append(row)
-        value = row[self.settings.watch if tested is None else f"validation {self.settings.watch}"]
+        value = row[self._watched]
         is_best = self._is_better(value)
         if is_best:
             place.best, place.waited, self.history.best_epoch = value, 0, row["epoch"]
@@ -259,11 +265,17 @@ class _Run:
         self.screen.epoch(row)
         self.recorder.epoch(row)
 
+    @property
+    def _watched(self) -> str:
+        """The number that tells which epoch is best."""
+        return self.settings.watch if self.test is None else f"validation {self.settings.watch}"
+
     def _is_better(self, value: float) -> bool:
-        best = self.place.best
-        if best is None or best != best:  # noqa: PLR0124  anything is better than NaN
-            return True
-        return value > best if self.settings.higher else value < best
+        """Whether nothing was as good before. NaN never is, nor is an infinity of the wrong sign."""
+        best, higher = self.place.best, self.settings.higher
+        if best is None or isnan(best):
+            best = -inf if higher else inf
+        return value > best if higher else value < best
 
     def _gave_up(self) -> bool:
         return self.settings.patience is not None and self.place.waited >= self.settings.patience
@@ -342,7 +354,10 @@ class _Run:
 
     def _notes(self) -> dict[str, Any]:
         state = {"place": asdict(self.place), "tally": self.tally.state()}
-        return {"fit": {**plain(state), "history": self.history.state()}}
+        return {"fit": {**plain(state), "history": self.history.state(), "watched": self._watched_how()}}
+
+    def _watched_how(self) -> list[str]:
+        return [self._watched, "higher" if self.settings.higher else "lower"]
 
     def go_on(self) -> None:
         """Takes the latest checkpoint over, if there is one."""
@@ -366,6 +381,8 @@ class _Run:
         self.seed, _ = self.graph.stream
         self.place, self.history = place, History.from_state(notes["history"])
         self.place.shape, self.resumed = shape, True
+        if notes.get("watched", self._watched_how()) != self._watched_how():
+            self.place.best, self.place.waited = None, 0  # they are of another number
         self.tally.resume(real(notes["tally"]))
 
 
@@ -441,3 +458,19 @@ def _require_repeating(epochs: int, *sources: Source | None) -> None:
         if one is not None and epochs > 1 and not one.repeats:
             problem = f"the {one.feeds.what} is an iterator, used up after one epoch of {epochs}"
             raise ArgumentError("fit", problem, fix="give a list, or a function of the epoch that returns an iterator")
+
+
+def _check_notes(folder: Path | None, metrics: Mapping[str, Metric]) -> None:
+    """Refuses, before anything changes, a latest checkpoint whose notes `fit` could not go on from."""
+    path = None if folder is None else latest(folder)
+    if path is None:
+        return
+    with understood(path):
+        notes = read_description(path)["notes"].get("fit")
+        if notes is not None:  # else it is another program's, which is told when it is read
+            place, history = _Place(**real(notes["place"])), History.from_state(notes["history"])
+            Tally(metrics).resume(real(notes["tally"]))
+            for number in (place.origin, place.epoch, place.batch, place.step, place.waited, history.every):
+                of_kind(int, number)
+            for row in history.epochs:
+                of_kind(int, row["epoch"])

@@ -72,11 +72,15 @@ class Graph:
     @property
     def summarized_dot_description(self) -> str:
         """DOT text of the graph: every node, edges dashed where gradients stop."""
-        return draw.dot(self.nodes, self._stopped)
+        return draw.dot(self._shown(), self._stopped)
 
     @property
     def _stopped(self) -> frozenset[Tensor]:
         return frozenset()
+
+    def _shown(self) -> tuple[Node, ...]:
+        """The nodes that a reader is told about."""
+        return self.nodes
 
     def node(
         self,
@@ -158,11 +162,11 @@ class Graph:
 
     def source_tensors(self, layer: Layer) -> list[Tensor]:
         """The sources of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self.nodes if node.layer is layer for tensor in node.sources]
+        return [tensor for node in self._shown() if node.layer is layer for tensor in node.sources]
 
     def result_tensors(self, layer: Layer) -> list[Tensor]:
         """The results of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self.nodes if node.layer is layer for tensor in node.results]
+        return [tensor for node in self._shown() if node.layer is layer for tensor in node.results]
 
     def bind_and_write_data(
         self,
@@ -175,8 +179,9 @@ class Graph:
     ) -> None:
         """Makes the caller's memory the data of inputs, labels or user gradients, and writes it to the device.
 
-        For running phase by phase. `batch_size` rows are taken, by default as many as each tensor declares. The
-        caller keeps the memory alive and unchanged until the phase that reads it has run.
+        For running phase by phase. `batch_size` rows are taken, by default as many as each tensor declares; of a
+        tensor whose first extent is not the batch, all of them, as `execute` does. The caller keeps the memory alive
+        and unchanged until the phase that reads it has run.
         """
         where = "bind_and_write_data"
         for given in (data, for_inputs):
@@ -198,7 +203,7 @@ class Graph:
         arrays = {}
         for name, values in data.items():
             tensor = for_inputs[name]
-            shape = (batch_size, *tensor.shape[1:]) if batch_size else tensor.shape
+            shape = (batch_size, *tensor.shape[1:]) if batch_size and self._is_batched(tensor) else tensor.shape
             arrays[tensor] = buffers.read(values, shape, tensor.data_type, f"Tensor '{tensor.label}' ('{name}')")
         for tensor, array in arrays.items():  # nothing is bound unless everything fits
             tensor.bind(array, device)
@@ -217,6 +222,10 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.nodes)} nodes>"
+
+    def _is_batched(self, tensor: Tensor) -> bool:
+        """Whether the first extent of a tensor follows the batch size; a graph that is not compiled knows no other."""
+        return True
 
     def _add(self, node: Node) -> None:
         self._nodes.append(node)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, ClassVar
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.errors import UnknownNameError
+
+_TIMES = ("rate", "seconds")
 
 
 @dataclass
@@ -21,7 +22,8 @@ class History:
 
     Args:
         epochs: for each epoch its `epoch` and `step` (both counted from 1), `loss`, metrics, the same of the validation
-            data as `validation loss` and so on, the last learning `rate`, and `seconds`.
+            data as `validation loss` and so on, the last learning `rate`, and `seconds`. A run that was resumed with
+            other metrics has other names in later epochs.
         steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
         every: how many updates stand for one entry of `steps`.
         best_epoch: the epoch with the best watched number.
@@ -42,11 +44,20 @@ class History:
     most_steps: ClassVar[int] = 20_000
 
     def __getitem__(self, name: str) -> list[Any]:
-        """One number, epoch by epoch."""
-        known = [key for key in (self.epochs[0] if self.epochs else {}) if key]
+        """One number, epoch by epoch; None for an epoch that does not have it."""
+        known = self._names()
         if name not in known:
             raise UnknownNameError("History", f"there is no '{name}'", known=", ".join(known) or "none", fix="use one")
-        return [row[name] for row in self.epochs]
+        return [row.get(name) for row in self.epochs]
+
+    def _names(self) -> list[str]:
+        """What any epoch has; times last, as in each of them."""
+        found = dict.fromkeys(name for row in self.epochs for name in row)
+        return [name for name in found if name not in _TIMES] + [name for name in _TIMES if name in found]
+
+    def _shown_names(self) -> list[str]:
+        """Those of them that are one number in every epoch."""
+        return [name for name in self._names() if not any(isinstance(row.get(name), list) for row in self.epochs)]
 
     @property
     def losses(self) -> list[float]:
@@ -73,31 +84,30 @@ class History:
         return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"])
 
     def __rich__(self) -> RenderableType:
-        table = Table(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
-        names = [key for key, value in (self.epochs[0] if self.epochs else {}).items() if not isinstance(value, list)]
+        table = draw.Listing(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
+        names = self._shown_names()
         for name in names:
             table.add_column(name, justify="right")
         for row in self.epochs:
             best = self.best_epoch == row["epoch"]
-            table.add_row(*(shown(name, row[name]) for name in names), style="bold" if best else None)
+            table.add_row(*(shown(name, row.get(name)) for name in names), style="bold" if best else None)
         return table
 
     def _repr_html_(self) -> str:
-        names = [key for key, value in (self.epochs[0] if self.epochs else {}).items() if not isinstance(value, list)]
-        lines = [[shown(name, row[name]) for name in names] for row in self.epochs]
+        names = self._shown_names()
+        lines = [[shown(name, row.get(name)) for name in names] for row in self.epochs]
         best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
         ended = f"<p>{escape(self.stopped)}</p>" if self.stopped else ""
         return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return draw.text(self.__rich__(), width=160)
 
 
 def shown(name: str, value: Any) -> str:
-    """A number as people read it."""
+    """A number as people read it; nothing where there is none."""
+    if value is None:
+        return ""
     if isinstance(value, int):
         return str(value)
     return f"{value:.2f}" if name == "seconds" else f"{value:.4g}" if name == "rate" else f"{value:.4f}"

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import Answer, Found, results_of
-from stepgraph.compiler import memory
+from stepgraph.compiled import Answer, Found, current_device, require_completion, results_of
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.step import STREAM
-from stepgraph.device import Device
+from stepgraph.compiler.step import STREAM, value
 from stepgraph.inspected import InspectedGraph
-from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.runtime.programs import Programs
-from stepgraph.settings import mixed
+from stepgraph.settings import SAME_DEVICE, ChosenDevice, mixed, tf32_allowed
+from stepgraph.surroundings import Precision
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
@@ -39,7 +37,7 @@ class InferenceGraph(InspectedGraph):
 
     def compile(
         self,
-        device: Device | None = None,
+        device: ChosenDevice = SAME_DEVICE,
         options: GraphCompilationOptions = GraphCompilationOptions.NONE,
         input_tensors: Names | None = None,
         input_tensors_data: Data | None = None,
@@ -47,28 +45,29 @@ class InferenceGraph(InspectedGraph):
         compute_type: DataType | torch.dtype | str | None = None,
         tf32: bool | None = None,
     ) -> None:
-        """Compiles for `device`. Inputs in `input_tensors` become constants with the data given here.
+        """Compiles for `device`, if it is left out for that of before.
+
+        Inputs in `input_tensors` become constants with the data given here.
 
         With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type. `tf32`
         is that of `TrainingGraph.compile`.
         """
         with self._all_or_nothing():
-            self._compute_type, self._tf32 = mixed(compute_type), tf32
+            self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
+            self._precision = Precision.of(self._tf32)
             self._prepare(device, options, input_tensors, input_tensors_data)
-            executable = self._programs.executable("inference", self._feeds.batch)
-            self._plan = memory.plan(executable.step, executable.part)
-            self._tell_device()
+            self._programs.executable("inference", self._feeds.batch)
+            self._settle()
 
     def memory_plan_for(self, batch_size: int) -> MemoryPlan:
         """What the forward pass would need with so many rows; nothing is run or kept."""
         self._require_compiled("memory_plan_for")
-        planned = Programs(self._step, self._kept_keys, self._programs.channels_last)
-        return planned.plan("inference", self._batch_size(batch_size))
+        planned = self._new_programs(self._programs.channels_last)
+        return planned.plan_for("inference", self._batch_size(batch_size))
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""
-        self._require_linkable(graphs)
-        group = tuple(dict.fromkeys((self, *graphs)))
+        group = self._linkable(graphs)
         for graph in group:
             graph._linked = group
 
@@ -94,20 +93,26 @@ class InferenceGraph(InspectedGraph):
             options: `SYNCHRONOUS`, `PROFILING`, `PER_LAYER_PROFILING`, `SKIP_WRITING_INPUT_DATA_TO_DEVICE`.
             completion: called once with (result tensor, error, seconds).
         """
-        self._require_compiled("execute")
-        batch = self._batch_size(batch_size)
-        given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-        feeds = self._fed(given, batch, options)
-        binding = self._bound("inference", batch)
-        self._check_destinations(outputs_data, binding.executable.part)
+        device = self._require_compiled("execute")
+        require_completion(completion)
+        with turn(device), current_device(device):
+            batch = self._batch_size(batch_size)
+            given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+            feeds = self._fed(given, batch, options)
+            binding = self._bound("inference", batch)
+            self._check_destinations(outputs_data, binding.executable.part)
 
-        def keep(found: Found) -> Answer:
-            results = results_of(found)
-            self._hold(results)
-            self._write_outputs(outputs_data, results)
-            return self._compiled[-1].results[0], self._answer(binding.executable, found)[1]
+            def keep(found: Found) -> Answer:
+                results = results_of(found)
+                self._hold(results)
+                self._write_outputs(outputs_data, results)
+                last = self._compiled[-1].results[0]
+                loss = None if self._last_loss is None else binding.executable.loss(found)
+                return last, binding.executable.result(found, value(last)), loss
 
-        return self._launch(binding, feeds, options, completion, keep)
+            self._accept(feeds, batch, options)
+            execution = self._launch(binding, feeds, options, completion, keep)
+        return self._announced(execution, options, completion)
 
     def _prepare(self, *arguments: Any, **settings: Any) -> None:
         super()._prepare(*arguments, **settings)

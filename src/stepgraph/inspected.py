@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
@@ -22,7 +21,7 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
-from stepgraph.runtime.trial import Trial, changed, replay
+from stepgraph.runtime.trial import Trial, replay
 from stepgraph.types import ExecutionOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
@@ -41,13 +40,13 @@ class InspectedGraph(CompiledGraph):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the compiled graph needs, by kind; all zero before `compile`."""
-        return self._plan
+        """What whole calls need, by kind: the largest of all batch sizes compiled so far; zero before `compile`."""
+        return self._programs.plan
 
     @property
     def device_memory_size(self) -> int:
         """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
-        return self._plan.device_memory_size
+        return self.memory_plan.device_memory_size
 
     @property
     def executables(self) -> list[tuple[str, int]]:
@@ -55,17 +54,17 @@ class InspectedGraph(CompiledGraph):
         return list(self._programs.executables)
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [draw.table(self._compiled or self.nodes, self._title)]
+        parts: list[RenderableType] = [draw.table(self._compiled or self._shown(), self._title)]
         for text in self._told():
-            parts += ["", Text(text)]
+            parts += ["", draw.lines(text)]
         return Group(*parts)
 
     def _repr_svg_(self) -> str:
         names = {tensor: name for _, name, tensor in self._feeds}
-        return draw.svg(self._compiled or self.nodes, self._stopped, names)
+        return draw.svg(self._compiled or self._shown(), self._stopped, names)
 
     def _repr_html_(self) -> str:
-        return draw.graph_html(self._title, self._repr_svg_(), self._compiled or self.nodes, *self._told())
+        return draw.graph_html(self._title, self._repr_svg_(), self._compiled or self._shown(), *self._told())
 
     @property
     def _title(self) -> str:
@@ -76,7 +75,7 @@ class InspectedGraph(CompiledGraph):
         if not self.device:
             return []
         lines = [f"  {name:<12}{text}" for name, text in self._described()]
-        return [str(self._plan), "\n".join(["How it runs", *lines])]
+        return [str(self.memory_plan), "\n".join(["How it runs", *lines])]
 
     def _described(self) -> list[tuple[str, str]]:
         """How the whole step, or the inference pass, runs."""
@@ -111,8 +110,10 @@ class InspectedGraph(CompiledGraph):
             Everything is finite in step 12.
         """
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
-        device, chosen = self._ready("check_numerics"), self._chosen_batch("check_numerics", given, batch_size)
+        device = self._require_compiled("check_numerics")
         with turn(device), current_device(device):
+            self._ready("check_numerics")
+            chosen = self._chosen_batch("check_numerics", given, batch_size)
             program = self._programs.program(chosen.batch, self.trains)
             return report(replay(program, chosen.arrays), chosen.step, self._feeds.spoken)
 
@@ -143,14 +144,17 @@ class InspectedGraph(CompiledGraph):
         if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
             raise ArgumentError("profile", f"repeat is {repeat!r}", fix="give a whole number ≥ 1")
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
-        device, chosen = self._ready("profile"), self._chosen_batch("profile", given, batch_size)
-        executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
-        found = []
-        with turn(device), current_device(device), executable.settings():
-            for _ in range(repeat):
-                copies = {key: chosen.arrays[key].clone() for key in changed(executable.step) if key in chosen.arrays}
-                arrays = executable.bind({**chosen.arrays, **copies}).filled({})
-                found.append(profile(executable.part, arrays, device.torch)[1])
+        device, found = self._require_compiled("profile"), []
+        with turn(device), current_device(device):
+            self._ready("profile")
+            chosen = self._chosen_batch("profile", given, batch_size)
+            executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
+            with executable.settings():
+                for _ in range(repeat):
+                    read = chosen.arrays
+                    copies = {key: read[key].clone() for key in executable.part.written}
+                    arrays = executable.bind({**read, **copies}).filled({})
+                    found.append(profile(executable.part, arrays, device.torch)[1])
         return Profile.best_of(found)
 
     def _chosen_batch(self, call: str, given: tuple[Data | None, ...], batch_size: int | None) -> _Batch:
@@ -187,7 +191,7 @@ class InspectedGraph(CompiledGraph):
             return super()._run(binding, arrays, options, execution)
         executable = binding.executable
         memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
-        before = {key: memory[key].clone() for key in changed(executable.step) if key in memory}
+        before = {key: memory[key].clone() for key in executable.part.written}
         found = super()._run(binding, arrays, options, execution)
         if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
             return found

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
@@ -26,13 +26,15 @@ from typing import Any, ClassVar, dataclass_transform
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
-from stepgraph.random import keep_mask
+from stepgraph.random import keep_mask, uniform
 from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
 
 _LIVE = {"label", "is_debugging_enabled", "device_type", "layer_id", "owner"}
 _ROLE = "stepgraph.role"
+_NEXT_DRAW = 0x9E3779B9  # how far apart the draws of one node lie: far more than nodes and seeds
 
 
 def statistic(**settings: Any) -> Any:
@@ -66,13 +68,13 @@ class Scope:
     Args:
         arrays: the arrays of the layer's tensors; read them with `array`.
         training: whether this is training.
-        stream: seed and position of the random stream; drawn from with `keep_mask`.
+        stream: seed and position of the random stream; drawn from with `keep_mask` and `random`.
         salt: what tells this node's random numbers from those of others.
         batch: the declared batch size and that of this call.
         channels_last: how convolutions should lay out images in memory.
         tiles: whether attention will be fused into kernels of our own, which stand in for PyTorch's one operator.
         updates: new values of statistics; written with `update`.
-        drew: whether the layer has drawn random numbers.
+        draws: how often the layer has drawn random numbers, by seed.
     """
 
     arrays: Mapping[Tensor, torch.Tensor]
@@ -83,7 +85,7 @@ class Scope:
     channels_last: bool = False
     tiles: bool = False
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
-    drew: bool = False
+    draws: dict[int, int] = field(default_factory=dict)
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
         """The array of one of the layer's tensors, in `shape` if given; packed and natural shapes share memory."""
@@ -97,10 +99,28 @@ class Scope:
         return array.reshape(shape) if shape else array
 
     def keep_mask(self, x: torch.Tensor, rate: float, seed: int = 0) -> torch.Tensor:
-        """A mask shaped like `x`, True with probability `1 - rate`: new in every step, the same in both passes."""
-        self.drew = True
+        """A mask shaped like `x`, True with probability `1 - rate`: new in every step, the same in both passes.
+
+        Each call draws another mask.
+        """
         stream = torch.zeros(2, dtype=torch.int64, device=x.device) if self.stream is None else self.stream
-        return keep_mask(stream, (self.salt + 7919 * seed) % 2**32, x.shape, rate)
+        return keep_mask(stream, self._next_salt(seed), x.shape, rate)
+
+    def random(self, shape: Sequence[int]) -> torch.Tensor:
+        """Numbers in `[0, 1)`, float32, all equally likely: new in every step and call, the same in both passes."""
+        stream = torch.zeros(2, dtype=torch.int64) if self.stream is None else self.stream
+        return uniform(stream, self._next_salt(0), tuple(shape))
+
+    @property
+    def drew(self) -> bool:
+        """Whether the layer has drawn random numbers."""
+        return bool(self.draws)
+
+    def _next_salt(self, seed: int) -> int:
+        """What tells a draw from those of other nodes and seeds, and from earlier ones of this node."""
+        earlier = self.draws.get(seed, 0)
+        self.draws[seed] = earlier + 1
+        return (self.salt + 7919 * seed + _NEXT_DRAW * earlier) % 2**32
 
     def update(self, statistic: Tensor, value: torch.Tensor) -> None:
         """Hands back a statistic's new value; the graph stores it once the node has run."""
@@ -139,6 +159,8 @@ class Layer:
     source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
     is_loss: ClassVar[bool] = False
     full_precision: ClassVar[bool] = False  # in mixed precision, compute in float32 all the same
+    own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
+    moves: ClassVar[bool] = False  # gives elements of its sources as they are
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 
@@ -217,9 +239,11 @@ class Layer:
         self._check_count(len(sources))
         self.check(*sources)
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
-        scope = Scope({tensor: tensor.descriptor.meta() for tensor in tensors}, training=True, batch=batch)
+        own = {tensor: tensor.descriptor.meta() for tensor in tensors}
+        stream = torch.zeros(2, dtype=torch.int64, device="meta")
+        scope = Scope(own, training=True, stream=stream, batch=batch)
         try:
-            with torch.no_grad():
+            with surroundings.tracing(), torch.no_grad():
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise
@@ -245,6 +269,10 @@ class Layer:
                 fix="keep one extent, as in x.mean().reshape(1)",
             )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
+
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """Which sources are indices, by position, and the extent each must stay below; most layers take none."""
+        return {}
 
     def require_floating(self, source: TensorDescriptor) -> None:
         """Refuses sources that hold no real numbers."""

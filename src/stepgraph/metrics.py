@@ -135,19 +135,25 @@ class Tally:
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
         self.sums: dict[str, torch.Tensor] = {}
-        self.metric_rows = self.loss_rows = 0
+        self.rows: dict[str, int] = {}  # that each metric has seen: one that joins a resumed epoch has not seen all
+        self.loss_rows = 0
         self.loss_sum = 0.0
 
     def add(self, prediction: torch.Tensor, labels: torch.Tensor, rows: int) -> None:
         """Takes a batch into account; nothing waits for the device."""
         real = torch.float32 if prediction.device.type == "mps" else torch.float64
         for name, metric in self.metrics.items():
-            given = metric(prediction, labels)
-            found = torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+            found = _measured(name, metric(prediction, labels), real)
             part = found if _adds_up(metric) else found.to(real) * rows
             before = self.sums.get(name)
+            if before is not None and before.shape != part.shape:
+                raise ShapeError(
+                    "metrics",
+                    f"'{name}' gave shape {tuple(part.shape)}, and {tuple(before.shape)} for the batches before",
+                    fix="return the same shape for every batch",
+                )
             self.sums[name] = part if before is None else before.to(part.device) + part
-        self.metric_rows += rows
+            self.rows[name] = self.rows.get(name, 0) + rows
 
     def add_loss(self, loss: float, rows: int) -> None:
         """Takes a batch's loss into account, once it was read."""
@@ -159,23 +165,36 @@ class Tally:
         found: dict[str, Any] = {"loss": self.loss_sum / max(self.loss_rows, 1)}
         for name, metric in self.metrics.items():
             if name in self.sums:
-                total = self.sums[name].tolist() if _adds_up(metric) else (self.sums[name] / self.metric_rows).tolist()
-                found[name] = total
+                total = self.sums[name] if _adds_up(metric) else self.sums[name] / self.rows[name]
+                found[name] = total.tolist()
         return found
 
     def state(self) -> dict[str, Any]:
         """All of it as plain values."""
         sums = {name: array.tolist() for name, array in self.sums.items()}
-        return {"sums": sums, "rows": [self.metric_rows, self.loss_rows], "loss": self.loss_sum}
+        return {"sums": sums, "rows": [self.rows, self.loss_rows], "loss": self.loss_sum}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`."""
-        self.metric_rows, self.loss_rows = state["rows"]
+        rows, self.loss_rows = state["rows"]
         self.loss_sum = float(state["loss"])
         for name, metric in self.metrics.items():
             if name in state["sums"]:
                 kind = None if _adds_up(metric) else torch.float64
                 self.sums[name] = torch.tensor(state["sums"][name], dtype=kind)
+                self.rows[name] = rows[name] if isinstance(rows, Mapping) else rows  # one number in earlier versions
+
+
+def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
+    """What a metric gave, as an array."""
+    try:
+        return torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
+    except Exception as error:  # whatever torch says about an object that is no number
+        raise DataTypeError(
+            "metrics",
+            f"'{name}' gave {type(given).__name__} ({given!r:.80}), not a number",
+            fix="return a number or an array from every call",
+        ) from error
 
 
 def _adds_up(metric: Metric) -> bool:

@@ -8,7 +8,7 @@ next update and never compiles anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from types import SimpleNamespace
@@ -48,41 +48,97 @@ class OptimizerDescriptor:
     Args:
         learning_rate: how far a step goes.
         gradient_rescale: every gradient is multiplied with it.
-        applies_gradient_clipping: whether gradients are kept within bounds.
-        gradient_clipping_type: by value, by the norm of each gradient, or by the norm of all of them together.
-        gradient_clip_max: the largest element, by value.
-        gradient_clip_min: the smallest element, by value.
-        maximum_clipping_norm: the largest norm, by norm and by global norm.
+        applies_gradient_clipping: whether gradients are kept within bounds. By default they are if one of the next
+            four settings is given; False together with them is refused.
+        gradient_clipping_type: by value, by the norm of each gradient, or by the norm of all of them together; by
+            value if not given. A norm needs it.
+        gradient_clip_max: the largest element, by value; 1 if not given.
+        gradient_clip_min: the smallest element, by value; -1 if not given.
+        maximum_clipping_norm: the largest norm, by norm and by global norm; 1 if not given.
         custom_global_norm: other than 0, it is used in place of the computed global norm. (The original's short
             factories set it to 1; here it is 0, so that clipping by global norm clips.)
         regularization_type: what is added to gradients to keep parameters small.
         regularization_scale: how much of it; the weight decay of `AdamWOptimizer`.
 
     Example:
-        >>> clipped = dict(applies_gradient_clipping=True, gradient_clipping_type=GradientClippingType.BY_GLOBAL_NORM)
-        >>> AdamOptimizer(OptimizerDescriptor(1e-3, maximum_clipping_norm=5.0, **clipped)).needs_global_norm
+        >>> together = GradientClippingType.BY_GLOBAL_NORM
+        >>> clipped = OptimizerDescriptor(1e-3, gradient_clipping_type=together, maximum_clipping_norm=5.0)
+        >>> AdamOptimizer(clipped).applies_gradient_clipping
         True
     """
 
     learning_rate: float
     gradient_rescale: float = 1.0
-    applies_gradient_clipping: bool = False
-    gradient_clipping_type: GradientClippingType = GradientClippingType.BY_VALUE
-    gradient_clip_max: float = 1.0
-    gradient_clip_min: float = -1.0
-    maximum_clipping_norm: float = 1.0
+    # None stands for "not given" and is replaced by `_CLIPPING`: nobody reads it.
+    applies_gradient_clipping: bool = None  # type: ignore[assignment]
+    gradient_clipping_type: GradientClippingType = None  # type: ignore[assignment]
+    gradient_clip_max: float = None  # type: ignore[assignment]
+    gradient_clip_min: float = None  # type: ignore[assignment]
+    maximum_clipping_norm: float = None  # type: ignore[assignment]
     custom_global_norm: float = 0.0
     regularization_type: RegularizationType = RegularizationType.NONE
     regularization_scale: float = 0.0
 
     def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in _CLIPPING if getattr(self, name) is not None}
+        if self.applies_gradient_clipping is None:
+            object.__setattr__(self, "applies_gradient_clipping", bool(given))
+        elif self.applies_gradient_clipping is False and given and given != _CLIPPING:  # `replace` gives them all
+            raise ArgumentError(
+                "OptimizerDescriptor",
+                f"applies_gradient_clipping is False, but {', '.join(given)} is given",
+                fix="leave one of them out",
+            )
+        for name, default in _CLIPPING.items():
+            object.__setattr__(self, name, given.get(name, default))
+        self._check()
+        self._require_used(given)
+
+    @classmethod
+    def exact(cls, learning_rate: float, **settings: Any) -> OptimizerDescriptor:
+        """Every setting as it is: `applies_gradient_clipping`, by default False, alone decides, as in ML Compute.
+
+        Example:
+            >>> OptimizerDescriptor.exact(0.1, gradient_clip_max=0.5).applies_gradient_clipping
+            False
+        """
+        made = cls(learning_rate, **{name: value for name, value in settings.items() if name not in _DECIDING})
+        decided = {"applies_gradient_clipping": False, **_CLIPPING, "custom_global_norm": 0.0}
+        for name, default in decided.items():
+            object.__setattr__(made, name, settings.get(name, default))
+        made._check()
+        return made
+
+    def _require_used(self, given: Mapping[str, Any]) -> None:
+        """Refuses a norm that the kind of clipping would not look at."""
+        kind = self.gradient_clipping_type
+        by_value = "maximum_clipping_norm" in given and "gradient_clipping_type" not in given
+        if by_value or (self.custom_global_norm and kind is not GradientClippingType.BY_GLOBAL_NORM):
+            name = "maximum_clipping_norm" if by_value else "custom_global_norm"
+            norms = "BY_NORM or BY_GLOBAL_NORM" if by_value else "BY_GLOBAL_NORM"
+            raise ArgumentError(
+                "OptimizerDescriptor",
+                f"{name} is {getattr(self, name)}, which clipping {kind.debug_description.lower()} does not use",
+                fix=f"give gradient_clipping_type={norms}",
+            )
+
+    def _check(self) -> None:
         for one in fields(self):
             if one.type == "float":
-                number("OptimizerDescriptor", one.name, getattr(self, one.name))
+                in_range("OptimizerDescriptor", one.name, getattr(self, one.name))
         member("OptimizerDescriptor", "gradient_clipping_type", self.gradient_clipping_type, GradientClippingType)
         member("OptimizerDescriptor", "regularization_type", self.regularization_type, RegularizationType)
         switch("OptimizerDescriptor", "applies_gradient_clipping", self.applies_gradient_clipping)
         check_bounds("OptimizerDescriptor", self)
+
+
+_CLIPPING: dict[str, Any] = {
+    "gradient_clipping_type": GradientClippingType.BY_VALUE,
+    "gradient_clip_max": 1.0,
+    "gradient_clip_min": -1.0,
+    "maximum_clipping_norm": 1.0,
+}
+_DECIDING = {"applies_gradient_clipping", "custom_global_norm", *_CLIPPING}
 
 
 class Optimizer:
@@ -142,7 +198,7 @@ class Optimizer:
     def __setattr__(self, name: str, value: Any) -> None:
         where = type(self).__name__
         if name in self.live:
-            value = number(where, name, value)
+            in_range(where, name, value)
         elif name == "applies_gradient_clipping":
             switch(where, name, value)
         elif name in self.__dict__:
@@ -152,8 +208,7 @@ class Optimizer:
             raise ArgumentError(where, f"there is no number called {name}", fix=f"assign one of {known}")
         if "maximum_clipping_norm" in self.__dict__:
             check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
-        if name == "epsilon" and value < 0:
-            raise ArgumentError(where, f"epsilon is {value}", fix="give a number ≥ 0, such as 1e-8")
+        self._require_clipping(name)
         if name == "time_step" and int(value) != value:
             raise ArgumentError(where, f"time_step is {value}, not a whole number", fix="count updates from 1")
         self.__dict__[name] = value
@@ -161,6 +216,23 @@ class Optimizer:
         self.__dict__["version"] = self.__dict__.get("version", 0) + 1
         if name == "time_step":
             self.__dict__["time_version"] = self.version
+
+    def _require_clipping(self, name: str) -> None:
+        """Refuses a bound that is assigned where nothing would look at it."""
+        if name not in self.__dict__ or name not in _CLIPPING:
+            return
+        by_value = self.gradient_clipping_type is GradientClippingType.BY_VALUE
+        if by_value != (name != "maximum_clipping_norm"):
+            kind = self.gradient_clipping_type.debug_description.lower()
+            raise StateError(
+                type(self).__name__, f"it clips {kind}, which does not use {name}", fix="make a new optimizer"
+            )
+        if not self.applies_gradient_clipping:
+            raise StateError(
+                type(self).__name__,
+                f"{name} is assigned, but clipping is switched off",
+                fix="assign applies_gradient_clipping = True first",
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -328,8 +400,6 @@ class AdamOptimizer(Optimizer):
         self.rule = "adam amsgrad" if uses_ams_grad else "adam"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("beta1", "beta2") and not 0 <= number("AdamOptimizer", name, value) < 1:
-            raise ArgumentError("AdamOptimizer", f"{name} is {value}, not in [0, 1)", fix="use 0.9 and 0.999")
         if name == "time_step" and number("AdamOptimizer", name, value) < 1:
             raise ArgumentError("AdamOptimizer", f"time_step is {value}", fix="the first update has time_step 1")
         super().__setattr__(name, value)
@@ -468,11 +538,9 @@ def _annotated(optimizer: type[Optimizer]) -> frozenset[str]:
 
 def check_bounds(where: str, settings: Any) -> None:
     """Refuses clipping bounds that exclude each other."""
-    low, high, most = settings.gradient_clip_min, settings.gradient_clip_max, settings.maximum_clipping_norm
+    low, high = settings.gradient_clip_min, settings.gradient_clip_max
     if low > high:
         raise ArgumentError(where, f"gradient_clip_min {low} is above gradient_clip_max {high}", fix="exchange them")
-    if most < 0:
-        raise ArgumentError(where, f"maximum_clipping_norm is {most}", fix="give a number ≥ 0")
 
 
 def member(where: str, name: str, value: Any, kind: type[RawEnum]) -> None:
@@ -487,10 +555,34 @@ def switch(where: str, name: str, value: Any) -> None:
         raise DataTypeError(where, f"{name} is {value!r}", fix="give True or False")
 
 
+NOT_NEGATIVE = {
+    "learning_rate": 1e-3,
+    "regularization_scale": 0.01,
+    "maximum_clipping_norm": 1.0,
+    "custom_global_norm": 0.0,
+    "momentum_scale": 0.9,
+    "epsilon": 1e-8,
+}
+SHARES = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99}  # of what is remembered: all of it would learn nothing
+
+
+def in_range(where: str, name: str, value: Any) -> None:
+    """Refuses what is no finite number, and what the number of this name may not be; `torch.optim` does the same."""
+    number(where, name, value)
+    if name in NOT_NEGATIVE and value < 0:
+        raise ArgumentError(where, f"{name} is {value}", fix=f"give a number ≥ 0, such as {NOT_NEGATIVE[name]:g}")
+    if name in SHARES and not 0 <= value < 1:
+        raise ArgumentError(where, f"{name} is {value}, not in [0, 1)", fix=f"use {SHARES[name]:g}")
+
+
 def number(where: str, name: str, value: Any) -> Any:
     """`value` if it is a finite number, else an error that names it."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DataTypeError(where, f"{name} is {value!r}, not a number", fix="give a float")
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        finite = False
+    if not finite:
         raise ArgumentError(where, f"{name} is {value}, not a finite number", fix="check where the value comes from")
     return value

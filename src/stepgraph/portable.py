@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepgraph.checkpoint import files
-from stepgraph.checkpoint.codec import Decoder
-from stepgraph.checkpoint.restoring import understood
+from stepgraph.checkpoint.codec import Decoder, Numbered, by_name, of_kind
+from stepgraph.checkpoint.restoring import check_buffers, understood
 from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_tensor
 from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError
+from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, DeviceError, MemoryLimitError
 from stepgraph.graph import Graph, make_node
 from stepgraph.inference import InferenceGraph
 from stepgraph.layer import join
 from stepgraph.optimizers import Optimizer
+from stepgraph.settings import limited, mixed, require_options
 from stepgraph.tensor import Tensor, TensorParameter
 from stepgraph.training import TrainingGraph
 from stepgraph.types import DataType, GraphCompilationOptions
+
+_COMPILATION = ("options", "compute_type", "tf32", "memory_limit")
 
 
 def save(
@@ -55,16 +61,16 @@ def load(
         inference: make an inference graph, without the loss, whatever was saved.
         custom: classes of your own that the graph needs (layers, optimizers, their descriptors and enumerations).
         compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), all of them in place of
-            those that were saved.
+            those that were saved. Without any, the graph is compiled with all four as they were saved; an inference
+            graph has no `memory_limit`.
 
     Example:
         >>> training = load("run/model", Device.any())  # doctest: +SKIP
         >>> training.execute({"image": pictures}, {"label": classes})  # doctest: +SKIP
     """
-    if device is None and compilation:
-        raise ArgumentError("load", f"there is no device to compile for with {', '.join(compilation)}", fix="give one")
+    _check_request(device, custom, compilation)
     content = files.read(files.as_path("load", path))
-    with understood(content):
+    with understood(content.path):
         described = content.description["graphs"]
         if device is None and len(described) > 1:
             raise CheckpointError(
@@ -73,25 +79,71 @@ def load(
                 fix="load(path, device)",
             )
         graphs = _Builder(content, inference, custom).build()
-        found = graphs[content.description["saved"]]
-        settings = [_compilation(one["compiled"], compilation) for one in described]
-        if device is not None:
-            for graph, chosen in zip(graphs, settings, strict=True):
-                constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
-                graph.compile(device, input_tensors=constants, **chosen)
-            if len(graphs) > 1:
-                graphs[0].link(graphs[1:])  # type: ignore[arg-type]
-        return found
+        found = Numbered(graphs)[content.description["saved"]]
+        pairs = zip(described, graphs, strict=True)
+        settings = [_compilation(one["compiled"], compilation, graph.trains) for one, graph in pairs]
+    if "memory_limit" in compilation and not all(graph.trains for graph in graphs):
+        raise ArgumentError("load", "an inference graph takes no memory_limit", fix="leave it out")
+    if device is not None:
+        _compile(content, device, graphs, settings)
+    return found
 
 
-def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _check_request(device: Device | None, custom: Sequence[type], compilation: Mapping[str, Any]) -> None:
+    """Refuses what the caller got wrong, so that anything wrong later is the file's."""
+    if device is None and compilation:
+        raise ArgumentError("load", f"there is no device to compile for with {', '.join(compilation)}", fix="give one")
+    if device is not None and not isinstance(device, Device):
+        raise DataTypeError("load", f"{device!r} is not a Device", fix="pass Device.any()")
+    for name in compilation:
+        if name not in _COMPILATION:
+            known = ", ".join(_COMPILATION)
+            raise ArgumentError("load", f"compile has no setting {name!r} that is loaded", known=known, fix="use those")
+    require_options(compilation.get("options", GraphCompilationOptions.NONE), GraphCompilationOptions)
+    mixed(compilation.get("compute_type"))
+    limited(compilation.get("memory_limit"))
+    by_name(custom)
+
+
+def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any], trains: bool) -> dict[str, Any]:
     """How a graph is compiled: as it was, or as asked for; linked graphs stay so."""
-    options = GraphCompilationOptions(0 if saved is None else saved["options"])
+    options = GraphCompilationOptions(0 if saved is None else of_kind(int, saved["options"]))
     if asked:
         given = asked.get("options", GraphCompilationOptions.NONE)
         return {**asked, "options": given | (options & GraphCompilationOptions.LINK_GRAPHS)}
-    mixed = None if saved is None else saved["compute_type"]
-    return {"options": options, "compute_type": None if mixed is None else DataType[mixed]}
+    if saved is None:
+        return {"options": options}
+    precision = None if saved["compute_type"] is None else DataType[saved["compute_type"]]
+    mixed(precision)
+    # Checkpoints of earlier versions have neither of these; the limit is that of a training step.
+    tf32, limit = saved.get("tf32"), limited(saved.get("memory_limit"))
+    found = {"options": options, "compute_type": precision, "tf32": None if tf32 is None else of_kind(bool, tf32)}
+    return {**found, "memory_limit": limit} if trains else found
+
+
+def _compile(
+    content: files.Content, device: Device, graphs: Sequence[TrainingGraph | InferenceGraph], settings: Sequence[Any]
+) -> None:
+    """Compiles rebuilt graphs and links them."""
+    with _compiled(content.path):
+        for graph, chosen in zip(graphs, settings, strict=True):
+            constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
+            graph.compile(device, input_tensors=constants, **chosen)
+        if len(graphs) > 1:
+            graphs[0].link(graphs[1:])  # type: ignore[arg-type]
+
+
+@contextmanager
+def _compiled(path: Path) -> Iterator[None]:
+    """What a machine lacks is told as it is; any other refusal means that the description makes no sense."""
+    lacking = None
+    with understood(path):
+        try:
+            yield
+        except (DeviceError, MemoryLimitError, torch.OutOfMemoryError) as error:
+            lacking = error
+    if lacking is not None:
+        raise lacking
 
 
 class _Builder:
@@ -100,12 +152,12 @@ class _Builder:
     def __init__(self, content: files.Content, inference: bool, custom: Sequence[type]) -> None:
         description, arrays = content.description, content.arrays
         self.content, self.inference = content, inference
-        self.tensors = [read_tensor(one, arrays) for one in description["tensors"]]
+        self.tensors = Numbered(read_tensor(one, arrays) for one in description["tensors"])
         self.decoder = Decoder(f"{content.path}", description["layers"], self.tensors, arrays, custom)
         self.graphs: dict[str, Graph] = {}
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: Numbered[Optimizer] = Numbered()
         if not inference:
-            self.optimizers = [read_optimizer(one, self.decoder) for one in description["optimizers"]]
+            self.optimizers.extend(read_optimizer(one, self.decoder) for one in description["optimizers"])
 
     def build(self) -> list[TrainingGraph | InferenceGraph]:
         """All graphs of the file."""
@@ -152,7 +204,8 @@ class _Builder:
             sources, labels, results = (
                 [self.tensors[number] for number in one[kind]] for kind in ("sources", "labels", "results")
             )
-            node = make_node(layer, sources, labels, one["disable_update"], one["line"])
+            frozen, line = of_kind(bool, one["disable_update"]), of_kind(str, one["line"])
+            node = make_node(layer, sources, labels, frozen, line)
             if [t.descriptor for t in node.results] != [t.descriptor for t in results]:
                 raise CheckpointError(
                     f"{self.content.path}",
@@ -177,6 +230,7 @@ class _Builder:
         progress = read_progress(described["progress"], dict(enumerate(self.tensors)), self.content.arrays)
         if graph._optimizer is not None:
             progress.time_version = graph._optimizer.time_version
+        check_buffers(f"{self.content.path}", progress, 0 if graph._optimizer is None else len(graph._optimizer.slots))
         graph._resume(progress)
 
     def _output(self, graph: TrainingGraph | InferenceGraph, described: Mapping[str, Any]) -> Tensor | None:
@@ -187,8 +241,8 @@ class _Builder:
         if "gradient" in described:
             tensor = self.tensors[described["gradient"]]
             return graph._gradients.handle(gradient(tensor), tensor)
-        nodes = graph._all_nodes()
+        nodes = Numbered(graph._all_nodes())
         if "loss_result" in described:
-            return nodes[-1].results[described["loss_result"]]
+            return Numbered(nodes[len(nodes) - 1].results)[described["loss_result"]]
         node, position = described["source_gradient"]
-        return graph._gradients.handle(source_gradient(nodes[node], position), nodes[node].sources[position])
+        return graph._gradients.handle(source_gradient(nodes[node], position), Numbered(nodes[node].sources)[position])

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError
+from stepgraph.errors import ArgumentError, readable
 from stepgraph.history import shown
 
 MODES = ("auto", "rich", "plain", "quiet")
@@ -76,7 +77,9 @@ class Plain(Quiet):
     pause = LINE_SECONDS
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        # Another alphabet than the terminal's must not end training.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(readable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
         of = "" if total is None else f"/{total}"
@@ -97,7 +100,7 @@ class Bar(Quiet):
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
             TextColumn("{task.fields[memory]}"),
             console=Console(),
@@ -117,7 +120,7 @@ class Bar(Quiet):
         self.bar.update(self.task, completed=step, total=total, refresh=True, **fields)
 
     def line(self, text: str) -> None:
-        self.bar.console.print(text, highlight=False)
+        self.bar.console.print(Text(readable(text)), highlight=False)
 
     def end(self) -> None:
         self.bar.stop()
@@ -134,7 +137,8 @@ def display(mode: str, epochs: int, device: Device) -> Quiet:
 
 def told(numbers: Mapping[str, Any]) -> str:
     """Numbers in one line; matrices are for the history."""
-    return "  ".join(f"{name} {shown(name, value)}" for name, value in numbers.items() if not isinstance(value, list))
+    parts = (f"{name} {shown(name, value)}" for name, value in numbers.items() if not isinstance(value, list))
+    return readable("  ".join(parts))
 
 
 def memory(device: Device) -> str:

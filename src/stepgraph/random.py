@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import ArgumentError
+from stepgraph.errors import ArgumentError, MemoryLimitError
 from stepgraph.types import RandomInitializerType
 
 _generator = torch.Generator()
@@ -44,7 +44,18 @@ def get_seed() -> int | None:
 
 def draw_seed() -> int:
     """A seed for a graph's own stream, drawn from the platform's."""
-    return int(torch.randint(2**31 - 1, (), generator=_generator))
+    return int(torch.randint(2**31 - 1, (), generator=_generator, device="cpu"))
+
+
+def new_array(where: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an array on the host, refused by size where there is none."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError, TypeError):  # torch has another exception for each way to be too large
+        needed = math.prod(shape) * dtype.itemsize
+        raise MemoryLimitError(
+            where, f"there is no memory for {needed:,} bytes, shape {tuple(shape)}", fix="use a smaller shape"
+        ) from None
 
 
 def initialize(
@@ -57,7 +68,7 @@ def initialize(
             f"{kind} gives real numbers, the tensor holds {str(dtype).removeprefix('torch.')}",
             fix="fill it instead",
         )
-    values = torch.empty(tuple(shape), dtype=dtype)
+    values = new_array("initialize", shape, dtype)
     match kind:
         case RandomInitializerType.UNIFORM:
             return values.uniform_(0, 1, generator=_generator)
@@ -72,9 +83,25 @@ def initialize(
 def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
     """True with probability `1 - rate`, element by element, from `stream = [seed, step]` and the node's `salt`.
 
+    The finalizer's last shift would change low bits only, which a comparison hardly sees; it is left out.
+    """
+    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
+    return (_draw_bits(stream, salt, shape) >= threshold).view(tuple(shape))
+
+
+def draw_uniform(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
+    """Multiples of 2⁻²⁴ in `[0, 1)`, all equally likely, from `stream = [seed, step]` and the node's `salt`."""
+    bits = _draw_bits(stream, salt, shape)
+    bits = bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+    return ((bits >> 8).bitwise_and_(0xFFFFFF).float() * 2.0**-24).view(tuple(shape))
+
+
+def _draw_bits(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
+    """32 random bits for each element, in a row.
+
     The element's index is scattered by a step-dependent odd factor and offset, then mixed by a 32-bit finalizer of
-    multiplications and shifts: integer arithmetic only, so that every device gives the same mask. The finalizer's last
-    shift would change low bits only, which a comparison hardly sees; it is left out.
+    multiplications and shifts: integer arithmetic only, so that every device gives the same bits. The finalizer's last
+    shift is left to who needs it.
     """
     seed, step = stream.tolist() if stream.is_cpu else stream  # elsewhere reading them would wait for the device
     key = _mix(_mix(seed + salt) + step)
@@ -83,21 +110,31 @@ def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float
     for shift, multiplier in ((16, 0x7FEB352D), (15, -0x7B935975)):
         shifted = (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         bits.bitwise_xor_(shifted).mul_(multiplier)
-    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
-    return (bits >= threshold).view(tuple(shape))
+    return bits
 
 
-_operator = torch.library.custom_op("stepgraph::keep_mask", draw_mask, mutates_args=())
+_mask_operator = torch.library.custom_op("stepgraph::keep_mask", draw_mask, mutates_args=())
+_uniform_operator = torch.library.custom_op("stepgraph::uniform", draw_uniform, mutates_args=())
 
 
 def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
     """`draw_mask` as a compiled step records it: one operator on the CPU, elsewhere arithmetic that can be fused."""
-    return (_operator if stream.is_cpu else draw_mask)(stream, salt, shape, rate)
+    return (_mask_operator if stream.is_cpu else draw_mask)(stream, salt, shape, rate)
 
 
-@_operator.register_fake
+def uniform(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
+    """`draw_uniform` as a compiled step records it."""
+    return (_uniform_operator if stream.is_cpu else draw_uniform)(stream, salt, shape)
+
+
+@_mask_operator.register_fake
 def _(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.bool, device=stream.device)
+
+
+@_uniform_operator.register_fake
+def _(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.float32, device=stream.device)
 
 
 def _mix(value: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.step import Step
+from stepgraph.device import Device
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.graph import Graph, Node, make_node
 from stepgraph.inspected import InspectedGraph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
-from stepgraph.runtime.programs import Programs
 from stepgraph.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
@@ -46,6 +46,12 @@ class TrainingRecipe(InspectedGraph):
         self._user_gradients: dict[Tensor, Tensor] = {}
 
     @property
+    def layers(self) -> list[Layer]:
+        """Every layer once, in the order of its first node; the loss layer given at creation is the last."""
+        found, loss = super().layers, self._loss_layer
+        return found if loss is None or not found else [*(layer for layer in found if layer is not loss), loss]
+
+    @property
     def _stopped(self) -> frozenset[Tensor]:
         return self._stop
 
@@ -60,8 +66,8 @@ class TrainingRecipe(InspectedGraph):
             self._stop |= frozenset(tensors)
             self._again("gradients stop at other tensors")
 
-    def _again(self, reason: str) -> None:
-        """Compiles a compiled graph again."""
+    def _again(self, reason: str, keeps_passes: bool = False) -> None:
+        """Compiles a compiled graph again; `keeps_passes` goes on after the passes that have run."""
         raise NotImplementedError
 
     def _all_nodes(self) -> tuple[Node, ...]:
@@ -78,15 +84,30 @@ class TrainingRecipe(InspectedGraph):
                     "the loss has no labels to compare with",
                     fix="add_inputs(..., loss_labels={...})",
                 )
-            node = make_node(self._loss_layer, [prediction], labels, False, self._loss_layer.line)
-            self._loss_node = Node(node.layer, node.sources, node.results, node.labels, False, node.line, is_loss=True)
+            self._loss_node = self._attached(self._loss_layer, prediction, labels)
         assert self._loss_node is not None
         return (*self.nodes, self._loss_node)
 
-    def _tell_device(self) -> None:
-        super()._tell_device()
+    def _attached(self, layer: Layer, prediction: Tensor, labels: Sequence[Tensor]) -> Node:
+        """The loss behind the last result. Its tensors stay the ones callers hold while their shapes stay the same."""
+        node = make_node(layer, [prediction], labels, False, layer.line)
+        known = () if self._loss_node is None else self._loss_node.results
+        if [t.descriptor for t in known] != [t.descriptor for t in node.results]:
+            known = node.results
+        if layer.owner is None:  # type: ignore[attr-defined]
+            layer.layer_id = len(self.layers)  # type: ignore[misc]
+        return replace(node, results=known, is_loss=True)
+
+    def _shown(self) -> tuple[Node, ...]:
+        try:
+            return self._all_nodes()
+        except StepgraphError:  # labels are missing or do not fit, which is for compile to say
+            return self.nodes
+
+    def _tell_device(self, device: Device) -> None:
+        super()._tell_device(device)
         for handle in self._user_gradients.values():
-            handle.device = self.device
+            handle.device = device
 
     def _trainable(self) -> tuple[Tensor, ...]:
         """Tensors this graph updates."""
@@ -138,19 +159,28 @@ class TrainingRecipe(InspectedGraph):
             48234496
         """
         self._require_compiled("memory_plan_for")
-        planned = Programs(self._step, self._kept_keys, self._programs.channels_last)
-        return planned.plan("step", self._batch_size(batch_size))
+        planned = self._new_programs(self._programs.channels_last)
+        return planned.plan_for("step", self._batch_size(batch_size))
 
-    def _require_fit(self) -> None:
+    def _require_fit(self, plan: MemoryPlan, part: str, batch: int) -> None:
         """Refuses a plan that needs more than the limit, and tells which batch would fit."""
-        limit, needed, batch = self._memory_limit, self._plan.total, self._feeds.batch
+        limit, needed = self._memory_limit, plan.total
         if limit is None or needed <= limit:
             return
+        where = f"{type(self).__name__}.{'compile' if batch == self._feeds.batch else f'execute (batch_size={batch})'}"
+        for_good = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
+        if part != "step":
+            raise MemoryLimitError(
+                where,
+                f"'{part}' needs {needed:,} bytes, the limit is {limit:,}",
+                for_good=for_good,
+                fix="run whole steps with execute, which computes results again, or raise the limit",
+            )
         largest = largest_batch(self._needed, batch, needed, limit)
         raise MemoryLimitError(
-            f"{type(self).__name__}.compile",
+            where,
             f"the step needs {needed:,} bytes, also when it computes again what it can; the limit is {limit:,}",
-            for_good=f"{needed - self._plan.intermediates:,} bytes of parameters, statistics and optimizer state",
+            for_good=for_good,
             fix=f"use a batch of at most {largest}" if largest else "no batch fits: raise the limit",
         )
 

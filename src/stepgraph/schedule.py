@@ -38,7 +38,7 @@ class WarmupCosine:
 
     def __post_init__(self) -> None:
         where = type(self).__name__
-        if not self.peak >= self.floor >= 0:
+        if not math.inf > self.peak >= self.floor >= 0:
             raise ArgumentError(where, f"peak is {self.peak}, floor is {self.floor}", fix="give 0 ≤ floor ≤ peak")
         if self.warmup < 0 or (self.steps is not None and self.steps <= self.warmup):
             problem = f"warmup is {self.warmup}, steps is {self.steps}"

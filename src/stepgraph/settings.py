@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
 import torch
 
 from stepgraph.compiler.step import Fusion
-from stepgraph.errors import ArgumentError, DataTypeError
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
 from stepgraph.types import DataType, GraphCompilationOptions
+
+
+class _Same(Enum):
+    """Stands for what a graph was compiled for before; None would be a device that is not there."""
+
+    DEVICE = "the device of before"
+
+    def __repr__(self) -> str:
+        return "SAME_DEVICE"
+
+
+SAME_DEVICE = _Same.DEVICE
+ChosenDevice = Device | Literal[_Same.DEVICE] | None
+
+
+def chosen(where: str, device: ChosenDevice, before: Device | None) -> Device:
+    """The device to compile for."""
+    if device is SAME_DEVICE:
+        if before is None:
+            raise DeviceError(where, "there is no device to compile for", fix="pass Device.any() or Device.cpu()")
+        return before
+    if device is None:
+        raise DeviceError(
+            where,
+            "the device is None: this machine has no device of the kind that was asked for",
+            fix="pass Device.any(), which takes a GPU where there is one, or Device.cpu()",
+        )
+    if not isinstance(device, Device):
+        raise DataTypeError(where, f"{device!r} is not a Device", fix="pass Device.any()")
+    return device
+
+
+def tf32_allowed(tf32: bool | None) -> bool | None:
+    """Whether TF32 may be used, or None for as PyTorch is set."""
+    if tf32 is not None and not isinstance(tf32, bool):
+        raise DataTypeError("compile", f"tf32 is {tf32!r}", fix="give True, False or None")
+    return tf32
 
 
 def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | None:

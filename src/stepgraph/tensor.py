@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from stepgraph import buffers
+from stepgraph import buffers, surroundings
 from stepgraph.buffers import TensorData
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
 from stepgraph.quantization import dequantize, quantize
-from stepgraph.random import initialize
+from stepgraph.random import initialize, new_array
 from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
@@ -135,7 +135,8 @@ class Tensor:
         data_type: element type; float32 if not given.
         data: host memory that becomes this tensor's; longer than needed is fine.
         fill: a number to fill new memory with.
-        random: an initializer to fill new memory with.
+        random: an initializer to fill new memory with. Glorot and Xavier take the shape as weights `[out, in]` or
+            `[out, in, *kernel]`; packed weights `[1, out * in, …]` are better made by a layer's `create`.
         label: name; `data<tensor_id>` if not given.
 
     Example:
@@ -165,8 +166,10 @@ class Tensor:
         self.is_bound = False  # whether its data came after it was made, for a call
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
-        self._host = self._first_values(data, fill, random)
+        with surroundings.tracing():
+            self._host = self._first_values(data, fill, random)
         self._value = self._host
+        self._own: Array | None = None  # device memory that this tensor made for itself, and may write over
         self._missing = "it has never been given data"
 
     @classmethod
@@ -227,7 +230,11 @@ class Tensor:
     def torch(self) -> Array:
         """The current value where it lives, shared and not copied."""
         if self._value is None:
-            raise StateError(self.where, f"there is no data: {self._missing}", fix="execute first, or give data")
+            raise StateError(
+                self.where,
+                f"there is no data: {self._missing}",
+                fix="execute first, or give it data with bind_and_write_data",
+            )
         # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
         return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
 
@@ -252,13 +259,13 @@ class Tensor:
     def synchronize_data(self) -> None:
         """Brings the device's current value into `data`."""
         if self._value is not None and self._host is not self._value:
-            self._host = self._value.cpu() if self._host is None else self._host.copy_(self._value)
+            self._host = self._value.cpu() if self._host is None else _copied(self._host, self._value)
 
     def synchronize_optimizer_data(self) -> None:
         """Brings the device's optimizer buffers into `optimizer_data`."""
         for host, device in zip(self.optimizer_data, self.optimizer_device_data, strict=False):
             if device.array is not None:
-                host.array(device.array.dtype)[: device.array.numel()].copy_(device.array.reshape(-1))
+                _copied(host.array(device.array.dtype)[: device.array.numel()], device.array.reshape(-1))
 
     def copy_data_from_device_memory(
         self, destination: Any, length: int | None = None, synchronize_with_device: bool = True
@@ -267,7 +274,7 @@ class Tensor:
 
         The copy waits for the device in any case; the flag is kept for programs that pass it.
         """
-        available = self.torch().contiguous().reshape(-1).view(torch.uint8)
+        available = buffers.as_bytes(self.torch().contiguous())
         count = available.numel() if length is None else length
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ArgumentError(self.where, f"length is {count!r}", fix="give a number of bytes ≥ 0, or None for all")
@@ -280,7 +287,7 @@ class Tensor:
         target = buffers.bytes_to_write(destination, self.where)
         if target.length < count:
             raise DataError(self.where, f"{count} bytes do not fit in {target.length}", fix="give a larger buffer")
-        target.array(torch.uint8)[:count].copy_(available[:count])
+        _copied(target.array(torch.uint8)[:count], available[:count])
 
     def bind_and_write_data(self, data: Any, device: Device) -> None:
         """Makes `data` this tensor's host memory and writes it to the device: for parameters set by hand.
@@ -332,28 +339,34 @@ class Tensor:
         """The array behind the value: another one when the tensor was bound anew."""
         return self._value
 
-    def place(self, device: Device) -> Array:
-        """The value on `device`, moved there once; the host keeps its own copy except on the CPU."""
+    def on(self, device: Device) -> Array:
+        """The value as it will be on `device`, copied where it is elsewhere; the tensor itself stays as it is."""
         value = self.torch()
         if self.device is not None and self.device.torch != device.torch and self._value is not self._host:
             raise StateError(
                 self.where, f"it lives on {self.device}, the graph is compiled for {device}", fix="use one device"
             )
-        if value.device != device.torch:
-            value = self._value = value.to(device.torch)
+        return value.to(device.torch)
+
+    def settle(self, array: Array, device: Device) -> None:
+        """Takes what `on` gave as the current value; the host keeps its own copy except on the CPU."""
+        if self._value is None or array.device != self._value.device:
+            self._value = self._own = array
         self.device = device
-        return value
 
     def bind(self, array: Array, device: Device) -> None:
-        """Takes `array` (on the host) as data and writes it to `device`, into the buffer in use if there is one."""
-        self._host, self.is_bound = array, True
+        """Takes `array` as data and writes it to `device`, into the buffer in use if this tensor made that itself."""
         if device.torch.type == "cpu":
             self._value = array
-        elif self._value is not None and self._value.device == device.torch and self._value.shape == array.shape:
-            self._value.copy_(array)
-        else:
-            self._value = array.to(device.torch)
-        self.device = device
+        elif self._own is not None and self._own is self._value and self._fits(self._own, array, device):
+            _copied(self._own, array)
+        else:  # the value may be the caller's memory, or a result that somebody still reads
+            self._value = self._own = array.to(device.torch, copy=True)
+        self._host, self.is_bound, self.device = array, True, device
+
+    @staticmethod
+    def _fits(own: Array, array: Array, device: Device) -> bool:
+        return (own.device, own.shape, own.dtype) == (device.torch, array.shape, array.dtype)
 
     def hold(self, array: Array | None, missing: str = "it was not computed") -> None:
         """Takes a result as the current value, or forgets it and remembers why."""
@@ -367,16 +380,17 @@ class Tensor:
         if fill is not None:
             return self._filled(fill)
         if random is not None:
-            fan_out, fan_in = self.shape[-2:] if len(self.shape) > 1 else self.shape * 2
-            return initialize(random, self.shape, fan_in, fan_out, self.data_type.torch)
+            return initialize(random, self.shape, *_fans(self.shape), self.data_type.torch)
         return None
 
     def _filled(self, number: Any) -> Array:
         if not isinstance(number, int | float):
             raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="give a number")
+        array = new_array(self.where, self.shape, self.data_type.torch)
         try:
-            return torch.full(self.shape, number, dtype=self.data_type.torch)
-        except (RuntimeError, OverflowError):
+            buffers.read(number, (1,), self.data_type, self.where)  # `fill_` would cut off what a whole number lacks
+            return array.fill_(number)
+        except (RuntimeError, OverflowError, DataTypeError):
             kind = self.data_type.debug_description
             raise ArgumentError(
                 self.where, f"fill is {number}, which {kind} cannot hold", fix="use another type"
@@ -430,12 +444,28 @@ class TensorParameter:
         return f"TensorParameter({self.tensor!r}, is_updatable={self.is_updatable})"
 
 
+@torch.inference_mode()
+def _copied(target: Array, source: Array) -> Array:
+    """Writes into memory that may have been made in inference mode, which allows that in inference mode only."""
+    return target.copy_(source)
+
+
 def require_device(device: Any, where: str) -> None:
     """Refuses what is no device."""
     if not isinstance(device, Device):
         raise DeviceError(
             where, f"there is no device to write to, but {device!r}", fix="pass Device.cpu() or Device.any()"
         )
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many numbers one result is made of, and how many results one number goes into, for weights of this shape.
+
+    They are taken as `[out, in, *kernel]`, as PyTorch does; one extent is both. Packed weights `[1, out * in, …]` do
+    not tell them: a layer's `create` knows.
+    """
+    out, inside, *kernel = shape if len(shape) > 1 else (*shape, *shape)
+    return inside * math.prod(kernel), out * math.prod(kernel)
 
 
 def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_DIMENSIONS) -> tuple[int, ...]:

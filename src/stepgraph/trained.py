@@ -149,8 +149,9 @@ class Trained:
 
 def _loss(execution: Execution) -> torch.Tensor | Loss:
     """The loss where it is; asking the execution for the number would wait for it."""
-    assert execution._loss is not None
-    return execution._loss
+    found = execution.loss_on_device
+    assert found is not None
+    return found
 
 
 def read_losses(losses: Sequence[torch.Tensor | Loss]) -> list[float]:

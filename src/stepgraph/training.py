@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from stepgraph.compiled import Answer, Found, logger, results_of
-from stepgraph.compiler import memory
+from stepgraph.compiled import NOTHING, Answer, Found, current_device, logger, require_completion, results_of
 from stepgraph.compiler.step import gradient
 from stepgraph.device import Device
 from stepgraph.differentiated import DifferentiatedGraph
@@ -17,12 +17,13 @@ from stepgraph.graph import Graph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer, number
 from stepgraph.recipe import checked, require_tensor
-from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import added, summed
-from stepgraph.runtime.programs import Programs
+from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.settings import limited, mixed
+from stepgraph.settings import SAME_DEVICE, ChosenDevice, limited, mixed, tf32_allowed
+from stepgraph.surroundings import Precision
 from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -106,7 +107,7 @@ class TrainingGraph(DifferentiatedGraph):
 
     def compile(
         self,
-        device: Device | None = None,
+        device: ChosenDevice = SAME_DEVICE,
         options: GraphCompilationOptions = GraphCompilationOptions.NONE,
         input_tensors: Names | None = None,
         input_tensors_data: Data | None = None,
@@ -120,29 +121,28 @@ class TrainingGraph(DifferentiatedGraph):
         Separate phases, evaluation and other batch sizes are compiled when they are first asked for, which is logged.
 
         Args:
-            device: where to run; on a graph that was compiled before, None keeps its device.
+            device: where to run; left out, a graph that was compiled before keeps its device.
             options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
                 `FUSE_LAYERS`, `CHECK_NUMERICS`.
             input_tensors: inputs that are constant; they need no data when executing.
             input_tensors_data: their data; a tensor's own data if not given.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
                 losses and what you read stay float32. float16 scales the loss and skips updates that are not finite.
-            tf32: whether a GPU may multiply float32 matrices on its TF32 units, with 10 bits of mantissa; None leaves
-                it as PyTorch is set (`torch.backends`: by default convolutions may, matrix products may not).
+            tf32: whether a GPU may multiply float32 matrices on its TF32 units, with 10 bits of mantissa; None takes
+                what `torch.backends` says now (PyTorch's default: convolutions may, matrix products may not).
             memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
                 dropped and computed again, at the cost of time; what still does not fit is refused.
         """
         with self._all_or_nothing():
-            self._compute_type, self._tf32, self._memory_limit = mixed(compute_type), tf32, limited(memory_limit)
+            self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
+            self._memory_limit, self._precision = limited(memory_limit), Precision.of(self._tf32)
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
-            if self._state is None or self._state.device != self.device:
-                self._state = TrainingState(self._require_compiled("compile"))
-            self._restart()
+            self._build()
+            self._settle()
             if self._pending is not None:
                 self._resume(self._pending)
-            self._tell_device()
 
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
@@ -177,12 +177,16 @@ class TrainingGraph(DifferentiatedGraph):
         A result of one that another reads is handed over, and its gradient handed back. A parameter of several
         sub-graphs is one parameter: the first graph that has it updates it with the sum of the gradients.
         """
-        self._require_linkable(graphs)
-        group = tuple(dict.fromkeys((self, *graphs)))
-        for graph in group:
-            graph._linked = group
-        for graph in group:
-            graph._restart()
+        group = self._linkable(graphs)
+        with ExitStack() as stack:
+            for graph in group:
+                stack.enter_context(graph._all_or_nothing())
+            for graph in group:
+                graph._linked = group
+            for graph in group:
+                graph._rebuild()
+            for graph in group:
+                graph._settle()
 
     # Executing
 
@@ -208,36 +212,41 @@ class TrainingGraph(DifferentiatedGraph):
             options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
             completion: called once with (loss or last result, error, seconds).
         """
-        self._ready("execute")
-        batch = self._batch_size(batch_size)
-        given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-        feeds = self._fed(given, batch, options)
-        evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        learning = not evaluating and self._has_seed(batch)
-        if learning and self._exchanges():
-            raise StateError(
-                "TrainingGraph.execute",
-                "a linked graph would miss the gradients of this one",
-                fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
-            )
-        binding = self._bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
-        if outputs_data:
-            self._check_destinations(outputs_data, binding.executable.part)
-
-        def keep(found: Found) -> Answer:
-            results = results_of(found)
-            self._hold(results)
-            if not evaluating:  # an evaluation leaves the passes before it alone
-                self._has_drawn()
-                self._forget_passes(found)
-            if learning:
-                self._training_state.updated()
+        device = self._require_compiled("execute")
+        require_completion(completion)
+        with turn(device), current_device(device):
+            self._ready("execute")
+            batch = self._batch_size(batch_size)
+            given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+            feeds = self._fed(given, batch, options)
+            evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
+            learning = not evaluating and self._has_seed(batch)
+            if learning and self._exchanges():
+                raise StateError(
+                    "TrainingGraph.execute",
+                    "a linked graph would miss the gradients of this one",
+                    fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
+                )
+            binding = self._bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
             if outputs_data:
-                self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
-            return self._answer(binding.executable, found)
+                self._check_destinations(outputs_data, binding.executable.part)
 
-        seeds = self._seeds(batch) if learning else {}
-        return self._launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
+            def keep(found: Found) -> Answer:
+                results = results_of(found)
+                self._hold(results)
+                if not evaluating:  # an evaluation leaves the passes before it alone
+                    self._has_drawn()
+                    self._forget_passes(found)
+                if learning:
+                    self._training_state.updated()
+                if outputs_data:
+                    self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
+                return self._answer(binding.executable, found)
+
+            seeds = self._seeds(batch) if learning else {}
+            self._accept(feeds, batch, options)
+            execution = self._launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
+        return self._announced(execution, options, completion)
 
     def execute_forward(
         self,
@@ -248,23 +257,28 @@ class TrainingGraph(DifferentiatedGraph):
         completion: Completion | None = None,
     ) -> Execution:
         """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
-        self._ready("execute_forward")
-        batch = self._batch_size(batch_size)
-        feeds = self._fed({}, batch, options)
-        evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        binding = self._bound("evaluation" if evaluating else "forward", batch)
-        self._check_destinations(outputs_data, binding.executable.part)
+        device = self._require_compiled("execute_forward")
+        require_completion(completion)
+        with turn(device), current_device(device):
+            self._ready("execute_forward")
+            batch = self._batch_size(batch_size)
+            feeds = self._fed({}, batch, options)
+            evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
+            binding = self._bound("evaluation" if evaluating else "forward", batch)
+            self._check_destinations(outputs_data, binding.executable.part)
 
-        def keep(found: Found) -> Answer:
-            results = results_of(found)
-            self._hold(results)
-            if not evaluating:  # an evaluation leaves the passes before it alone
-                self._has_drawn()
-                self._saved, self._forward_batch = feeds | found, batch
-            self._write_outputs(outputs_data, results)
-            return self._answer(binding.executable, found)
+            def keep(found: Found) -> Answer:
+                results = results_of(found)
+                self._hold(results)
+                if not evaluating:  # an evaluation leaves the passes before it alone
+                    self._has_drawn()
+                    self._saved, self._forward_batch = feeds | found, batch
+                self._write_outputs(outputs_data, results)
+                return self._answer(binding.executable, found)
 
-        return self._launch(binding, feeds, options, completion, keep)
+            self._accept(feeds, batch, options)
+            execution = self._launch(binding, feeds, options, completion, keep)
+        return self._announced(execution, options, completion)
 
     def execute_gradient(
         self,
@@ -279,44 +293,52 @@ class TrainingGraph(DifferentiatedGraph):
         It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those that no update has
         used yet.
         """
-        self._ready("execute_gradient")
-        batch = self._check_forward(batch_size)
-        binding = self._bound("gradient", batch)
-        self._check_destinations(outputs_data, binding.executable.part)
-        adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
-        kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
+        device = self._require_compiled("execute_gradient")
+        require_completion(completion)
+        with turn(device), current_device(device):
+            self._ready("execute_gradient")
+            batch = self._check_forward(batch_size)
+            binding = self._bound("gradient", batch)
+            self._check_destinations(outputs_data, binding.executable.part)
+            adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
+            kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
 
-        def keep(found: Found) -> Answer:
-            self._gradients.replace(added(kept, found))
-            self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
-            return None, None
+            def keep(found: Found) -> Answer:
+                self._gradients.replace(added(kept, found))
+                self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
+                return NOTHING
 
-        return self._launch(binding, self._saved | self._seeds(batch), options, completion, keep)
+            execution = self._launch(binding, self._saved | self._seeds(batch), options, completion, keep)
+        return self._announced(execution, options, completion)
 
     def execute_optimizer_update(
         self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
     ) -> Execution:
         """Updates the parameters with the gradients of the last gradient pass, as often as it is called."""
-        self._ready("execute_optimizer_update")
-        if self._optimizer is None:
-            raise StateError(
-                "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
-            )
-        if not self._gradients.found:
-            raise StateError(
-                "execute_optimizer_update",
-                "there are no gradients",
-                fix="call execute_forward and execute_gradient first",
-            )
+        device = self._require_compiled("execute_optimizer_update")
+        require_completion(completion)
+        with turn(device), current_device(device):
+            self._ready("execute_optimizer_update")
+            if self._optimizer is None:
+                raise StateError(
+                    "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
+                )
+            if not self._gradients.found:
+                raise StateError(
+                    "execute_optimizer_update",
+                    "there are no gradients",
+                    fix="call execute_forward and execute_gradient first",
+                )
 
-        def keep(found: Found) -> Answer:
-            self._training_state.updated()
-            self._gradients.used = True
-            self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
-            return None, None
+            def keep(found: Found) -> Answer:
+                self._training_state.updated()
+                self._gradients.used = True
+                self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
+                return NOTHING
 
-        gradients = summed(self._gradients, self._others(), self._trainable())
-        return self._launch(self._bound("update", self._feeds.batch), gradients, options, completion, keep)
+            gradients = summed(self._gradients, self._others(), self._trainable())
+            execution = self._launch(self._bound("update", self._feeds.batch), gradients, options, completion, keep)
+        return self._announced(execution, options, completion)
 
     def synchronize_updates(self) -> None:
         """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
@@ -344,23 +366,42 @@ class TrainingGraph(DifferentiatedGraph):
                 {gradient(t): a.to(self._state.device.torch) for t, a in progress.gradients.items()}
             )
 
-    def _restart(self) -> None:
-        """Traces anew with what is compiled, declared and linked now."""
-        known = self._programs.channels_last  # where only details have changed since the graph was compiled
-        self._programs, self._bindings = Programs(self._step, self._kept_keys, known), {}
-        if self._optimizer is not None:
-            self._state = self._training_state.attached(self._optimizer, self._trainable())
-        self._training_state.scale_loss(self._compute_type is torch.float16)
+    def _build(self) -> None:
+        """Traces and plans the step; refuses it where it does not fit. Nothing but this graph changes."""
         self._updatable = [t.is_updatable for t in self._held]
-        executable = self._programs.executable("step", self._feeds.batch)
-        self._plan = memory.plan(executable.step, executable.part)
-        self._require_fit()
-        self._forget_passes()
+        self._programs.executable("step", self._feeds.batch)
 
-    def _again(self, reason: str) -> None:
+    def _rebuild(self) -> None:
+        """The same with what is declared and linked now, where only details have changed since it was compiled."""
+        self._programs = self._new_programs(self._programs.channels_last)
+        self._build()
+
+    def _settle(self, saved: Found | None = None) -> None:
+        """Takes over what was built: optimizer buffers, tensors on the device, no passes but those that are `saved`."""
+        device, before = self._require_compiled("compile"), self._state
+        kept = before if before is not None and before.device == device else TrainingState(device)
+        scaled = self._compute_type is torch.float16
+        state = kept.attached(self._optimizer, self._trainable() if self._optimizer else (), scaled)
+        super()._settle()
+        with Uninterrupted():
+            state.begin(fresh=kept is not before)
+            self._state = state
+            if saved is None:
+                self._forget_passes()
+            else:
+                self._saved = saved
+
+    def _restart(self) -> None:
+        """Builds and settles anew."""
+        self._rebuild()
+        self._settle()
+
+    def _again(self, reason: str, keeps_passes: bool = False) -> None:
         if self.device is not None:
             logger.info("compiling again: %s", reason)
-            self._restart()
+            with self._all_or_nothing():
+                self._rebuild()
+                self._settle(self._repeated_forward() if keeps_passes else None)
 
     @property
     def _training_state(self) -> TrainingState:

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepgraph as sg
+from stepgraph.data import Batch
 from stepgraph.layer import Scope
 from stepgraph.layers.embedding import EmbeddingDescriptor, EmbeddingLayer
+from stepgraph.report.probe import Probe
 from tests.layers.cases_embedding import ROWS, WIDTH, embedding
 
 DOUBLE = torch.float64
@@ -160,18 +162,27 @@ def test_dictionary_of_another_size_is_refused() -> None:
 class Words:
     """Three words in, two numbers out, behind something else than the embedding: it may stand anywhere."""
 
-    def __init__(self, optimizer: sg.Optimizer, device: sg.Device | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        optimizer: sg.Optimizer,
+        device: sg.Device | None = None,
+        *,
+        compiled: dict[str, Any] | None = None,
+        frozen: bool = False,
+        **settings: Any,
+    ) -> None:
         sg.set_seed(3)
         self.x, self.y = sg.Tensor((4, 3), "int64"), sg.Tensor((4, 2))
         self.embedding = EmbeddingLayer.create(9, 5, initializer=sg.RandomInitializerType.UNIFORM, **settings)
         self.linear = sg.FullyConnectedLayer.create(15, 2)
         graph = sg.Graph()
-        rows = graph.node(self.embedding, graph.transpose((1, 0), graph.transpose((1, 0), self.x)))
+        indices = graph.transpose((1, 0), graph.transpose((1, 0), self.x))
+        rows = graph.node(self.embedding, indices, disable_update=frozen)
         graph.node(self.linear, graph.reshape((4, 15), rows))
         self.training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), optimizer)
         self.training.add_inputs({"x": self.x}, {"y": self.y})
         self.device = device or sg.Device.cpu()
-        self.training.compile(self.device)
+        self.training.compile(self.device, **(compiled or {}))
 
     def phases(self, x: np.ndarray, y: np.ndarray) -> float:
         self.training.bind_and_write_data({"x": x, "y": y}, {"x": self.x, "y": self.y}, self.device)
@@ -234,7 +245,7 @@ def test_gpu_trains_as_the_cpu_does(chosen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("index", [9, -1])
 def test_index_outside_of_the_dictionary_is_an_error(index: int) -> None:
     words = Words(sg.SGDOptimizer(learning_rate=0.1))
-    with pytest.raises((IndexError, sg.ExecutionError), match="index out of range"):
+    with pytest.raises(sg.DataError, match=f"row 0 holds the index {index}, Embedding takes 0 to "):
         words.training.execute({"x": np.full((4, 3), index)}, {"y": np.zeros((4, 2), np.float32)})
 
 
@@ -277,3 +288,62 @@ def test_any_setting(one: tuple[EmbeddingLayer, torch.Tensor]) -> None:
 @settings(max_examples=300, deadline=None)
 def test_any_setting_deep(one: tuple[EmbeddingLayer, torch.Tensor]) -> None:
     check_any(*one)
+
+
+# The forward pass writes into the dictionary
+
+
+@pytest.mark.parametrize("compute_type", ["bfloat16", "float16"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_mixed_precision_keeps_every_digit_of_the_dictionary(compute_type: str, frozen: bool) -> None:
+    words = Words(
+        sg.SGDOptimizer(learning_rate=0.0), maximum_norm=0.7, frozen=frozen, compiled={"compute_type": compute_type}
+    )
+    before = words.embedding.weights.numpy().copy()
+    words.training.execute({"x": np.full((4, 3), 5)}, {"y": np.zeros((4, 2), np.float32)})
+    after = words.embedding.weights.numpy()
+    others = [row for row in range(9) if row != 5]
+    assert before[others].tobytes() == after[others].tobytes()
+    np.testing.assert_allclose(after[5], before[5] * 0.7 / np.linalg.norm(before[5]), rtol=1e-6)
+
+
+def test_mixed_precision_keeps_a_double_dictionary_double() -> None:
+    values = np.random.default_rng(0).standard_normal((9, 5))
+    layer = EmbeddingLayer(EmbeddingDescriptor(9, 5, maximum_norm=0.7), sg.Tensor((9, 5), "float64", data=values))
+    graph, x, y = sg.Graph(), sg.Tensor((4,), "int64"), sg.Tensor((4, 5))
+    graph.node(layer, x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.0))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), compute_type="bfloat16")
+    training.execute({"x": [2, 2, 2, 2]}, {"y": np.zeros((4, 5), np.float32)})
+    wanted = values.copy()
+    wanted[2] *= 0.7 / np.linalg.norm(values[2])
+    np.testing.assert_allclose(layer.weights.numpy(), wanted, rtol=1e-14)
+
+
+LOOKS: dict[str, Any] = {
+    "check_numerics": lambda words, x, y: words.training.check_numerics({"x": x}, {"y": y}),
+    "profile": lambda words, x, y: words.training.profile({"x": x}, {"y": y}, repeat=1),
+    "probe": lambda words, x, y: Probe(words.training).gradients(Batch(({"x": x}, {"y": y}, {}), 4)),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=list(LOOKS))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_looking_changes_no_row(look: Any, frozen: bool) -> None:
+    words = Words(sg.SGDOptimizer(learning_rate=0.1), maximum_norm=0.7, frozen=frozen)
+    x, y = batches(1)[0]
+    before = words.embedding.weights.numpy().copy()
+    look(words, x, y)
+    assert words.embedding.weights.numpy().tobytes() == before.tobytes()
+    words.training.execute({"x": x}, {"y": y})
+    assert words.embedding.weights.numpy().tobytes() != before.tobytes()  # frozen or not, as in PyTorch
+
+
+def test_a_step_taken_back_takes_back_the_rows() -> None:
+    checks = {"options": sg.GraphCompilationOptions.CHECK_NUMERICS}
+    words = Words(sg.SGDOptimizer(learning_rate=0.1), maximum_norm=0.7, frozen=True, compiled=checks)
+    before = words.embedding.weights.numpy().copy()
+    with pytest.raises(sg.NumericsError):
+        words.training.execute({"x": batches(1)[0][0]}, {"y": np.full((4, 2), np.nan, np.float32)})
+    assert words.embedding.weights.numpy().tobytes() == before.tobytes()

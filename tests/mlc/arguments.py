@@ -54,7 +54,6 @@ BY_CLASS: dict[str, dict[str, Any]] = {
         "peephole_weights": several(4, [2, 2]),
         "biases": several(4, [2]),
     },
-    "MLCMultiheadAttentionDescriptor": {"key_dimension": 4, "value_dimension": 4},
     "MLCMultiheadAttentionLayer": {
         "descriptor": lambda kit: M.MLCMultiheadAttentionDescriptor.descriptorWithModelDimension_headCount_(4, 2),
         **PROJECTIONS,
@@ -82,7 +81,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
 }
 OUT = {"outputs": lambda kit: {"out": kit.out}}
 SEQUENCE = {"length": 3, "data": lambda kit: data(np.zeros(48)), "batch_size": 2}
-IMAGE = {"data": lambda kit: data(np.zeros(4**4)), "fill": 0.5}
+IMAGE = {"data": lambda kit: data(np.arange(360)), "fill": 0.5}
 QUANTIZED = {"data_type": M.MLCDataTypeInt8, "scale": 2.0, "bias": 0}
 PER_ROW = {"scale": lambda kit: tensor([2], 2.0), "bias": lambda kit: tensor([2], 0.0)}
 BY_SELECTOR: dict[str, dict[str, Any]] = {

@@ -158,17 +158,19 @@ def anchors(kit: Kit) -> bytes:
     return np.array([1, 2, 4, 3], np.float32).tobytes()
 
 
-# Arguments by stepgraph's parameter names; a number stands for itself.
+# Arguments by stepgraph's parameter names; a number stands for itself. Those of one call differ, so that none can
+# take another's place unnoticed.
 ARGUMENTS: dict[str, Any] = {
     **{key: [2, 3] for key in ("shape", "padding", "strides", "kernel_sizes", "normalized_shape", "dimensions")},
-    **dict.fromkeys(("width", "height", "channels", "inputs", "outputs", "batch_size", "kernel_width"), 4),
-    **dict.fromkeys(("input_feature_channel_count", "output_feature_channel_count", "feature_channel_count"), 3),
+    **{"width": 5, "height": 6, "channels": 3, "inputs": 2, "outputs": 7, "batch_size": 4, "kernel_width": 4},
+    **{"input_feature_channel_count": 3, "output_feature_channel_count": 6, "feature_channel_count": 3},
     **dict.fromkeys(("kernel_height", "group_count", "channel_multiplier", "length", "seed", "time_step"), 3),
     **dict.fromkeys(("layer_count", "class_count", "split_count", "head_count", "embedding_dimension"), 2),
-    **dict.fromkeys(("input_size", "hidden_size", "model_dimension", "key_dimension", "value_dimension"), 4),
-    **dict.fromkeys(("learning_rate", "gradient_rescale", "maximum_clipping_norm", "custom_global_norm"), 0.5),
-    **dict.fromkeys(("a", "b", "c", "scale", "alpha", "delta", "epsilon", "weight", "replacement", "threshold"), 0.5),
-    **dict.fromkeys(("beta1", "beta2", "rate", "dropout", "momentum", "momentum_scale", "label_smoothing"), 0.25),
+    **{"input_size": 4, "hidden_size": 5, "model_dimension": 4, "key_dimension": 6, "value_dimension": 8},
+    **{"learning_rate": 0.5, "gradient_rescale": 0.75, "maximum_clipping_norm": 1.5, "custom_global_norm": 2.5},
+    **{"a": 0.5, "b": 0.625, "c": 0.75, "scale": 0.5, "alpha": 0.375, "delta": 0.125, "epsilon": 0.0625},
+    **{"weight": 0.5, "replacement": 0.75, "threshold": 0.5, "beta1": 0.25, "beta2": 0.125, "momentum_scale": 0.875},
+    **dict.fromkeys(("rate", "dropout", "momentum", "label_smoothing"), 0.25),
     **dict.fromkeys(("minimum", "gradient_clip_min", "bias", "negative_slope", "value"), -1),
     **dict.fromkeys(("maximum", "gradient_clip_max", "beta", "variance_epsilon", "constant_value", "fill"), 1),
     **{key: [1, 2] for key in ("dilation_rates", "padding_sizes")},

@@ -43,7 +43,7 @@ def test_both_styles_mix() -> None:
     inference = M.MLCInferenceGraph.graphWithGraphObjects_([graph])
     assert inference.compileWithOptions_device_(0, sg.Device.cpu())
     found = inference.native.execute({x.label: X[:2]}).result
-    assert found is result.native and np.allclose(
+    assert np.array_equal(found.numpy(), result.native.numpy()) and np.allclose(
         floats(result).reshape(2, 3), np.tanh(np.maximum(X[:2], 0)), atol=1e-6
     )
 
@@ -268,16 +268,16 @@ def test_debugging_keeps_a_layer_readable() -> None:
 
 def test_the_drawing_shows_where_gradients_stop() -> None:
     kit = Kit()
-    assert "style=dashed" not in kit.declared.summarizedDOTDescription()
+    assert kit.declared.summarizedDOTDescription().count("style=dashed") == 1  # the labels
     assert kit.declared.stopGradientForTensors_([kit.x])
-    assert "style=dashed" in kit.declared.summarizedDOTDescription()
+    assert kit.declared.summarizedDOTDescription().count("style=dashed") == 2
 
 
 def test_a_user_gradient_allocated_before_compiling_can_be_written() -> None:
     kit = Kit()
     handle = kit.declared.allocateUserGradientForTensor_(kit.out)
-    assert handle.bindAndWriteData_toDevice_(data(Y), CPU) is False  # in no compiled graph yet
-    assert kit.training.device() == handle.device() and handle.bindAndWriteData_toDevice_(data(Y), CPU) is True
+    assert handle.bindAndWriteData_toDevice_(data(Y), CPU) is True
+    assert kit.training.device() == handle.device()
 
 
 @pytest.mark.parametrize("key", ["sortedSequenceLengths", "sortedSequenceLength"])

@@ -105,7 +105,7 @@ def test_a_tensor_without_data() -> None:
     assert made.synchronizeData() is True and made.synchronizeOptimizerData() is True
     assert made.optimizerData() == [] and made.optimizerDeviceData() == []
     assert made.copyDataFromDeviceMemoryToBytes_length_synchronizeWithDevice_(bytearray(16), 16, False) is False
-    assert made.bindAndWriteData_toDevice_(data(np.zeros(4)), CPU) is False
+    assert made.bindAndWriteData_toDevice_(data(np.zeros(3)), CPU) is False
     assert M.MLCTensor.tensorWithDescriptor_(None).descriptor() is None
 
 
@@ -160,6 +160,30 @@ def test_initializers_as_decided() -> None:
     assert abs(xavier.std() - np.sqrt(2 / 128)) < 0.01
     M.MLCPlatform.setRNGSeedTo_(5)
     assert np.array_equal(floats(M.MLCTensor.tensorWithShape_randomInitializerType_([64, 64], 1)), uniform)
+
+
+@pytest.mark.parametrize("shape", [[1, 4000, 1, 1], [1, 400, 3, 3]])
+def test_initializers_of_packed_weights_keep_the_measured_range(shape: list[int]) -> None:
+    M.MLCPlatform.setRNGSeedTo_(5)
+    _, samples, height, width = shape
+    for kind, bound, deviation in (
+        (M.MLCRandomInitializerTypeUniform, 1.0, np.sqrt(1 / 12)),
+        (M.MLCRandomInitializerTypeGlorotUniform, np.sqrt(3), 1.0),
+        (M.MLCRandomInitializerTypeXavier, np.inf, 0.5),
+    ):
+        for made in (
+            M.MLCTensor.tensorWithShape_randomInitializerType_(shape, kind),
+            M.MLCTensor.tensorWithShape_randomInitializerType_dataType_(shape, kind, FLOAT),
+            M.MLCTensor.tensorWithDescriptor_randomInitializerType_(
+                M.MLCTensorDescriptor.descriptorWithShape_dataType_(shape, FLOAT), kind
+            ),
+            M.MLCTensor.tensorWithWidth_height_featureChannelCount_batchSize_randomInitializerType_(
+                width, height, samples, 1, kind
+            ),
+        ):
+            values = floats(made)
+            assert np.abs(values).max() <= bound * (1 + 1e-6)
+            assert values.std() == pytest.approx(deviation, rel=0.05)
 
 
 def test_the_seed() -> None:

@@ -77,7 +77,8 @@ def test_answers_of_inference() -> None:
     assert execute({"x": x_data}, {"y": y_data}, 0, options, lambda *given: got.append(given)) is True
     assert np.frombuffer(out, np.float32).tolist() == [0, 2, 0, 4, 0, 1]
     ((tensor_, error, seconds),) = got
-    assert tensor_ is result and error is None and seconds > 0
+    assert tensor_.tensorID() == result.tensorID() and error is None and seconds > 0
+    assert tensor_.data() == result.data() == bytes(out)
     loss = inference.executeWithInputsData_lossLabelsData_lossLabelWeightsData_batchSize_options_completionHandler_
     assert loss({"x": x_data}, None, None, 0, 0, None) is False  # no labels were declared
     skip = M.MLCExecutionOptionsSkipWritingInputDataToDevice

@@ -17,7 +17,7 @@ import enum
 import math
 import sys
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from stepgraph.optimizers import Optimizer
 from stepgraph.tensor import Tensor, TensorDescriptor
 
 _OURS = "stepgraph"
+Kind = TypeVar("Kind")
+Item = TypeVar("Item")
 
 
 def class_name(kind: type) -> str:
@@ -45,6 +47,22 @@ def unique(name: str, taken: Container[str]) -> str:
     return found
 
 
+def of_kind(kind: type[Kind], given: Any) -> Kind:
+    """A value of a description, if it is of a kind; a bool is no whole number."""
+    if type(given) is not kind:
+        raise ValueError(f"{given!r:.100} where a {kind.__name__} should be")
+    return given
+
+
+class Numbered(list[Item]):
+    """A list that a file's numbers point into: from 0 on, and nothing that Python would take for such a number."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if of_kind(int, number) < 0:
+            raise ValueError(f"the number {number} is negative")
+        return super().__getitem__(number)
+
+
 class Encoder:
     """Numbers tensors and layers in the order they are met, and collects arrays."""
 
@@ -60,7 +78,8 @@ class Encoder:
 
     def array(self, key: str, array: torch.Tensor) -> str:
         """Puts an array into the tensors file, under `key` or something like it."""
-        name = unique(key, self.arrays)
+        # Half a character, which a label may hold, has no place in a file of UTF-8.
+        name = unique(key.encode("utf-8", "backslashreplace").decode("utf-8"), self.arrays)
         self.arrays[name] = array
         return name
 
@@ -132,9 +151,10 @@ class Decoder:
         arrays: Mapping[str, torch.Tensor],
         custom: Sequence[type] = (),
     ) -> None:
-        self.where, self._layers, self._tensors, self._arrays = where, layers, tensors, arrays
+        self.where, self._layers, self._tensors, self._arrays = where, Numbered(layers), Numbered(tensors), arrays
         self._made: dict[int, Layer] = {}
-        self._custom = _by_name(custom)
+        self._making: set[int] = set()
+        self._custom = by_name(custom)
 
     def kind(self, name: str, base: type = object) -> type:
         """The class with a name: one of ours, or one that was handed over."""
@@ -153,12 +173,17 @@ class Decoder:
 
     def layer(self, number: int) -> Layer:
         """The layer with a number, the same one each time."""
+        description = self._layers[number]
+        if number in self._making:
+            raise ValueError(f"the layer {number} holds itself")
         if number not in self._made:
-            description = self._layers[number]
-            kind = self.kind(description["class"], Layer)
-            layer = self._construct(kind, description["fields"], description["fields"].get("label") or kind.__name__)
-            layer.__dict__.update(_line=str(description["line"]), layer_id=int(description["layer_id"]))
+            self._making.add(number)
+            kind, label = self.kind(description["class"], Layer), of_kind(str, description["fields"].get("label", ""))
+            layer = self._construct(kind, description["fields"], label or kind.__name__)
+            line, layer_id = of_kind(str, description["line"]), of_kind(int, description["layer_id"])
+            layer.__dict__.update(_line=line, layer_id=layer_id)
             self._made[number] = layer
+            self._making.remove(number)
         return self._made[number]
 
     def value(self, described: Any) -> Any:
@@ -191,7 +216,7 @@ class Decoder:
                     f"a layer's setting is a {name}, which no file can hold",
                     fix="build the graph in your program and restore into it",
                 )
-        raise CheckpointError(self.where, f"its description holds {described!r}", fix="use another checkpoint")
+        raise CheckpointError(self.where, f"its description holds {described!r:.100}", fix="use another checkpoint")
 
     def _construct(self, kind: type, fields: Mapping[str, Any], name: str) -> Any:
         settings = {field: self.value(value) for field, value in fields.items()}
@@ -207,7 +232,7 @@ class Decoder:
             ) from error
 
 
-def _by_name(custom: Sequence[type]) -> dict[str, type]:
+def by_name(custom: Sequence[type]) -> dict[str, type]:
     """Classes that were handed over, by name."""
     found: dict[str, type] = {}
     for kind in custom:

@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, StorageError, reason
+from stepgraph.storage import as_path, open_regular, read_regular, storage, whole
 
 FORMAT, VERSION = "stepgraph", 1
 DESCRIPTION = "graph.json"
-LINE = 200
+LARGEST_DESCRIPTION = 2**28  # bytes; a graph of a million nodes stays below
+LINE, DEEPEST = 200, 20  # characters of a line, and levels below which there are no new lines
 _TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 _MEMBER = re.compile(r"checkpoint-(\d{6,})")
 _SIGNED = re.compile(rb'(.*,\n "sha256": ")([0-9a-f]{64})"\n}\n', re.DOTALL)
@@ -42,37 +45,35 @@ class Content:
     arrays: dict[str, torch.Tensor]
 
 
-def as_path(where: str, given: Any) -> Path:
-    """`given` as a path, if it can be one."""
-    if not isinstance(given, str | os.PathLike):
-        raise DataTypeError(where, f"the path is {type(given).__name__}", fix="give a directory's name")
-    return Path(given)
-
-
 # Writing
 
 
 def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
     """Puts a checkpoint at `path`, in place of one that is there; a failure leaves that one as it was."""
-    is_new = not path.exists()
+    with storage(path, "written"):
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        with _storage(path, "written"):
+        with storage(path, "written", SafetensorError):
             path.mkdir(parents=True, exist_ok=True)
             tensors = _write_tensors(path, arrays)
             _write_description(path, {"format": FORMAT, "version": VERSION, "tensors_file": tensors, **description})
             _sync_folder(path.parent)
     except BaseException:
         _discard(path, keep=_tensors_in_use(path))
-        if is_new:
-            with suppress(OSError):
-                path.rmdir()
+        with suppress(OSError):
+            for folder in new:
+                folder.rmdir()
         raise
     _discard(path, keep=tensors["name"])
 
 
 def _write_tensors(path: Path, arrays: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     partial = path / ("tensors" + _PARTIAL)
+    # The library that writes tensors makes files that only their owner may read; those of others follow the umask.
+    with partial.open("wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(arrays), partial)
+    partial.chmod(mode)
     with partial.open("rb+") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -84,11 +85,21 @@ def _write_tensors(path: Path, arrays: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _write_description(path: Path, description: Mapping[str, Any]) -> None:
-    members = ",\n".join(f" {json.dumps(name)}: {_pretty(value, 1)}" for name, value in description.items())
+    try:
+        members = ",\n".join(f" {json.dumps(name)}: {_pretty(value, 1)}" for name, value in description.items())
+    except RecursionError:
+        raise DataTypeError("save", "the notes are nested too deeply to be written", fix="give flatter ones") from None
     body = f'{{\n{members},\n "sha256": "'
+    signed = f'{body}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'.encode()
+    if len(signed) > LARGEST_DESCRIPTION:
+        raise ArgumentError(
+            "save",
+            f"{DESCRIPTION} would have {len(signed):,} bytes, more than the {LARGEST_DESCRIPTION:,} that are read",
+            fix="give shorter notes",
+        )
     partial = path / (DESCRIPTION + _PARTIAL)
     with partial.open("wb") as file:
-        file.write(f'{body}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'.encode())
+        file.write(signed)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path / DESCRIPTION)
@@ -98,7 +109,7 @@ def _write_description(path: Path, description: Mapping[str, Any]) -> None:
 def _pretty(value: Any, depth: int) -> str:
     """JSON that people read and compare: what fits into a line stands in one."""
     line = json.dumps(value, allow_nan=False)
-    if len(line) + depth <= LINE or not isinstance(value, dict | list):
+    if len(line) + depth <= LINE or depth > DEEPEST or not isinstance(value, dict | list):
         return line
     indent, closing = "\n" + " " * (depth + 1), "\n" + " " * depth
     if isinstance(value, list):
@@ -120,9 +131,9 @@ def _sync_folder(path: Path) -> None:
 
 def _tensors_in_use(path: Path) -> str | None:
     """The tensors file that `graph.json` names; "" where there is none, None where that cannot be told."""
-    if not (path / DESCRIPTION).exists():
-        return ""
-    with suppress(CheckpointError, StorageError):
+    with suppress(CheckpointError, OSError):  # a StorageError is one
+        if not (path / DESCRIPTION).exists():
+            return ""
         return str(read_description(path)["tensors_file"]["name"])
     return None
 
@@ -145,34 +156,42 @@ def read(given: Path) -> Content:
     description = read_description(path)
     stored = description["tensors_file"]
     try:
-        with _storage(path, "read"):
-            raw = (path / stored["name"]).read_bytes()
+        with storage(path, "read"):
+            raw = _read_tensors(path, stored)
     except StorageError:
         if read_description(path) != description:  # it was replaced while we were reading
             return read(given)
         raise
-    if len(raw) != stored["bytes"] or hashlib.sha256(raw).hexdigest() != stored["sha256"]:
-        raise CheckpointError(
-            f"{path}",
-            f"{stored['name']} is damaged: {len(raw)} bytes with another checksum than the {stored['bytes']} written",
-            fix="use another checkpoint",
-            **_others(path),
-        )
     try:
         # Copied into memory of torch's own: its alignment decides which instructions sum, and so the last bits.
         return Content(path, description, {name: array.clone() for name, array in load_tensors(raw).items()})
-    except SafetensorError as error:
+    except Exception as error:  # signed or not, what another program wrote there may be anything
         raise CheckpointError(
             f"{path}", f"{stored['name']} holds no tensors: {reason(error)}", fix="use another checkpoint"
-        ) from None
+        ) from error
+
+
+def _read_tensors(path: Path, stored: Mapping[str, Any]) -> bytes:
+    """The tensors file, if it has the length and the checksum that were written down; another length is not read."""
+    with open_regular(path / stored["name"], CheckpointError) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = whole(file, size, path, CheckpointError) if size == stored["bytes"] else b""
+    if len(raw) == size == stored["bytes"] and hashlib.sha256(raw).hexdigest() == stored["sha256"]:
+        return raw
+    raise CheckpointError(
+        f"{path}",
+        f"{stored['name']} is damaged: {size} bytes with another checksum than the {stored['bytes']} written",
+        fix="use another checkpoint",
+        **_others(path),
+    )
 
 
 def read_description(path: Path) -> dict[str, Any]:
     """`graph.json` of a checkpoint, verified."""
-    with _storage(path, "read"):
-        raw = (path / DESCRIPTION).read_bytes()
+    with storage(path, "read"):
+        raw = read_regular(path / DESCRIPTION, LARGEST_DESCRIPTION, CheckpointError)
     try:
-        description = json.loads(raw)
+        description = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}",
@@ -201,6 +220,10 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _check_reference(path: Path, description: Mapping[str, Any]) -> None:
     stored = description.get("tensors_file")
     kinds = {"name": str, "bytes": int, "sha256": str}
@@ -217,10 +240,11 @@ def _check_reference(path: Path, description: Mapping[str, Any]) -> None:
 
 def find(path: Path) -> Path:
     """The checkpoint that a path stands for: itself, or the latest of the series in it."""
-    if (path / DESCRIPTION).exists():
-        return path
-    if not path.exists():
-        raise StorageError(f"{path}", "there is no such directory", fix="give the path that was saved to")
+    with storage(path, "read"):
+        if (path / DESCRIPTION).exists():
+            return path
+        if not path.exists():
+            raise StorageError(f"{path}", "there is no such directory", fix="give the path that was saved to")
     found = latest(path)
     if found is None:
         raise CheckpointError(
@@ -263,9 +287,9 @@ def check_keep(keep: Any) -> int | None:
 
 
 def _members(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    with _storage(folder, "read"):
+    with storage(folder, "read"):
+        if not folder.is_dir():
+            return []
         names = [_MEMBER.fullmatch(path.name) for path in folder.iterdir()]
     return sorted((int(found[1]), folder / found[0]) for found in names if found)
 
@@ -290,17 +314,7 @@ def _others(path: Path) -> dict[str, str]:
     """Further checkpoints of the series a damaged one belongs to, for its message."""
     if not _MEMBER.fullmatch(path.name):
         return {}
-    others = [one.name for _, one in _members(path.parent) if one != path and (one / DESCRIPTION).exists()]
-    return {"others": ", ".join(others)} if others else {}
-
-
-@contextmanager
-def _storage(path: Path, done: str) -> Iterator[None]:
-    """Turns what the file system says into one kind of error."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        said = getattr(error, "strerror", None) or reason(error)
-        failed = StorageError(f"{path}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space")
-        failed.errno = getattr(error, "errno", None)
-        raise failed from error
+    with suppress(OSError):
+        others = [one.name for _, one in _members(path.parent) if one != path and (one / DESCRIPTION).exists()]
+        return {"others": ", ".join(others)} if others else {}
+    return {}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepgraph.errors import readable
+
 
 class Mismatch(NamedTuple):
     """A tensor that the graph and the checkpoint declare differently."""
@@ -60,7 +62,7 @@ class RestoreReport:
         lines = [f"{self.path}: {len(self.loaded)} of {self._count} tensors restored"]
         width = len("mismatched")
         facts = {**self.facts, **({"changed": "; ".join(self.changed)} if self.changed else {})}
-        return "\n".join([*lines, *(f"    {name:{width}}   {line}" for name, line in facts.items())])
+        return "\n".join(map(readable, [*lines, *(f"    {name:{width}}   {line}" for name, line in facts.items())]))
 
     @property
     def _count(self) -> int:

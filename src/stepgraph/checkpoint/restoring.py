@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.checkpoint import files
-from stepgraph.checkpoint.codec import Decoder, Encoder
+from stepgraph.checkpoint.codec import Decoder, Encoder, Numbered
 from stepgraph.checkpoint.report import Mismatch, RestoreReport
 from stepgraph.checkpoint.structure import (
     layers_of,
     named_tensors,
     read_array,
     read_descriptor,
+    read_notes,
     read_optimizer,
     read_progress,
 )
@@ -25,6 +28,7 @@ from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import turn
+from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.state import Progress
 from stepgraph.tensor import Tensor
 
@@ -47,7 +51,7 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
     """Reads, verifies, matches by name, then writes."""
     content = files.read(files.as_path("restore", path))
     group: Sequence[CompiledGraph] = graph._linked
-    with understood(content):
+    with understood(content.path):
         tensors, report = _match(group, content)
         taken, problems = ([], []) if only_parameters else _states(group, content, tensors)
         changed = _changed(group, content.description)
@@ -63,7 +67,7 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
             **report.facts,
             fix="build the graph that was saved, or take what fits: restore(path, partial=True)",
         )
-    with nullcontext() if graph.device is None else turn(graph.device):
+    with nullcontext() if graph.device is None else turn(graph.device), surroundings.tracing(), Uninterrupted():
         for tensor, array in arrays.items():
             _write(tensor, array)
         for one in taken:
@@ -74,15 +78,16 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
 
 
 @contextmanager
-def understood(content: files.Content) -> Iterator[None]:
-    """A description that is whole but cannot be followed is refused like a damaged one."""
+def understood(path: Path) -> Iterator[None]:
+    """A description that is whole but cannot be followed is refused like a damaged one, whatever it runs into."""
     try:
         yield
-    except StepgraphError:
+    except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"its description cannot be followed ({type(error).__name__}: {reason(error)})"
-        raise CheckpointError(f"{content.path}", problem, fix=OTHER) from error
+    except Exception as error:
+        said = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
+        problem = f"its description cannot be followed ({type(error).__name__}: {said})"
+        raise CheckpointError(f"{path}", problem, fix=OTHER) from error
 
 
 def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
@@ -104,7 +109,7 @@ def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict
         missing=tuple(name for name in mine if name not in theirs),
         unexpected=tuple(name for name in theirs if name not in mine),
         mismatched=tuple(mismatched),
-        notes=content.description["notes"],
+        notes=read_notes(content.description),
     )
     return {theirs[name]: tensor for name, tensor in found.items()}, report
 
@@ -132,23 +137,24 @@ def _state(
     progress = read_progress(described["progress"], tensors, content.arrays)
     decoder = Decoder(f"{content.path}", [], [], {}, [] if graph._optimizer is None else [type(graph._optimizer)])
     number, mine = described["optimizer"], graph._optimizer
-    there = None if number is None else content.description["optimizers"][number]
+    there = None if number is None else Numbered(content.description["optimizers"])[number]
     rules = ["no optimizer" if one is None else one for one in (there and there["rule"], mine and mine.rule)]
     if rules[0] != rules[1]:
         stream = Progress(stream=progress.stream, scale=progress.scale)
         return _Taken(graph, stream, None), [f"{rules[0]} in the checkpoint, {rules[1]} here"]
     optimizer = None if there is None else read_optimizer(there, decoder)
     progress.time_version = 0 if mine is None else mine.time_version
-    _check_buffers(content, progress, 0 if mine is None else len(mine.slots))
+    check_buffers(f"{content.path}", progress, 0 if mine is None else len(mine.slots))
     return _Taken(graph, progress, optimizer), []
 
 
-def _check_buffers(content: files.Content, progress: Progress, slots: int) -> None:
+def check_buffers(where: str, progress: Progress, slots: int) -> None:
+    """Refuses optimizer buffers and gradients that are not those of their parameters."""
     for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in progress.gradients.items())):
         if any(array.shape != tensor.shape or array.dtype != tensor.data_type.torch for array in arrays):
-            raise CheckpointError(f"{content.path}", f"a buffer of {tensor!r} has another shape or type", fix=OTHER)
+            raise CheckpointError(where, f"a buffer of {tensor!r} has another shape or type", fix=OTHER)
     if any(len(arrays) != slots for arrays in progress.buffers.values()):
-        raise CheckpointError(f"{content.path}", f"a parameter has another number of buffers than {slots}", fix=OTHER)
+        raise CheckpointError(where, f"a parameter has another number of buffers than {slots}", fix=OTHER)
 
 
 def _changed(group: Sequence[CompiledGraph], description: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, unique
+from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, unique
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.graph import Node
@@ -36,8 +37,10 @@ def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
     """What a checkpoint restores by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
     names: dict[Tensor, str] = {}
     for layer, name in unique_names(layers_of(graphs)).items():
+        given = {one.name for one in dataclasses.fields(layer) if one.init}  # others a layer makes from these
         for field, tensor in {**layer.parameters, **layer.statistics, **layer.constants}.items():
-            names.setdefault(tensor, f"{name}.{field}")
+            if field.partition(".")[0] in given:
+                names.setdefault(tensor, f"{name}.{field}")
     for graph in graphs:
         called = {tensor: name for _, name, tensor in graph._feeds}
         for tensor in graph._parameters:
@@ -124,7 +127,12 @@ class Describer:
         if graph.device is None:
             return None
         mixed = graph._compute_type
-        return {"options": int(graph._options), "compute_type": None if mixed is None else str(DataType.of(mixed))}
+        return {
+            "options": int(graph._options),
+            "compute_type": None if mixed is None else str(DataType.of(mixed)),
+            "tf32": graph._tf32,
+            "memory_limit": graph._memory_limit,
+        }
 
     def _tensors(self) -> list[dict[str, Any]]:
         names = {tensor: name for name, tensor in named_tensors(self.graphs).items()}
@@ -185,8 +193,8 @@ def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:
 def read_tensor(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Tensor:
     """A tensor as it was described, with its data."""
     data = read_array(described, arrays) if "data" in described else None
-    tensor = Tensor(read_descriptor(described), data=data, label=described["label"])
-    tensor.is_updatable = described.get("is_updatable", True)
+    tensor = Tensor(read_descriptor(described), data=data, label=of_kind(str, described["label"]))
+    tensor.is_updatable = of_kind(bool, described.get("is_updatable", True))
     return tensor
 
 
@@ -210,8 +218,9 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
     taken = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
     own = {name: value for name, value in settings.items() if name in taken and name not in shared}
-    optimizer = kind(OptimizerDescriptor(**shared), **own)
+    optimizer = kind(OptimizerDescriptor.exact(**shared), **own)
     optimizer.time_step = settings["time_step"]
+    optimizer.numbers()  # raises where one of them is none
     if optimizer.rule != described["rule"]:
         raise CheckpointError(
             decoder.where,
@@ -227,17 +236,29 @@ def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], a
     buffers = {int(number): keys for number, keys in described["buffers"].items()}
     gradients = {int(number): key for number, key in described["gradients"].items()}
     return Progress(
-        stream=None if stream is None else _numbers(stream, 2, int),
-        scale=None if scale is None else _numbers(scale, 2, float),
-        time_step=None if time_step is None else _numbers([time_step], 1, int)[0],
+        stream=None if stream is None else [_count(one) for one in _pair(stream)],
+        scale=None if scale is None else [of_kind(float, one) for one in _pair(scale)],
+        time_step=None if time_step is None else _count(time_step),
         buffers={tensors[n]: tuple(arrays[key] for key in keys) for n, keys in buffers.items() if n in tensors},
         gradients={tensors[n]: arrays[key] for n, key in gradients.items() if n in tensors},
     )
 
 
-def _numbers(given: Any, count: int, kind: type) -> list[Any]:
-    if not isinstance(given, list) or len(given) != count or not all(type(one) is kind for one in given):
-        raise ValueError(f"{given!r} where {count} numbers should be")
+def read_notes(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What the saving program wrote down."""
+    return of_kind(dict, description["notes"])
+
+
+def _pair(given: Any) -> list[Any]:
+    if len(of_kind(list, given)) != 2:
+        raise ValueError(f"{given!r:.100} where 2 numbers should be")
+    return given
+
+
+def _count(given: Any) -> int:
+    """A whole number that every array holds exactly."""
+    if not 0 <= of_kind(int, given) < 2**63:
+        raise ValueError(f"{given} is outside of 0 to 2⁶³")
     return given
 
 

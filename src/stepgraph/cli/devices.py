@@ -50,6 +50,8 @@ def _size(count: int | None) -> str:
 
 
 def _kernels(kernels: Mapping[str, Any]) -> dict[str, str]:
+    if kernels["file"] is None:
+        return {"file": "none: there is no home directory, so each process measures anew"}
     state = f"{kernels['choices']} choices" if kernels["exists"] else "not there yet: the first compilation makes it"
     return {"file": kernels["file"], "holds": state}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.cli import opening, places
-from stepgraph.errors import CheckpointError, StepgraphError, StorageError
+from stepgraph.errors import CheckpointError, StepgraphError, StorageError, readable
 
 HELP = "show a saved graph: layers, parameters, memory by batch size, a drawing"
 
@@ -75,11 +75,13 @@ class _Found:
 
 def run(arguments: argparse.Namespace) -> int:
     """Reads, tells, draws."""
+    from stepgraph.checkpoint.restoring import understood
     from stepgraph.cli import saved
 
     content = opening.read(arguments.file)
     custom = opening.classes(arguments.custom)
-    found = _Found(saved.header(content), saved.tensors(content))
+    with understood(content.path):
+        found = _Found(saved.header(content), saved.tensors(content))
     place = None if arguments.no_plan and found.header["linked_graphs"] == 1 else arguments.device
     try:
         graph = opening.load(content, custom, place)
@@ -116,24 +118,28 @@ def _plan(found: _Found, asked: Sequence[int] | None) -> None:
 
 
 def _tell(found: _Found, arguments: argparse.Namespace) -> None:
-    from stepgraph.cli import saved, screen
+    from stepgraph.checkpoint.restoring import understood
+    from stepgraph.cli import screen
 
-    roles = saved.roles(found.graphs)
-    for one in found.tensors:
-        one["role"] = roles.get(one["name"], "")
+    with understood(Path(found.header["path"])):
+        told = _as_json(found) if arguments.json else _told(found)
     if arguments.json:
-        screen.show_json(_as_json(found))
-        return
+        screen.show_json(told)
+    else:
+        screen.show(*told)
+
+
+def _told(found: _Found) -> list[Any]:
     told: list[Any] = [*_header(found.header)]
     for number, graph in enumerate(found.graphs):
         told += ["", _layers(graph, number, len(found.graphs))]
     if found.tensors:
-        told += ["", _tensors(found.tensors)]
+        told += ["", _tensors(_with_roles(found))]
     for graph, plans in zip(found.graphs, found.plans, strict=False):
         told += ["", _plans(graph, plans)]
     if found.unplanned:
         told.append(f"Other batches cannot be planned: {found.unplanned}.")
-    screen.show(*told)
+    return told
 
 
 def _header(header: Mapping[str, Any]) -> list[Any]:
@@ -144,7 +150,9 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
     rows = {"saved": f"with PyTorch {header['torch']}, {draw.size(header['bytes'])} of tensors"}
     for kind in ("inputs", "loss_labels", "loss_label_weights", "outputs"):
         if header[kind]:
-            rows[kind.replace("_", " ")] = "\n".join(f"{name} {shape}".strip() for name, shape in header[kind].items())
+            rows[kind.replace("_", " ")] = "\n".join(
+                readable(f"{name} {shape}".strip()) for name, shape in header[kind].items()
+            )
     for one in header["optimizers"]:
         settings = ", ".join(f"{name} {_number(value)}" for name, value in saved.effective(one["settings"]).items())
         rows["optimizer"] = f"{one['rule']}, {settings}; updates made: {one['updates']:,}"
@@ -152,7 +160,9 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
     if header["classes"]:
         rows["own classes"] = ", ".join(header["classes"])
     for name, note in header["notes"].items():
-        rows[f"note {name}"] = saved.fit_notes(note) if name == "fit" else json.dumps(note, ensure_ascii=False)
+        rows[f"note {name}"] = (
+            saved.fit_notes(note) if saved.is_of_fit(name, note) else json.dumps(note, ensure_ascii=False)
+        )
     return [f"{header['path']}: {header['kind']}{linked}", screen.facts(rows)]
 
 
@@ -163,7 +173,14 @@ def _number(value: Any) -> Any:
 def _layers(graph: Any, number: int, count: int) -> Any:
     from stepgraph import draw
 
-    return draw.table(graph._all_nodes(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
+    return draw.table(graph._shown(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
+
+
+def _with_roles(found: _Found) -> list[dict[str, Any]]:
+    from stepgraph.cli import saved
+
+    roles = saved.roles(found.graphs)
+    return [{**one, "role": roles.get(one["name"], "")} for one in found.tensors]
 
 
 def _tensors(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -193,14 +210,14 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
     layers = []
     for graph in found.graphs:
-        nodes = graph._all_nodes()
+        nodes = graph._shown()
         names = draw.unique_names(node.layer for node in nodes)
         layers.append([_node(names[node.layer], node) for node in nodes])
     plans = [
         {"device": str(graph.device), "by_batch_size": {str(rows): plan for rows, plan in plans.items()}}
         for graph, plans in zip(found.graphs, found.plans, strict=False)
     ]
-    return {**found.header, "layers": layers, "tensors": found.tensors, "memory": plans}
+    return {**found.header, "layers": layers, "tensors": _with_roles(found), "memory": plans}
 
 
 def _node(name: str, node: Any) -> dict[str, Any]:
@@ -218,7 +235,7 @@ def _node(name: str, node: Any) -> dict[str, Any]:
 def _draw(graphs: Sequence[Any], arguments: argparse.Namespace) -> None:
     from stepgraph import draw
 
-    nodes = [node for graph in graphs for node in graph._all_nodes()]
+    nodes = [node for graph in graphs for node in graph._shown()]
     stopped = frozenset().union(*(graph._stopped for graph in graphs))
     for path, picture in ((arguments.dot, draw.dot), (arguments.svg, draw.svg)):
         if path is None:

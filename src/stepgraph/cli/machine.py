@@ -17,6 +17,8 @@ import torch
 from stepgraph import __version__
 from stepgraph.compiler.kernels import measure
 from stepgraph.device import Device
+from stepgraph.errors import StorageError
+from stepgraph.storage import read_regular
 from stepgraph.types import DeviceType
 
 INSTALL = "https://pytorch.org/get-started/locally"
@@ -129,9 +131,11 @@ def _version(name: str) -> str:
 
 def _kernels() -> dict[str, Any]:
     file = measure.file()
+    if file is None:
+        return {"file": None, "exists": False, "choices": 0}
     try:
-        choices = len(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        choices = len(json.loads(read_regular(file, measure.LARGEST, StorageError)))
+    except (OSError, ValueError, TypeError, RecursionError):
         choices = 0
     return {"file": str(file), "exists": file.is_file(), "choices": choices}
 

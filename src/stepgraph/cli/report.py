@@ -7,6 +7,8 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepgraph.errors import readable
+
 if TYPE_CHECKING:
     from stepgraph.report.run import Run
 
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     default = arguments.runs[0] / page.FILE if len(runs) == 1 else Path(page.FILE)
     target = arguments.output or default
     page.write(target, runs)
-    print(target)
+    print(readable(str(target)))
     if arguments.open:
         webbrowser.open(target.resolve().as_uri())
     return 0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph.checkpoint.codec import of_kind
+from stepgraph.checkpoint.structure import read_notes
 from stepgraph.types import GraphCompilationOptions
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def header(content: Content) -> dict[str, Any]:
         "optimizers": [_optimizer(one) for one in saved["optimizers"]],
         "compiled": _compiled(graphs[saved["saved"]]["compiled"]),
         "classes": sorted({one["class"] for one in saved["layers"] if ":" in one["class"]}),
-        "notes": saved["notes"],
+        "notes": read_notes(saved),
     }
 
 
@@ -66,14 +68,17 @@ def _compiled(saved: Mapping[str, Any] | None) -> str:
     if saved is None:
         return "not yet"
     asked = [one.name or "" for one in GraphCompilationOptions(saved["options"])]
-    mixed = saved["compute_type"]
-    return ", ".join([*asked, *([f"computing in {mixed.lower()}"] if mixed else [])]) or "as it is by default"
+    mixed, tf32, limit = saved["compute_type"], saved.get("tf32"), saved.get("memory_limit")
+    further = [f"computing in {mixed.lower()}"] if mixed else []
+    further += [] if tf32 is None else ["TF32 allowed" if tf32 else "TF32 off"]
+    further += [] if limit is None else [f"within {limit:,} bytes"]
+    return ", ".join([*asked, *further]) or "as it is by default"
 
 
 def tensors(content: Content) -> list[dict[str, Any]]:
     """The tensors that have a name: shape, type, and what their numbers are like."""
     found = (one for one in content.description["tensors"] if "name" in one and "data" in one)
-    return [measured(one["name"], content.arrays[one["data"]]) for one in found]
+    return [measured(of_kind(str, one["name"]), content.arrays[one["data"]]) for one in found]
 
 
 def measured(name: str, array: torch.Tensor) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
     from stepgraph.checkpoint.structure import named_tensors
 
     group = list(graphs)
-    nodes = [node for graph in group for node in graph._all_nodes()]
+    nodes = [node for graph in group for node in graph._shown()]
     kinds = {t: "statistic" for node in nodes for t in node.layer.statistics.values()}
     kinds |= {t: "constant" for node in nodes for t in node.layer.constants.values()}
     frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
@@ -105,13 +110,20 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
     }
 
 
+def is_of_fit(name: str, note: Any) -> bool:
+    """Whether a note is what `fit` writes down; a program of one's own may call a note so, too."""
+    return name == "fit" and isinstance(note, dict) and {"place", "history"} <= note.keys()
+
+
 def fit_notes(notes: Mapping[str, Any]) -> str:
     """What `fit` wrote down, in a line."""
+    from stepgraph.history import real
     from stepgraph.progress import told
 
     place, history = notes["place"], notes["history"]
     line = f"{place['epoch']} epochs, {place['step']} updates"
     if history["epochs"]:
-        last = {name: one for name, one in history["epochs"][-1].items() if name not in ("epoch", "step", "seconds")}
+        row = real(history["epochs"][-1])
+        last = {name: one for name, one in row.items() if name not in ("epoch", "step", "seconds")}
         line += f"; last epoch: {told(last)}; best epoch: {history['best_epoch']}"
     return line

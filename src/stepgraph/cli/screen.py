@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from stepgraph import draw
+from stepgraph.errors import OBEYED, readable
 from stepgraph.history import plain
 
 _UNLIMITED = 10_000
@@ -19,7 +20,7 @@ _UNLIMITED = 10_000
 def show(*parts: Any) -> None:
     """Prints parts one below the other. Nothing is cut: a narrow terminal folds, a pipe gets lines of any length."""
     if sys.stdout.isatty():
-        Console(markup=False, highlight=False).print(*map(_folding, parts), sep="\n")
+        Console(markup=False, emoji=False, highlight=False).print(*map(_folding, parts), sep="\n")
         return
     for part in parts:
         print(draw.text(part, width=_UNLIMITED))
@@ -32,7 +33,7 @@ def width() -> int:
 
 def _folding(part: Any) -> RenderableType:
     """A part whose tables fold what is too long, where rich would cut it."""
-    part = part.__rich__() if hasattr(part, "__rich__") else part
+    part = part.__rich__() if hasattr(part, "__rich__") else draw.lines(part) if isinstance(part, str) else part
     if isinstance(part, Group):
         return Group(*map(_folding, part.renderables))
     for column in part.columns if isinstance(part, Table) else ():
@@ -46,18 +47,19 @@ def facts(rows: Mapping[str, object]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, value in rows.items():
-        table.add_row(f"  {name}", str(value))
+        table.add_row(draw.lines(readable(f"  {name}")), draw.lines(str(value)))
     return table
 
 
 def columns(*names: str, title: str = "", numbers: int = 0) -> Table:
     """A table whose last `numbers` columns hold numbers."""
-    table = Table(title=title or None, title_justify="left", show_edge=False, pad_edge=False)
+    table = draw.Listing(title=title or None, title_justify="left", show_edge=False, pad_edge=False)
     for index, name in enumerate(names):
         table.add_column(name, justify="right" if index >= len(names) - numbers else "left")
     return table
 
 
 def show_json(value: Any) -> None:
-    """Prints JSON; NaN and infinities are text."""
-    print(json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False))
+    """Prints JSON; NaN and infinities are text, and what a terminal would obey is escaped as JSON does it."""
+    lines = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False).split("\n")
+    print("\n".join(OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in lines))

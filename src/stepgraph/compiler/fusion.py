@@ -18,6 +18,7 @@ from stepgraph.compiler import kernels
 from stepgraph.compiler.attention import tile_attention
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.pooling import compare_places
 from stepgraph.compiler.relu_gradients import read_less
@@ -42,7 +43,7 @@ def fuse(part: Part, step: Step) -> Function:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.inductor_prims import force_stride_order
 
-    module = fx.GraphModule(part.module, copy.deepcopy(part.module.graph))
+    module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     on_cpu = all(array.device.type == "cpu" for array in arrays)
     out_of_place(module.graph)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.phases import Part, storage
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ def in_place(part: Part) -> Part:
         if dies and isinstance(source, fx.Node) and _fits(node, source):
             node.target = IN_PLACE[node.target]
             node.meta["in_place"] = True
-    return replace(part, module=fx.GraphModule(part.module, graph))
+    return replace(part, module=Module(part.module, graph))
 
 
 def out_of_place(graph: fx.Graph) -> None:

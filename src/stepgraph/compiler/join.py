@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.passes import mutates
+from stepgraph.compiler.passes import writes
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
@@ -248,12 +248,8 @@ def _date(order: dict[fx.Node, int], place: int, nodes: Iterable[fx.Node]) -> No
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:
-    """The arrays that an operator writes into."""
-    if not mutates(node):
-        return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    written = [given for given, one in zip(node.args, arguments, strict=False) if one.alias_info is not None]
-    return [_root(one) for given in written for one in (given if isinstance(given, list | tuple) else [given])]  # type: ignore[arg-type]
+    """The arrays that an operator writes into, behind views."""
+    return [_root(one) for one in writes(node)]
 
 
 def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from stepgraph.compiler import phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.kernels import measure
-from stepgraph.compiler.step import STREAM, Fusion, Step, gradient, value
+from stepgraph.compiler.step import Fusion, Step, gradient, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 
@@ -69,7 +69,7 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
         part = recompute.fit(step, part, step.memory_limit)
     part = in_place(part)
     position = {key: index for index, key in enumerate(program.inputs)}
-    changed = {STREAM, *map(value, step.statistics)}
+    changed = frozenset(part.written)
 
     def run(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
         given = ((key, arrays[position[key]]) for key in part.inputs)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler.phases import Part, storage
-from stepgraph.compiler.step import Step
+from stepgraph.compiler.phases import Part, arrays, storage, storages
+from stepgraph.compiler.step import Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 
 _KINDS = {FORWARD: "activations", GRADIENT: "gradients"}
+_HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,21 @@ def plan(step: Step, part: Part) -> MemoryPlan:
         workspace=at_peak.get("workspace", 0),
         timeline=tuple((layer, phase, sum(kinds.values()) + seeds) for layer, phase, kinds in live),
     )
+
+
+def plan_passes(step: Step, parts: Mapping[str, Part]) -> MemoryPlan:
+    """The plan of a step that runs in several parts: that of the largest, with what earlier parts hand to it."""
+    fixed = {value(tensor) for tensor in (*step.feeds, *step.held)}
+    found = []
+    for part in parts.values():
+        handed: dict[str, dict[int, int]] = {"activations": {}, "gradients": {}}
+        for key, node in zip(part.inputs, part.placeholders, strict=True):
+            if key not in fixed and key.kind in _HANDED_ON:
+                handed[_HANDED_ON[key.kind]] |= sizes(node)
+        own = plan(step, part)
+        more = {kind: getattr(own, kind) + sum(bytes_by.values()) for kind, bytes_by in handed.items()}
+        found.append(replace(own, **more))
+    return max(found, key=lambda one: one.total)
 
 
 def peak(part: Part) -> int:
@@ -181,15 +197,3 @@ def _kind(node: fx.Node) -> str:
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of the memory behind each of an operator's results."""
     return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in arrays(node)}
-
-
-def storages(node: fx.Node) -> list[int]:
-    """Identities of the memory behind all of an operator's results."""
-    return [array.untyped_storage()._cdata for array in arrays(node)]
-
-
-def arrays(node: fx.Node) -> list[torch.Tensor]:
-    """All results of an operator."""
-    values = node.meta.get("val")
-    values = values if isinstance(values, tuple | list) else [values]
-    return [array for array in values if isinstance(array, torch.Tensor)]

@@ -41,6 +41,18 @@ def mutates(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The arrays that an operator changes in place."""
+    if not mutates(node):
+        return []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    changed = [given[one.name] for one in arguments if one.alias_info is not None and one.alias_info.is_write
+               and one.name in given]  # fmt: skip
+    arrays = (one for value in changed for one in (value if isinstance(value, list | tuple) else [value]))
+    return [one for one in arrays if isinstance(one, fx.Node)]
+
+
 def _alias(node: fx.Node) -> fx.Node | None:
     """Detaching matters to autograd, which is done by now."""
     return _source(node) if node.target in (aten.detach.default, aten.alias.default) else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import getitem
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.passes import mutates
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import mutates, writes
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
@@ -31,12 +33,28 @@ class Part:
         """The operators, in order."""
         return [node for node in self.module.graph.nodes if node.op not in ("placeholder", "output")]
 
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """What stands for its inputs, in their order."""
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
     @cached_property
     def is_tiny(self) -> bool:
         """Whether one thread has computed it before others would have woken up."""
         found = (node.meta.get("val") for node in self.nodes)
         arrays = (one for result in found for one in (result if isinstance(result, tuple | list) else (result,)))
         return sum(one.numel() for one in arrays if isinstance(one, torch.Tensor)) < TINY
+
+    @cached_property
+    def written(self) -> tuple[Key, ...]:
+        """The arrays given to it that a run changes: parameters, statistics, optimizer state, random stream.
+
+        They are read off the operators: a list of its own could miss something. Whoever runs a part to look at it
+        gives copies of these; whoever must take a run back keeps copies of them.
+        """
+        changed = {storage(array) for node in self.nodes for array in writes(node)}
+        given = zip(self.inputs, self.placeholders, strict=True)
+        return tuple(key for key, node in given if storage(node) in changed)
 
     @property
     def results(self) -> dict[Key, torch.Tensor]:
@@ -89,8 +107,22 @@ def extract(
     for node in program.module.graph.nodes:
         if node in chosen:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_function" and phase_of(node) not in phases:  # a view, seen again by this part
+                copies[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": next(iter(phases))}}
     graph.output([_owned(graph, copies[end]) for end in ends])
-    return Part(fx.GraphModule(program.module, graph), tuple(inputs), tuple(wanted))
+    return Part(Module(program.module, graph), tuple(inputs), tuple(wanted))
+
+
+def arrays(node: fx.Node) -> list[torch.Tensor]:
+    """All results of an operator."""
+    values = node.meta.get("val")
+    values = values if isinstance(values, tuple | list) else [values]
+    return [array for array in values if isinstance(array, torch.Tensor)]
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the memory behind all of an operator's results."""
+    return [array.untyped_storage()._cdata for array in arrays(node)]
 
 
 def storage(node: fx.Node) -> int | None:
@@ -100,15 +132,34 @@ def storage(node: fx.Node) -> int | None:
 
 
 def _needed(program: Program, phases: Collection[str], ends: Sequence[fx.Node]) -> set[fx.Node]:
-    stack = [*ends, *(node for node in program.nodes if mutates(node) and phase_of(node) in phases)]
+    changing = [node for node in program.nodes if mutates(node)]
+    stack = [*ends, *(node for node in changing if phase_of(node) in phases)]
+    before = [node for node in changing if phase_of(node) not in (*phases, UPDATE)]
+    changed = {storage(one) for node in before for one in writes(node)}
     chosen: set[fx.Node] = set()
     while stack:
         node = stack.pop()
-        if node in chosen or node.op == "placeholder" or (node.op != "get_attr" and phase_of(node) not in phases):
-            continue
-        chosen.add(node)
-        stack += node.all_input_nodes
+        belongs = node.op == "get_attr" or phase_of(node) in phases or _is_free(node, changed)
+        if node not in chosen and node.op != "placeholder" and belongs:
+            chosen.add(node)
+            stack += node.all_input_nodes
     return chosen
+
+
+def _is_free(node: fx.Node, changed: Collection[int | None]) -> bool:
+    """Whether the gradient looks at an array of the forward pass itself, rather than being handed a view of it.
+
+    A view costs nothing, and a copy of it would lie otherwise in memory: products would add in another order than
+    in the whole step. What changes between the parts must be handed on as it was.
+    """
+    if node.op != "call_function" or phase_of(node) != FORWARD or mutates(node):
+        return False
+    source = node.args[0] if node.args else None
+    if node.target is getitem:
+        return isinstance(source, fx.Node) and _is_free(source, changed)
+    seen = {one for source in node.all_input_nodes for one in storages(source)}
+    own = set(storages(node))
+    return bool(own) and own <= seen and own.isdisjoint(changed)
 
 
 def _outside(program: Program, chosen: set[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
@@ -117,16 +168,12 @@ def _outside(program: Program, chosen: set[fx.Node], ends: Sequence[fx.Node]) ->
 
 
 def _crossing_names(program: Program) -> dict[fx.Node, Key]:
-    """Keys for operators whose result another phase reads: the gradient it is, the result it is, or just a number."""
+    """Keys for what one part may hand to another: the gradient it is, the result it is, or just a number."""
     known = {node: key for key, node in reversed(program.outputs.items()) if key.kind == "value"}
     known |= {
         program.outputs[gradient(t)]: gradient(t) for t in program.step.trainable if gradient(t) in program.outputs
     }
-    names = {}
-    for index, node in enumerate(program.nodes):
-        if any(user.op != "output" and phase_of(user) != phase_of(node) for user in node.users) or node in known:
-            names[node] = known.get(node, Key("handed on", index))
-    return names
+    return {node: known.get(node, Key("handed on", index)) for index, node in enumerate(program.nodes)}
 
 
 def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from stepgraph.compiler import memory
 from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import mutates
 from stepgraph.compiler.phases import Part, storage
 from stepgraph.compiler.step import Step
@@ -190,7 +191,7 @@ def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
         except _Needed as needed:
             dropped = dropped - {needed.storage}
             continue
-        return in_place(replace(part, module=fx.GraphModule(part.module, graph)))
+        return in_place(replace(part, module=Module(part.module, graph)))
 
 
 class _Needed(Exception):

@@ -14,6 +14,7 @@ from stepgraph.compiler import tiles
 from stepgraph.errors import ShapeError, StepgraphError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
+from stepgraph.surroundings import FULL, Precision
 from stepgraph.tensor import Tensor, TensorDescriptor
 
 
@@ -50,6 +51,14 @@ def state(parameter: Tensor, index: int) -> Key:
     return Key("state", parameter, index)
 
 
+class Limit(NamedTuple):
+    """What an index must stay below, and for whom."""
+
+    extent: int
+    where: str
+    what: str
+
+
 NUMBERS = Key("numbers")  # the optimizer's live numbers
 STREAM = Key("stream")  # [seed, step] of the random stream
 SCALE = Key("scale")  # the loss scale, and the finite steps since it last changed
@@ -83,7 +92,7 @@ class Step:
         chooses_kernels: whether faster implementations are looked for.
         channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
-        tf32: whether float32 products may use a GPU's TF32 units; None leaves it as PyTorch is set.
+        precision: what a GPU may round float32 factors to.
         memory_limit: bytes that the whole step may need, parameters and optimizer state included.
         names: how layers and parameters are called in profiles and plans.
     """
@@ -104,7 +113,7 @@ class Step:
     chooses_kernels: bool = True
     channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
-    tf32: bool | None = None
+    precision: Precision = FULL
     memory_limit: int | None = None
     names: Mapping[Any, str] = field(default_factory=dict)
 
@@ -152,13 +161,13 @@ class Step:
     @cached_property
     def tiles_attention(self) -> bool:
         """Whether attention, once fused, is computed by kernels of our own, which multiply with TF32's 10 bits."""
-        allowed = torch.backends.cuda.matmul.allow_tf32 if self.tf32 is None else self.tf32
+        allowed, _ = self.precision.tf32
         return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.ROOMY)
 
     @cached_property
     def tiles_convolutions(self) -> bool:
         """The same of gradients of convolutions' weights."""
-        allowed = torch.backends.cudnn.allow_tf32 if self.tf32 is None else self.tf32
+        _, allowed = self.precision.tf32
         return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.HOPPER)
 
     @property
@@ -182,6 +191,18 @@ class Step:
                 found |= {t for t in node.results if t.data_type.is_floating and t not in self.stopped}
         return frozenset(found)
 
+    @cached_property
+    def reached(self) -> dict[Tensor, Node]:
+        """Trainable tensors that a loss depends on where gradients may flow, and the last node that reads each."""
+        found: dict[Tensor, Node] = {}
+        read = {node.results[0] for node in self.losses} if self.differentiates else set()
+        for node in reversed(self.nodes):
+            if not read.isdisjoint(node.results):
+                own = [t for t in (*node.sources, *self.differentiated(node)) if t in self.active]
+                read.update(own)
+                found |= {t: node for t in own if t in self.trainable_set and t not in found}
+        return found
+
     def differentiated(self, node: Node) -> tuple[Tensor, ...]:
         """The node's own parameters by which it is differentiated."""
         parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
@@ -196,6 +217,26 @@ class Step:
         declared, actual = self.batch
         is_batched = tensor in self.fed and tensor.shape[0] == declared
         return (actual, *tensor.shape[1:]) if is_batched else tensor.shape
+
+    @cached_property
+    def index_limits(self) -> dict[Tensor, Limit]:
+        """Tensors that layers read as indices, themselves or after moving their elements, and the narrowest range."""
+        found: dict[Tensor, Limit] = {}
+        descriptors = self.check()
+
+        def narrow(tensor: Tensor, limit: Limit) -> None:
+            if not tensor.data_type.is_floating and limit.extent < found.get(tensor, limit).extent + 1:
+                found[tensor] = limit
+
+        for node in reversed(self.nodes):
+            for position, extent in node.layer.index_limits(*(descriptors[t] for t in node.arguments)).items():
+                what = "class index" if node.is_loss else "index"
+                narrow(node.arguments[position], Limit(extent, node.layer.label, what))
+            if node.layer.moves:
+                for limit in (found[t] for t in node.results if t in found):
+                    for tensor in node.sources:
+                        narrow(tensor, limit)
+        return found
 
     def check(self) -> dict[Tensor, TensorDescriptor]:
         """Descriptors of all tensors at this batch size; raises where a layer fixes the batch dimension."""

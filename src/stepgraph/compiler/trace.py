@@ -7,7 +7,7 @@ construction. Every recorded operator knows its layer and its phase.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,14 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import kernels, passes
+from stepgraph import surroundings
+from stepgraph.compiler import corrections, kernels, passes
+from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, user_gradient, value
+from stepgraph.compiler.randomness import refuse_random
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
+from stepgraph.errors import StateError
 from stepgraph.layers import lstm_kernel
 from stepgraph.tensor import Tensor, TensorDescriptor
 
@@ -52,10 +56,25 @@ def phase_of(node: fx.Node) -> str:
 
 
 def trace(step: Step) -> Program:
-    """Records `run(step, …)` on arrays without memory."""
-    shapes = step.check()
+    """Records `run(step, …)` on arrays without memory, whatever modes the caller is in."""
     keys = input_keys(step)
-    outputs: list[Key] = []
+    with surroundings.tracing(), step.precision.applied():
+        module, outputs = _recorded(step, keys)
+        _require_gradients(step, outputs)
+        _prepare(module, step)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
+    return Program(
+        module,
+        dict(zip(keys, placeholders, strict=True)),
+        dict(zip(outputs, returned, strict=True)),
+        step,
+    )
+
+
+def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key]]:
+    """The operators of one iteration, and what they give, in order."""
+    shapes, outputs = step.check(), list[Key]()
 
     def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
         results = run(step, dict(zip(keys, arrays, strict=True)))
@@ -69,8 +88,17 @@ def trace(step: Step) -> Program:
             for shape, dtype in (_signature(step, shapes, k) for k in keys)
         ]
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        module = make_fx(function, tracing_mode="fake")(*fakes)
+        recorded = make_fx(function, tracing_mode="fake")(*fakes)
+    forget_source(recorded)
+    refuse_random(recorded.graph, step)
+    return Module(recorded, recorded.graph), outputs
+
+
+def _prepare(module: fx.GraphModule, step: Step) -> None:
+    """Takes out what does nothing, notes what operators need, and puts faster ones in the places of some."""
     passes.simplify(module)
+    _require_phases(module.graph)
+    corrections.correct(module.graph, step.device)
     kernels.note_workspace(module.graph)
     lstm_kernel.note_workspace(module.graph)
     if step.chooses_kernels:
@@ -78,14 +106,27 @@ def trace(step: Step) -> Program:
     # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.
     if step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu"):
         kernels.choose_kernels(module, step.device)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
-    return Program(
-        module,
-        dict(zip(keys, placeholders, strict=True)),
-        dict(zip(outputs, returned, strict=True)),
-        step,
-    )
+
+
+def _require_gradients(step: Step, outputs: Collection[Key]) -> None:
+    """Refuses a step that would never change a tensor although it is trainable and a loss depends on it."""
+    found = set(outputs)
+    for tensor, node in step.reached.items():
+        if gradient(tensor) not in found:
+            name = step.names.get(tensor, tensor.label)
+            raise StateError(
+                node.where,
+                f"'{name}' is trainable and the loss depends on it, but no gradient reaches it",
+                fix="keep its forward differentiable (no detach, no no_grad), freeze the layer with "
+                "disable_update=True, or end gradients on purpose with stop_gradient",
+            )
+
+
+def _require_phases(graph: fx.Graph) -> None:
+    """Every operator belongs to a phase: parts of a step are cut by it."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "phase" not in node.meta.get("custom", {}):
+            raise AssertionError(f"{node.format_node()} was recorded outside of any phase")
 
 
 def input_keys(step: Step) -> list[Key]:

@@ -46,6 +46,7 @@ Arrays = dict[Key, torch.Tensor]
 FORWARD, GRADIENT, UPDATE = "forward", "gradient", "update"
 SMALL = 1 << 16  # elements below which a parameter waits to be updated with others
 GROWTH_INTERVAL = 2000  # finite steps after which the loss scale is doubled
+LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24  # beyond them the scale is left alone: 0 and infinity would stay for good
 
 
 def run(step: Step, arrays: Arrays) -> Arrays:
@@ -134,7 +135,7 @@ class _Walk:
         return leaf.requires_grad_() if differentiable and self.step.differentiates else leaf
 
     def _compute_type(self, node: Node) -> torch.dtype | None:
-        if self.step.compute_type is None:
+        if self.step.compute_type is None or node.layer.own_precision:
             return None
         return torch.float32 if node.is_loss or node.layer.full_precision else self.step.compute_type
 
@@ -228,7 +229,8 @@ class _Walk:
         """Closes gradients of inputs, and updates what has waited for others."""
         for tensor in (*self.step.feeds, *self.step.held):
             if tensor in self.open and gradient(tensor) not in self.found:
-                self._total(tensor)
+                with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
+                    self._total(tensor)
         optimizer = self.step.optimizer
         if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
             return
@@ -273,13 +275,15 @@ class _Walk:
 
 
 def _adapt(scale: torch.Tensor, finite: torch.Tensor) -> None:
-    """Halves the loss scale after a step that was skipped, doubles it after many that were not."""
+    """Halves the loss scale after a step that was skipped, doubles it after many that were not, within bounds."""
     current, good = scale.unbind()
     grown = good + 1 >= GROWTH_INTERVAL
+    larger = torch.where(grown & (current < LARGEST_SCALE), current * 2, current)
+    smaller = torch.where(current > LEAST_SCALE, current / 2, current)
     scale.copy_(
         torch.stack(
             [
-                torch.where(finite, torch.where(grown, current * 2, current), current / 2),
+                torch.where(finite, larger, smaller),
                 torch.where(finite & ~grown, good + 1, torch.zeros_like(good)),
             ]
         )

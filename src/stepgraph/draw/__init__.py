@@ -5,4 +5,4 @@ from stepgraph.draw.names import extents as extents, kind as kind, parameter_nam
 from stepgraph.draw.names import unique_names as unique_names
 from stepgraph.draw.notebook import graph_html as graph_html, html_table as html_table, styled as styled
 from stepgraph.draw.picture import svg as svg
-from stepgraph.draw.tables import size as size, table as table, text as text
+from stepgraph.draw.tables import Listing as Listing, lines as lines, size as size, table as table, text as text

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from stepgraph.draw.names import extents, flows, kind, unique_names
+from stepgraph.errors import readable
 from stepgraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -32,4 +33,4 @@ def dot(nodes: Sequence[Node], stopped: Collection[Tensor] = ()) -> str:
 
 
 def _quoted(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"')
+    return readable(label).replace("\\", "\\\\").replace('"', '\\"')

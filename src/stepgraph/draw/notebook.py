@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stepgraph.draw.tables import COLUMNS, rows
+from stepgraph.errors import readable, readable_lines
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
@@ -38,10 +39,9 @@ def graph_html(title: str, drawing: str, nodes: Sequence[Node], *texts: str) -> 
         texts: shown below, line by line as they are.
     """
     listed = html_table(COLUMNS, rows(nodes), words=COLUMNS[:-1], last_is_sum=True)
-    below = "".join(f"<pre>{escape(text)}</pre>" for text in texts)
-    return styled(
-        f'<div class="drawing">{drawing}</div><div class="facts"><h4>{escape(title)}</h4>{listed}{below}</div>'
-    )
+    below = "".join(f"<pre>{escape(readable_lines(text))}</pre>" for text in texts)
+    facts = f'<div class="facts"><h4>{escape(readable(title))}</h4>{listed}{below}</div>'
+    return styled(f'<div class="drawing">{drawing}</div>{facts}')
 
 
 def styled(content: str) -> str:
@@ -59,11 +59,11 @@ def html_table(
 ) -> str:
     """A table; columns hold numbers except those named in `words`, and row `best` stands out."""
     kinds = ["" if column in words else ' class="number"' for column in columns]
-    head = "".join(f"<th{kind}>{escape(column)}</th>" for column, kind in zip(columns, kinds, strict=True))
+    head = "".join(f"<th{kind}>{escape(readable(column))}</th>" for column, kind in zip(columns, kinds, strict=True))
     body = []
     for index, line in enumerate(lines):
         marks = {"last": last_is_sum and index == len(lines) - 1, "best": index == best}
         mark = "".join(f' class="{name}"' for name, holds in marks.items() if holds)
-        cells = "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(line, kinds, strict=True))
+        cells = "".join(f"<td{kind}>{escape(readable(cell))}</td>" for cell, kind in zip(line, kinds, strict=True))
         body.append(f"<tr{mark}>{cells}</tr>")
     return f'<table class="stepgraph-table"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'

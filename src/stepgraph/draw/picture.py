@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stepgraph.draw.layout import Edge, Layout, layered, spread
 from stepgraph.draw.names import extents, flows, kind, unique_names, variant
+from stepgraph.errors import readable
 from stepgraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ class _Box:
 def svg(nodes: Sequence[Node], stopped: Collection[Tensor] = (), names: Mapping[Tensor, str] | None = None) -> str:
     """A picture of the graph, top to bottom, that stands alone: no script, no font, no network.
 
-    A node is `<g class="node" data-layer="NAME">` with the name that `unique_names` gives its layer, an edge
-    `<path class="edge">`, dashed and also of class `stopped` where no gradient flows back along it. What comes from
-    outside has round ends. Colors tell kinds of layers apart and text takes the color of the page around it.
+    A node is `<g class="node" data-layer="NAME">` with the name that `unique_names` gives its layer, made readable;
+    an edge is `<path class="edge">`, dashed and also of class `stopped` where no gradient flows back along it. What
+    comes from outside has round ends. Colors tell kinds of layers apart and text takes the color of the page around it.
 
     Args:
         nodes: what to draw.
@@ -113,7 +114,7 @@ def _sources(node: Node) -> list[Tensor]:
 
 
 def _node_boxes(nodes: Sequence[Node]) -> Iterator[_Box]:
-    names = unique_names(node.layer for node in nodes)
+    names = {layer: readable(name) for layer, name in unique_names(node.layer for node in nodes).items()}
     for node in nodes:
         layer, shape = node.layer, ", ".join(map(extents, node.results))
         described = f"{kind(layer)} {variant(layer)}".rstrip()
@@ -123,13 +124,13 @@ def _node_boxes(nodes: Sequence[Node]) -> Iterator[_Box]:
             f"result {shape}",
             *([f"{layer.parameter_count:,} parameters"] if layer.parameter_count else []),
             *(["frozen"] if node.disable_update else []),
-            *([node.line] if node.line else []),
+            *([readable(node.line)] if node.line else []),
         ]
         yield _Box(names[layer], f"{described} · {shape}", family(layer), "\n".join(facts))
 
 
 def _input_box(tensor: Tensor, names: Mapping[Tensor, str]) -> _Box:
-    name = names.get(tensor) or tensor.label or f"tensor {tensor.tensor_id}"
+    name = readable(names.get(tensor) or tensor.label or f"tensor {tensor.tensor_id}")
     data_type = tensor.data_type.name.lower()
     return _Box(name, extents(tensor), "input", f"{name}: {data_type} {extents(tensor)}")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from stepgraph.draw.names import extents, kind, unique_names
+from stepgraph.errors import readable, readable_lines
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
@@ -19,9 +21,25 @@ if TYPE_CHECKING:
 COLUMNS = ("layer", "kind", "sources", "result", "parameters")
 
 
+class Listing(Table):
+    """A table that shows text as it is: labels and names are neither markup nor commands to the terminal."""
+
+    def add_column(self, header: RenderableType = "", *further: Any, **settings: Any) -> None:
+        """Adds a column, as `Table` does."""
+        super().add_column(_shown(header), *further, **settings)
+
+    def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
+        """Adds a row, as `Table` does."""
+        super().add_row(*(None if cell is None else _shown(cell) for cell in cells), **settings)
+
+
+def _shown(cell: RenderableType) -> RenderableType:
+    return Text(readable(cell)) if isinstance(cell, str) else cell
+
+
 def table(nodes: Sequence[Node], title: str) -> Table:
     """One row a node: layer, kind, sources, results, parameters."""
-    drawn = Table(*COLUMNS[:-1], title=title, title_justify="left", show_edge=False, pad_edge=False)
+    drawn = Listing(*COLUMNS[:-1], title=title, title_justify="left", show_edge=False, pad_edge=False)
     drawn.add_column(COLUMNS[-1], justify="right")
     *each, total = rows(nodes)
     for row in each:
@@ -55,11 +73,17 @@ def _parameters(node: Node, is_counted: bool) -> str:
 
 
 def text(*parts: RenderableType, width: int = 112) -> str:
-    """What rich would print, as plain text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    """What rich would print, as plain text that a terminal shows and does not obey."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
     for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())  # type: ignore[attr-defined]
+        console.print(lines(part) if isinstance(part, str) else part)
+    return "\n".join(readable(line.rstrip()) for line in file.getvalue().rstrip().split("\n"))
+
+
+def lines(shown: str) -> Text:
+    """Text of several lines, for rich, shown as it is."""
+    return Text(readable_lines(shown))
 
 
 def size(count: float) -> str:

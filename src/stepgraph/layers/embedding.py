@@ -86,6 +86,8 @@ class EmbeddingLayer(Layer):
 
     default_label = "Embedding"
     weights_parameter = ParameterOf("weights")
+    # Rows are cast, not the whole dictionary, and what `maximum_norm` writes back keeps all its digits.
+    own_precision = True
 
     def __post_init__(self) -> None:
         rows, width = self.descriptor.embedding_count, self.descriptor.embedding_dimension
@@ -137,6 +139,10 @@ class EmbeddingLayer(Layer):
                 indices=source,
                 fix=f"give indices with at most {MAX_DIMENSIONS - 1} dimensions",
             )
+
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """The rows of the dictionary."""
+        return {0: self.descriptor.embedding_count}
 
     def forward(self, indices: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """The rows of the indices; hands back the dictionary where `maximum_norm` may have changed it."""

@@ -89,6 +89,10 @@ class GatherLayer(MovingLayer):
         if indices.dimension_count > 1:
             _require_within(self, indices, source, self.dimension)
 
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """The extent that is picked from."""
+        return {1: sources[0].shape[self.dimension]}
+
     def forward(self, x: torch.Tensor, indices: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """The picked slices or elements."""
         return gather(x, indices, dimension=self.dimension)
@@ -144,6 +148,10 @@ class ScatterLayer(MovingLayer):
                 fix=f"give indices of shape {wanted}",
             )
         _require_within(self, updates, copy_from, self.dimension, exactly=indices.dimension_count == 1)
+
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """The extent that is written to."""
+        return {1: sources[2].shape[self.dimension]}
 
     def forward(
         self, updates: torch.Tensor, indices: torch.Tensor, copy_from: torch.Tensor, *, scope: Scope

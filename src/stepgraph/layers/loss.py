@@ -269,6 +269,14 @@ class LossLayer(Layer):
                 fix="leave class_count at 1",
             )
 
+    def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
+        """Integer labels without dimension 1 are class indices."""
+        prediction, labels, *_ = sources
+        if self.descriptor.type not in CLASSES or _is_real(labels):
+            return {}
+        is_index = label_shape(prediction.shape, labels.shape, True) != prediction.shape
+        return {1: prediction.shape[1]} if is_index else {}
+
     def forward(
         self, prediction: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, *, scope: Scope
     ) -> torch.Tensor:

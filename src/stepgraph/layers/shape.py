@@ -53,6 +53,8 @@ def require_broadcast(layer: Layer, *shapes: tuple[int, ...], name: str = "shape
 class MovingLayer(Layer):
     """Base of the layers that only move elements: no arithmetic, so every data type is welcome."""
 
+    moves = True
+
     def check(self, *sources: TensorDescriptor) -> None:
         """Nothing is asked of the elements."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepgraph.errors import StateError
 from stepgraph.mlc.face import Face, hold, register
-from stepgraph.mlc.refusals import refuse
+from stepgraph.mlc.refusals import accept, refuse
 from stepgraph.mlc.table import Class, Row
 
 
@@ -32,16 +32,19 @@ def _method(row: Row, table: Class) -> Any:
         try:
             if self.native is None:
                 if row.kind == "property" and not arguments and not named:
+                    accept()
                     return copy.copy(row.empty)
                 problem = f"this {type(self).__name__} is empty"
                 raise StateError(call, problem, fix="make it with a factory method of its class")
             answer = row.function(self.native, **row.taken(call, arguments, named))
             if row.kind == "replacing setter":
                 hold(self, answer)
-            return row.given(answer)
+            answer = row.given(answer)
         except Exception as error:  # nothing is raised through this boundary, whatever a program passes
             refuse(call, error)
             return row.refused()
+        accept()
+        return answer
 
     return _documented(method, row, table)
 
@@ -54,10 +57,12 @@ def _class_method(row: Row, table: Class) -> Any:
             taken = row.taken(call, arguments, named)
             if row.makes_empty and any(taken[name] is None for name in row.makes_empty):
                 return cls.alloc()
-            return row.given(row.function(cls.table.native, **taken))
+            answer = row.given(row.function(cls.table.native, **taken))
         except Exception as error:
             refuse(call, error)
             return row.refused()
+        accept()
+        return answer
 
     return classmethod(_documented(method, row, table))
 

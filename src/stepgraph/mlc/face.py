@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stepgraph.errors import StateError
-from stepgraph.mlc.refusals import refuse
+from stepgraph.mlc.refusals import accept, refuse
 
 if TYPE_CHECKING:
     from stepgraph.mlc.table import Class
@@ -29,10 +29,12 @@ def answering(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def answer(receiver: Any, *arguments: Any, **named: Any) -> Any:
         try:
-            return function(receiver, *arguments, **named)
+            given = function(receiver, *arguments, **named)
         except Exception as error:
             refuse(f"{receiver.table.name}.{function.__name__}", error)
             return None
+        accept()
+        return given
 
     return answer
 

@@ -7,11 +7,12 @@ from typing import Any, NewType
 
 from stepgraph.mlc.build import build
 from stepgraph.mlc.face import Face
-from stepgraph.mlc.refusals import refuse
+from stepgraph.mlc.refusals import accept, refuse, speak
 from stepgraph.mlc.table import Class
 from stepgraph.mlc.tables import descriptors, graphs, layers, losses, optimizers, parameterized, tensors
 from stepgraph.mlc.tables.enumerations import ENUMERATIONS, Enumeration
 from stepgraph.mlc.values import INT
+from stepgraph.mlc.wording import Wording
 
 CLASSES: tuple[Class, ...] = (
     *tensors.CLASSES,
@@ -42,6 +43,7 @@ def _describing(enumeration: Enumeration) -> Callable[[Any], str | None]:
         except Exception as error:
             refuse(name, error)
             return None
+        accept()
         known = {int(member): member.debug_description for member in enumeration.native}
         return known.get(raw, next(iter(known.values())))
 
@@ -60,6 +62,7 @@ def _enumerations() -> dict[str, Any]:
 
 
 _made = _classes()
+speak(Wording.of(CLASSES, ENUMERATIONS))
 NAMES: dict[str, Any] = {
     **_made,
     **_enumerations(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 
 from stepgraph.mlc.coverage import symbols
 from stepgraph.mlc.names import CLASSES
+from stepgraph.mlc.refusals import KINDS
 from stepgraph.mlc.table import Class, Row
 from stepgraph.mlc.tables.enumerations import ENUMERATIONS, Enumeration
 
@@ -25,11 +24,15 @@ programs.
 - Constants are module names with Apple's raw values. Numbers read back in single precision. `NSData` is a
   bytes-like array with `bytes()` and `length()`; dictionaries and lists are Python's own.
 - A completion handler is a function `(resultTensor, error, executionTime)`. On the CPU it has run when the call
-  returns. What it raises is logged, and the call stays accepted.
+  returns. What it raises is logged, and the call stays accepted. Its tensor belongs to the call and keeps its values;
+  it has the `tensorID` of the graph's tensor, which shows the values of the last call.
 - **Nothing is raised.** A refused call answers nil (`None`), NO (`False`) or an empty list, changes nothing, and is
-  logged once for each reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) gives the reason of this
-  thread's last refusal: `localizedDescription()`, `code()`, `domain()`, and `native`, the stepgraph exception. A
-  wrong number of arguments is refused like anything else.
+  logged once for each reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) says why this thread's last call
+  was refused, and is `None` after a call that was accepted: `localizedDescription()` speaks in the names of this page,
+  `code()` is one of [the codes below](#error-codes), `domain()` is `"stepgraph"`, and `native` is the stepgraph
+  exception. A wrong number of arguments is refused like anything else.
+- The column *stepgraph* is what a program over stepgraph writes: each argument under stepgraph's name, its value under
+  the original's. What starts with a dot is a member of the object. The names are those of `import stepgraph as sg`.
 - `face.native` is the stepgraph object; the same object has the same face. stepgraph's own objects may be passed
   wherever a face is expected, so both styles mix in one program.
 - A training step of a small convolutional network takes 1 to 4% longer through the face than called natively
@@ -49,6 +52,7 @@ programs.
 | quantization | works; the newest original gives zeros |
 | copies of matrix product and YOLO descriptors | complete; the original lost settings |
 | embedding | on any device, anywhere in a graph |
+| `bindAndWriteData:toDevice:` on a tensor without data | accepted; the newest original says NO |
 | reduction of a loss by anything but None, Sum, Mean | refused when the descriptor is made |
 | `NSRangeException` and its like | nil or NO |
 """
@@ -58,7 +62,16 @@ def page() -> str:
     """The whole page, in Markdown."""
     parts = [_HEAD.format(count=len(symbols())), *(_class(one) for one in CLASSES), "## Enumerations\n"]
     parts += [_enumeration(one) for one in ENUMERATIONS]
-    return "\n".join([*parts, _functions()])
+    return "\n".join([*parts, _functions(), _codes()])
+
+
+def _codes() -> str:
+    lines = [("code", "stepgraph's class", "meaning"), ("---",) * 3]
+    lines += [
+        (str(code), f"`{kind.__name__}`", f"{kind.__doc__}".splitlines()[0]) for code, kind in enumerate(KINDS, start=1)
+    ]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"## Error codes\n\nWhat `code()` of an error tells; 0 is an error of another library.\n\n{text}"
 
 
 def _table(rows: Iterator[tuple[str, str, str, str, str]]) -> str:
@@ -86,22 +99,8 @@ def _row(table: Class, row: Row, setters: set[str]) -> tuple[str, str, str, str,
     spelling = f"`{row.spelling}()`" if row.kind in ("property", "class property") else f"`{row.spelling}`"
     if setter in setters:
         spelling += f", `{setter.replace(':', '_')}`"
-    native = _written(table, row)
+    native = row.native.replace("<class>", table.native_name)
     return _code(row.swift), f"`{row.selector}`", spelling, _code(native), row.note
-
-
-def _written(table: Class, row: Row) -> str:
-    """How a stepgraph program writes it: `name=` for what must be given by name."""
-    found = re.fullmatch(r"(<class>)?\.?(\w*)\((.*)\)", row.native)
-    if found is None or not row.takes:
-        return row.native.replace("<class>", table.native_name)
-    target = getattr(table.native, found[2], None) if found[2] else table.native
-    known = inspect.signature(target).parameters if target is not None else {}
-    by_name = {one for one, parameter in known.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    hidden = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    given = [f"{one}=" if one in by_name or (hidden and one not in known) else one for one in found[3].split(", ")]
-    given.sort(key=lambda one: "=" in one)
-    return f"{row.native.replace('<class>', table.native_name).partition('(')[0]}({', '.join(given)})"
 
 
 def _enumeration(one: Enumeration) -> str:
@@ -125,7 +124,7 @@ def _functions() -> str:
             f"`{one.name}.debugDescription`",
             f"`{one.name}DebugDescription`",
             f"`{one.name}DebugDescription`",
-            f"`{one.native.__name__}.debug_description`",
+            f"`{one.native.__name__}(value).debug_description`",
             "a value outside gives the first constant's",
         )
         for one in ENUMERATIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from stepgraph import errors
 
@@ -13,19 +13,42 @@ logger = logging.getLogger("stepgraph.mlc")
 
 _MOST_REMEMBERED = 10_000
 _logged: dict[str, None] = {}
-_last = threading.local()
+
+
+class _Last(threading.local):
+    """What became of the thread's last call."""
+
+    error: MLCError | None = None
+
+
+_last = _Last()
+
+
+class Wording(Protocol):
+    """How an error is told."""
+
+    def message(self, error: errors.StepgraphError, call: str = "") -> str:
+        """The whole message."""
+
+
+_wordings: list[Wording] = []
+
+
+def speak(wording: Wording) -> None:
+    """Tells errors in these words from here on."""
+    _wordings[:] = [wording]
 
 
 class MLCError:
     """Why a call was refused or its work failed, read as a Python program reads an `NSError`. Ours.
 
-    `native` is the stepgraph exception itself.
+    `native` is the stepgraph exception itself, in stepgraph's words.
     """
 
-    __slots__ = ("native",)
+    __slots__ = ("_call", "native")
 
-    def __init__(self, native: BaseException) -> None:
-        self.native = native
+    def __init__(self, native: BaseException, call: str = "") -> None:
+        self.native, self._call = native, call
 
     def domain(self) -> str:
         """Whose error it is."""
@@ -33,12 +56,12 @@ class MLCError:
 
     def code(self) -> int:
         """The kind of error; 0 for one that is not stepgraph's."""
-        return next((i for i, kind in enumerate(_KINDS, start=1) if isinstance(self.native, kind)), 0)
+        return next((i for i, kind in enumerate(KINDS, start=1) if isinstance(self.native, kind)), 0)
 
     def localizedDescription(self) -> str:
         """What is wrong, the values, and what to do about it."""
-        if self.code() > 0:
-            return str(self.native)
+        if isinstance(self.native, errors.StepgraphError):
+            return _wordings[0].message(self.native, self._call) if _wordings else str(self.native)
         return f"{type(self.native).__name__}: {shown(self.native)}"  # somebody else's, perhaps broken
 
     def __str__(self) -> str:
@@ -48,7 +71,8 @@ class MLCError:
         return f"<MLCError {type(self.native).__name__}: {self.localizedDescription()}>"
 
 
-_KINDS = (
+# A code is a position here, so new kinds go to the end.
+KINDS = (
     errors.ArgumentError,
     errors.ShapeError,
     errors.DataTypeError,
@@ -57,18 +81,28 @@ _KINDS = (
     errors.StateError,
     errors.DeviceError,
     errors.ExecutionError,
+    errors.MemoryLimitError,
+    errors.NumericsError,
+    errors.CheckpointError,
+    errors.RunError,
+    errors.StorageError,
 )
 
 
 def lastError() -> MLCError | None:
-    """Why the last refused call of this thread was refused; None if none was. A call that is accepted leaves it."""
-    return getattr(_last, "error", None)
+    """Why this thread's last call was refused; None if it was accepted."""
+    return _last.error
+
+
+def accept() -> None:
+    """Records that a call was carried out."""
+    _last.error = None
 
 
 def refuse(call: str, error: Exception) -> None:
     """Keeps the reason of a refused call, and logs each distinct one once."""
-    _last.error = MLCError(error)
-    reason = " ".join(line.strip() for line in str(_last.error).splitlines())
+    last = _last.error = MLCError(error, call)
+    reason = " ".join(line.strip() for line in str(last).splitlines())
     _log_once(f"refused {reason}" if reason.startswith(f"{call}: ") else f"refused {call}: {reason}")
 
 
@@ -79,7 +113,6 @@ def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:
         try:
             function(*arguments)
         except Exception as error:
-            _last.error = MLCError(error)
             logger.error("a %s raised", name, exc_info=error)
 
     return call

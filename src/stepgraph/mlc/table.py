@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import Enum
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from stepgraph.errors import ArgumentError
@@ -32,7 +33,8 @@ class Row:
     Args:
         selector: Objective-C's name.
         kind: property, setter, replacing setter, class property, class method, method, new or init.
-        native: stepgraph's name for it, as a reader would write it.
+        native: stepgraph's name for it, as a program writes it: every argument under stepgraph's name, with the
+            original's name for its value.
         function: what is called, with the native object or class first.
         takes: the kinds of its arguments by stepgraph's names, in the selector's order.
         refusal: what a refused call answers.
@@ -60,6 +62,11 @@ class Row:
         """PyObjC's name."""
         return self.selector.replace(":", "_")
 
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The original's names for the arguments, as the selector says them."""
+        return (self.swift,) if self.kind.endswith("setter") else tuple(_labels(self.selector, self.takes).values())
+
     @property
     def is_class_method(self) -> bool:
         """Whether it is called on the class."""
@@ -72,8 +79,8 @@ class Row:
             raise ArgumentError(
                 call, f"{given} were given, {len(self.takes)} are needed", fix="give one for each colon"
             )
-        pairs = zip(self.takes.items(), arguments, strict=True)
-        return {name: kind.take(call, name, value) for (name, kind), value in pairs}
+        taken = zip(self.takes.items(), self.labels, arguments, strict=True)
+        return {name: kind.take(call, label, value) for (name, kind), label, value in taken}
 
     def given(self, answer: Any) -> Any:
         """What the caller gets."""
@@ -143,12 +150,10 @@ def make(
         name = f"<class>.{target}" if target else "<class>"
     else:
         name = getattr(target, "native_name", target.__name__)
-    parameters = ", ".join([*kinds, *(f"{one}={value!s}" for one, value in fixed.items())])
     empties = tuple(one for one, kind in kinds.items() if kind.makes_empty)
     swift = swift or _swift_initializer(selector)
-    written = name if "(" in name else f"{name}({parameters})"
-    function = partial(_make, target, fixed)
-    return Row(selector, "class method", written, function, kinds, NIL, swift, note, makes_empty=empties)
+    function, native = partial(_make, target, fixed), _written(name, _labels(selector, kinds), fixed)
+    return Row(selector, "class method", native, function, kinds, NIL, swift, note, makes_empty=empties)
 
 
 def share(selector: str, member: str, *, swift: str, note: str = "") -> Row:
@@ -173,7 +178,7 @@ def call(
         function: Callable[..., Any] = partial(_call, member)
     else:
         member, function = getattr(target, "native_name", target.__name__), target
-    native = f".{member}({', '.join(takes)})"
+    native = _written(f".{member}", _labels(selector, takes), {}, getattr(target, "positional", ()))
     return Row(selector, "method", native, function, takes, refusal, swift or selector, note)
 
 
@@ -182,14 +187,38 @@ def unavailable(*kinds: str, note: str = "an empty object") -> tuple[Row, ...]:
     return tuple(Row(one, one, "–", lambda native: None, note=note, swift="–") for one in kinds or ("new", "init"))
 
 
-def native_name(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Says in the documentation which member of stepgraph an adapting function stands for."""
+def native_name(name: str, *positional: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Says in the documentation which member of stepgraph an adapting function stands for, or how that is written.
+
+    `positional` are the arguments that the member does not take by name.
+    """
 
     def name_it(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.native_name = name  # type: ignore[attr-defined]
+        function.native_name, function.positional = name, positional  # type: ignore[attr-defined]
         return function
 
     return name_it
+
+
+def _written(name: str, labels: Mapping[str, str], fixed: Mapping[str, Any], positional: Sequence[str] = ()) -> str:
+    """How a program writes a call: by name, so that the order of the arguments does not matter."""
+    if "(" in name:
+        return name
+    given = [label if one in positional else f"{one}={label}" for one, label in labels.items()]
+    settings = [f"{one}={value.__class__.__name__}.{value.name}" for one, value in fixed.items() if _is_member(value)]
+    settings += [f"{one}={value!r}" for one, value in fixed.items() if not _is_member(value)]
+    return f"{name}({', '.join([*given, *settings])})"
+
+
+def _is_member(value: Any) -> bool:
+    return isinstance(value, Enum)
+
+
+def _labels(selector: str, names: Iterable[str]) -> dict[str, str]:
+    """The selector's names for its arguments, by stepgraph's."""
+    pieces = selector.split(":")[:-1]
+    first = enumerate(zip(names, pieces, strict=True))
+    return {name: piece if index else _first_label(piece, name) for index, (name, piece) in first}
 
 
 def _make(target: str | Callable[..., Any], fixed: Mapping[str, Any], native: Any, **taken: Any) -> Any:
@@ -216,7 +245,17 @@ def _swift_initializer(selector: str) -> str:
     )
     if found is None:
         return "init()" if selector in ("layer", "descriptor", "graph") else selector
-    labels = found[1]
-    head = re.match(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]", labels)
+    return f"init({_lowered(found[1])})"
+
+
+def _first_label(piece: str, name: str) -> str:
+    """What the first piece of a selector says about its argument: `shape` in `tensorWithShape`, else its own name."""
+    found = re.fullmatch(r"\w*(?:With|For|To|From)([A-Z]\w*?)", piece)
+    return _lowered(found[1]) if found else re.sub(r"_(\w)", lambda letter: letter[1].upper(), name)
+
+
+def _lowered(label: str) -> str:
+    """`GPUDevices` as `gpuDevices`."""
+    head = re.match(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]", label)
     assert head is not None
-    return f"init({labels[: head.end()].lower()}{labels[head.end() :]})"
+    return f"{label[: head.end()].lower()}{label[head.end() :]}"

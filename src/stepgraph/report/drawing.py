@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from stepgraph.errors import readable, readable_lines
+
 SPACE = "http://www.w3.org/2000/svg"
 _SHAPES = {"svg", "g", "rect", "circle", "ellipse", "line", "polyline", "polygon", "path", "text", "tspan", "title"}
 _SHAPES |= {"desc", "defs", "marker"}
@@ -19,7 +21,7 @@ def harmless(drawing: str) -> str:
     """The drawing without anything that could run, load, link or restyle the page; nothing where it is no SVG."""
     try:
         root = ElementTree.fromstring(drawing)
-    except ElementTree.ParseError:
+    except (ElementTree.ParseError, UnicodeEncodeError):
         return ""
     if root.tag != f"{{{SPACE}}}svg":
         return ""
@@ -33,6 +35,9 @@ def _clean(element: ElementTree.Element) -> None:
         leads_away = "url(" in value and not value.startswith("url(#")
         if name not in _SETTINGS or leads_away:
             del element.attrib[name]
+        else:
+            element.attrib[name] = readable(value)
+    element.text = None if element.text is None else readable_lines(element.text)
     for child in list(element):
         tag = child.tag if isinstance(child.tag, str) else ""
         if tag.removeprefix(f"{{{SPACE}}}") in _SHAPES and tag.startswith(f"{{{SPACE}}}"):

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
+from stepgraph.errors import working_directory
 from stepgraph.optimizers import Optimizer, RegularizationType
+from stepgraph.surroundings import Precision
 
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api[-_]?key|auth)")
 HIDDEN = "…"
@@ -40,7 +42,7 @@ def environment(device: Device) -> dict[str, Any]:
             "gpu memory": f"{properties.total_memory / 2**30:.1f} GiB",
             "cuda": torch.version.cuda or torch.version.hip,
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}",
+            "tf32": "products {}, cudnn {}".format(*Precision.of(None).tf32),
         }
     return found
 
@@ -53,7 +55,7 @@ def command(folder: Path) -> dict[str, Any]:
     given = getattr(sys, "orig_argv", sys.argv)
     return {
         "arguments": [_shorter(one) for one in _without_secrets(given)],
-        "directory": os.path.relpath(Path.cwd(), folder.resolve()) if _same_drive(folder) else "",
+        "directory": _directory(folder),
     }
 
 
@@ -107,14 +109,25 @@ def _shorter(one: str) -> str:
         return one
     if one == (sys.orig_argv or [""])[0]:
         return path.name  # the interpreter; which one it was stands in the environment
-    for base, name in ((Path.cwd(), ""), (Path.home(), "~/")):
-        if path.is_relative_to(base):
+    for base, name in ((working_directory(), ""), (_home(), "~/")):
+        if base is not None and path.is_relative_to(base):
             return name + path.relative_to(base).as_posix()
     return one
 
 
-def _same_drive(folder: Path) -> bool:
-    return Path.cwd().drive == folder.resolve().drive
+def _directory(folder: Path) -> str:
+    """The working directory, seen from a folder; nothing where there is no way from one to the other."""
+    here = working_directory()
+    if here is None or here.drive != folder.resolve().drive:
+        return ""
+    return os.path.relpath(here, folder.resolve())
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:  # neither HOME nor an account says where
+        return None
 
 
 def _processor() -> str:

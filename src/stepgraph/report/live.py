@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from stepgraph.errors import ArgumentError, StepgraphError, StorageError
 from stepgraph.report import page
@@ -15,6 +19,66 @@ from stepgraph.report.run import Run
 
 HOST = "127.0.0.1"
 AFTERWARDS = 5.0  # seconds that the last numbers stay to be asked for
+PATIENCE = 10.0  # seconds that one connection may take, however it goes about it
+CONNECTIONS = 16  # that are served at once
+
+
+class _Bounded(ThreadingHTTPServer):
+    """A server with few threads: who keeps one waiting is disconnected, first of all when others want to be served."""
+
+    daemon_threads = True
+    request_queue_size = 128  # who comes while the queue is full tries again after a whole second
+
+    def __init__(self, *settings: Any) -> None:
+        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._changing = threading.Lock()
+        self._places = threading.Semaphore(CONNECTIONS)
+        super().__init__(*settings)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection in a thread of its own, in the place of the oldest one where there is no other."""
+        if not self._places.acquire(blocking=False):
+            self._disconnect(longer_than=0.0, at_most=1)
+            if not self._places.acquire(timeout=1.0):
+                self.shutdown_request(request)
+                return
+        with self._changing:
+            self._open[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._leave(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves a connection, then frees its place."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._changing:
+            self._open.pop(request, None)
+        self._places.release()
+
+    def service_actions(self) -> None:
+        """Called between requests: ends connections that have had their time."""
+        self._disconnect(longer_than=PATIENCE, at_most=CONNECTIONS)
+
+    def _disconnect(self, longer_than: float, at_most: int) -> None:
+        now = time.monotonic()
+        with self._changing:
+            late = [request for request, since in self._open.items() if now - since >= longer_than][:at_most]
+            for request in late:
+                del self._open[request]
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is nobody's problem; the terminal is for the one who trains."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class LiveServer:
@@ -32,14 +96,13 @@ class LiveServer:
         self._reading = threading.Lock()
         self._known: tuple[str, bytes] | None = None
         try:
-            self._server = ThreadingHTTPServer((HOST, port), self._handler())
+            self._server = _Bounded((HOST, port), self._handler())
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             problem = f"port {port} is taken" if taken else f"port {port} cannot be used: {error.strerror}"
             raise StorageError(
                 "report --live", problem, fix="give another --port, or 0 for any that is free"
             ) from error
-        self._server.daemon_threads = True
         self.url = f"http://{HOST}:{self._server.server_address[1]}/"
 
     def serve(self, until_finished: bool = False) -> None:
@@ -89,6 +152,8 @@ class LiveServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = PATIENCE  # for one read or write; the server ends what takes longer in all
+
             def do_GET(self) -> None:
                 # Another site's page must not read this one through a name that it lets point here.
                 host = self.headers.get("Host", "").rsplit(":", 1)[0]
@@ -118,6 +183,7 @@ class LiveServer:
             def _answer(self, status: HTTPStatus, body: bytes, kind: str, tag: str = "") -> None:
                 self.send_response(status)
                 headers = {"Content-Type": kind, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+                headers["Connection"] = "close"
                 headers |= {"Content-Length": str(len(body))} | ({"ETag": tag} if tag else {})
                 for name, value in headers.items():
                     self.send_header(name, value)

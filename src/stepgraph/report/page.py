@@ -8,14 +8,16 @@ import html
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from stepgraph.report.record import storage
+from stepgraph.errors import readable
 from stepgraph.report.run import Run
-from stepgraph.report.view import view
+from stepgraph.report.view import name, view
+from stepgraph.storage import storage
 
 FILE = "report.html"
 SCRIPTS = (
@@ -39,10 +41,16 @@ SCRIPTS = (
 
 def write(path: Path, runs: Sequence[Run]) -> None:
     """Puts the page of some runs in place of the one that is there."""
+    content = page(runs)
+    partial = path.with_name(path.name + ".partial")
     with storage(path.parent, "written"):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(page(runs), encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(content, encoding="utf-8")
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
@@ -51,7 +59,7 @@ def page(runs: Sequence[Run], live: bool = False) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     parts = {
-        "title": html.escape(" · ".join(run.folder.resolve().name for run in runs)),
+        "title": html.escape(readable(" · ".join(name(run) for run in runs))),
         "policy": html.escape(policy + ("; connect-src 'self'" if live else "")),
         "style": _asset("style.css"),
         "data": embedded(data(runs, live)),

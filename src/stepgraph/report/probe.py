@@ -15,7 +15,7 @@ from stepgraph import draw
 from stepgraph.compiled import current_device
 from stepgraph.compiler import memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
-from stepgraph.compiler.step import STREAM, Fusion, gradient, value
+from stepgraph.compiler.step import Fusion, gradient
 from stepgraph.compiler.trace import Program
 from stepgraph.compiler.walk import FORWARD, GRADIENT
 from stepgraph.data import Batch
@@ -44,8 +44,7 @@ class Probe:
         feeds = training._feeds.arrays(training._feeds.named(*batch.parts), batch.rows, device)
         arrays = {**training._arrays(), **feeds, **training._seeds(batch.rows)}
         executable = self._executable(batch.rows)
-        for key in (STREAM, *map(value, executable.step.statistics)):  # all that these two phases change
-            arrays[key] = arrays[key].clone()
+        arrays |= {key: arrays[key].clone() for key in executable.part.written}
         with turn(device), current_device(device), executable.settings():
             found = executable.run(executable.bind(arrays).filled({}))
         return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}

@@ -8,16 +8,17 @@ leaves a file whose lines can be read; at most the last one is torn, and whoever
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 from typing import Any
 
-from stepgraph.errors import ArgumentError, RunError, StorageError, reason
+from stepgraph.errors import ArgumentError, RunError, StorageError
 from stepgraph.history import plain
+from stepgraph.storage import open_regular, read_regular, storage
 
 FORMAT, VERSION = "stepgraph run", 1
 FILE = "run.jsonl"
+LARGEST = 2**30  # bytes of a record; a million updates take about 20 MB
 CHECKPOINTS = "checkpoints"
 
 
@@ -26,6 +27,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 HEADER = _encoded({"format": FORMAT, "version": VERSION})
+LONGEST = 1000  # bytes of a first line that are looked at
 
 
 class Record:
@@ -38,9 +40,13 @@ class Record:
             whole = _whole_lines(self.path)
             # Unbuffered: one line is one write, and nothing waits in this process when it is killed.
             self._file = self.path.open("ab", buffering=0)
-            self._file.truncate(whole)
-            if whole == 0:
-                self._file.write(HEADER + b"\n")
+            try:
+                self._file.truncate(whole)
+                if whole == 0:
+                    self._append(HEADER)
+            except BaseException:
+                self._file.close()
+                raise
 
     def add(self, kind: str, **fields: Any) -> None:
         """Appends one line."""
@@ -52,18 +58,29 @@ class Record:
 
     def _write(self, line: dict[str, Any]) -> None:
         with storage(self.path.parent, "written"):
-            self._file.write(_encoded(line) + b"\n")
+            self._append(_encoded(line))
+
+    def _append(self, line: bytes) -> None:
+        """A line goes in whole or not at all: a full disk may take half of it, which is removed again."""
+        content, whole = memoryview(line + b"\n"), os.fstat(self._file.fileno()).st_size
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except BaseException:
+            self._file.truncate(whole)
+            raise
 
 
 def check_new(folder: Path, resume: bool) -> None:
     """Refuses, before anything is trained, a folder that a run cannot be written to."""
-    if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder}", "it is a file, not a folder", fix="give another name for run=")
     path = folder / FILE
-    if not path.exists():
-        return
-    with storage(folder, "read"), path.open("rb") as file:
-        first = file.readline()
+    with storage(folder, "read"):
+        if folder.exists() and not folder.is_dir():
+            raise StorageError(f"{folder}", "it is a file, not a folder", fix="give another name for run=")
+        if not path.exists():
+            return
+        with open_regular(path, RunError) as file:
+            first = file.readline(LONGEST)
     if not first.endswith(b"\n") and HEADER.startswith(first):  # killed before it had written anything
         return
     check_header(folder, first)
@@ -90,18 +107,4 @@ def check_header(folder: Path, line: bytes) -> None:
 
 def _whole_lines(path: Path) -> int:
     """Bytes up to the end of the last whole line."""
-    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-
-
-@contextmanager
-def storage(folder: Path, done: str) -> Iterator[None]:
-    """Turns what the file system says into one kind of error."""
-    try:
-        yield
-    except OSError as error:
-        said = error.strerror or reason(error)
-        failed = StorageError(
-            f"{folder}", f"it cannot be {done}: {said}", fix="check the path, its rights and the space"
-        )
-        failed.errno = error.errno
-        raise failed from error
+    return read_regular(path, LARGEST, RunError).rfind(b"\n") + 1 if path.exists() else 0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from stepgraph import draw
 from stepgraph.data import Batch
-from stepgraph.errors import StepgraphError, reason
+from stepgraph.errors import RunError, StepgraphError, StorageError, readable, reason
 from stepgraph.report import facts, page, structure
 from stepgraph.report.budget import Budget
 from stepgraph.report.distribution import distribution, short
@@ -63,7 +64,8 @@ class Recorder(Unrecorded):
     def __init__(self, training: TrainingGraph, folder: Path, resume: bool) -> None:
         check_new(folder, resume)
         self.training, self.folder = training, folder
-        self.probe, self.failed = Probe(training), set[str]()
+        self.probe, self.failed, self.warned = Probe(training), set[str](), set[str]()
+        self.unsaid: str | None = None  # why the last lines are not in the record
         self.began = self.read_at = time.perf_counter()
         self.page_at = self.began
         self.batch: Batch | None = None
@@ -72,16 +74,20 @@ class Recorder(Unrecorded):
 
     def begin(self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]) -> None:
         self.budget = Budget()
-        with self.budget.spending():
-            self._write_beginning(step, epoch, total, resumed, settings)
-            self.read_back = Run(self.folder)
+        self.record = Record(self.folder)
+        try:
+            with self.budget.spending():
+                self._write_beginning(step, epoch, total, resumed, settings)
+                self.read_back = Run(self.folder)
+        except BaseException:
+            self.record.close()
+            raise
         self.next_look = step + 1
         self.read_at = time.perf_counter()
 
     def _write_beginning(
         self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]
     ) -> None:
-        self.record = Record(self.folder)
         device = self.training._require_compiled("fit")
         self.record.add(
             "begin",
@@ -115,7 +121,7 @@ class Recorder(Unrecorded):
             return
         now = time.perf_counter()
         rates = [rate for _, _, rate in losses]
-        self.record.add(
+        self._add(
             "steps",
             first=losses[0][0],
             loss=[short(loss) for _, loss, _ in losses],
@@ -127,7 +133,7 @@ class Recorder(Unrecorded):
         self.read_at = now
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        self.record.add("epoch", at=round(time.perf_counter() - self.began, 3), numbers=dict(row))
+        self._add("epoch", at=round(time.perf_counter() - self.began, 3), numbers=dict(row))
         old = time.perf_counter() - self.page_at > PAGE_SECONDS
         if self.page_seconds == 0 or (old and self.budget.has_room(self.page_seconds)):
             self._write_page()
@@ -140,14 +146,14 @@ class Recorder(Unrecorded):
                 if not self.profiles or self.budget.has_room(self.gradient_seconds):
                     self._write_profile(step, "end")
             at, looking = (round(one, 3) for one in (time.perf_counter() - self.began, self.budget.spent))
-            self.record.add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking)
+            self._add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking)
             self._write_page()
         finally:
             self.record.close()
 
     def _write_page(self) -> None:
         spent = self.budget.spent
-        with self.budget.spending():
+        with self.budget.spending(), self._optional("page"):
             self.read_back.update()
             page.write(self.folder / page.FILE, [self.read_back])
         self.page_at, self.page_seconds = time.perf_counter(), self.budget.spent - spent
@@ -168,7 +174,7 @@ class Recorder(Unrecorded):
                 for tensor, array in self._tried("gradients", lambda: self.probe.gradients(batch), {}).items():
                     gradients[names.get(tensor, tensor.label)] = distribution(array, by_magnitude=True)
             self.gradient_seconds = self.budget.spent - spent
-        self.record.add("distributions", step=step, parameters=found, gradients=gradients)
+        self._add("distributions", step=step, parameters=found, gradients=gradients)
 
     def _write_profile(self, step: int, when: str) -> None:
         batch, runs = self.batch, 3 if self.gradient_seconds <= QUICK else 1
@@ -178,7 +184,7 @@ class Recorder(Unrecorded):
         if found is not None:
             self.profiles += 1
             rows = [list(row) for row in found.rows]
-            self.record.add("profile", step=step, when=when, rows_in_batch=batch.rows, runs=runs, rows=rows)
+            self._add("profile", step=step, when=when, rows_in_batch=batch.rows, runs=runs, rows=rows)
 
     def _wait(self) -> None:
         device = self.training._require_compiled("fit").torch
@@ -194,9 +200,32 @@ class Recorder(Unrecorded):
         except (StepgraphError, RuntimeError) as error:
             self.failed.add(what)
             problem = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
-            self.record.add("missing", what=what, why=problem)
-            logger.warning("the report will have no %s from here on: %s", what, problem)
+            self._add("missing", what=what, why=problem)
+            logger.warning("the report will have no %s from here on: %s", what, readable(problem))
             return otherwise
+
+    # A full disk costs the report, never the training
+
+    def _add(self, kind: str, **fields: Any) -> None:
+        """Appends a line; one that could not be written is told in the record as soon as there is room again."""
+        with self._optional("record"):
+            if self.unsaid is not None:
+                self.record.add("missing", what="lines of the record", why=self.unsaid)
+                self.unsaid = None
+            self.record.add(kind, **fields)
+
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """Lets training go on where the file system, or somebody who changes the folder, gets in the way."""
+        try:
+            yield
+        except (StorageError, RunError) as error:
+            if what == "record":
+                self.unsaid = error.problem
+            if what not in self.warned:
+                self.warned.add(what)
+                told = readable(f"{error.where}: {error.problem}")
+                logger.warning("training goes on, but the %s of its report could not be written: %s", what, told)
 
 
 def look_after(step: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepgraph.errors import RunError, StorageError
-from stepgraph.report.record import FILE, check_header, storage
+from stepgraph.errors import RunError, StorageError, reason
+from stepgraph.report.record import FILE, LARGEST, check_header
+from stepgraph.storage import open_regular, storage, whole
 
 BELOW = 6  # runs that an error names
 
@@ -28,10 +29,11 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not folder.is_dir():
-            raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
-        if not (folder / FILE).is_file():
-            raise _no_run(folder)
+        with storage(folder, "read"):
+            if not folder.is_dir():
+                raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
+            if not (folder / FILE).exists():
+                raise _no_run(folder)
         self._clear()
         self.update()
         if not self.begins:
@@ -63,17 +65,21 @@ class Run:
     def update(self) -> bool:
         """Reads what was appended since; whether there was anything."""
         path = self.folder / FILE
-        with storage(self.folder, "read"), path.open("rb") as file:
-            if file.seek(0, 2) < self._offset:  # another run has taken its place
+        with storage(self.folder, "read"), open_regular(path, RunError) as file:
+            size = file.seek(0, 2)
+            if size > LARGEST:
+                problem = f"{FILE} has {size:,} bytes, more than the {LARGEST:,} that are read"
+                raise RunError(f"{self.folder}", problem, fix="give another run")
+            if size < self._offset:  # another run has taken its place
                 self._clear()
             file.seek(self._offset)
-            appended = file.read()
-        whole = appended[: appended.rfind(b"\n") + 1]  # the last line may be still being written
-        for line in whole.splitlines():
+            appended = whole(file, size - self._offset, self.folder, RunError)
+        complete = appended[: appended.rfind(b"\n") + 1]  # the last line may be still being written
+        for line in complete.splitlines():
             self._line += 1
             self._take(line)
-        self._offset += len(whole)
-        return bool(whole)
+        self._offset += len(complete)
+        return bool(complete)
 
     def _take(self, line: bytes) -> None:
         if self._line == 1:
@@ -84,10 +90,10 @@ class Run:
             take = _TAKERS.get(entry.pop("kind"))  # a kind this version does not know is left alone
             if take is not None:
                 take(self, entry)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # a line may hold anything
             raise RunError(
                 f"{self.folder}",
-                f"line {self._line} of {FILE} is damaged: {type(error).__name__}: {error}",
+                f"line {self._line} of {FILE} is damaged: {type(error).__name__}: {reason(error)}",
                 fix=f"remove the line from {FILE}, or give another run",
             ) from None
 

@@ -36,7 +36,7 @@ def plan(training: TrainingGraph) -> dict[str, Any]:
     live = memory.timeline(part)
     totals = [sum(kinds.values()) for _, _, kinds in live]
     peak = max(range(len(totals)), key=totals.__getitem__, default=None)
-    found = training.memory_plan
+    found = training._programs.plans["step", training._feeds.batch]
     kinds = ("activations", "gradients", "workspace")
     return {
         "plan": {

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from stepgraph.errors import RunError
+from stepgraph.errors import RunError, StorageError, readable, reason
 from stepgraph.report.drawing import harmless
 from stepgraph.report.record import FILE
 from stepgraph.report.run import Run
@@ -21,19 +21,38 @@ CELLS = 240_000  # bins of all histograms together
 def view(run: Run) -> dict[str, Any]:
     """Everything the page shows, as JSON has it."""
     try:
-        return _view(run)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"{FILE} is damaged: {type(error).__name__}: {error}"
+        return {**_readable(_view(run)), "drawing": harmless(run.graph.get("drawing", ""))}
+    except OSError as error:
+        raise StorageError(f"{run.folder}", f"it cannot be read: {reason(error)}", fix="check the path") from error
+    except Exception as error:  # the record may hold anything
+        problem = f"{FILE} is damaged: {type(error).__name__}: {reason(error)}"
         raise RunError(f"{run.folder}", problem, fix="give another run") from error
+
+
+def name(run: Run) -> str:
+    """What a run is called: its folder."""
+    try:
+        return run.folder.resolve().name
+    except OSError:  # relative to a working directory that has been deleted
+        return run.folder.name
+
+
+def _readable(value: Any) -> Any:
+    """Nothing in the record turns the page's text around or hides in it."""
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {_readable(key): _readable(one) for key, one in value.items()}
+    return [_readable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _view(run: Run) -> dict[str, Any]:
     last = run.begins[-1]
     graph = dict(run.graph)
-    drawing = graph.pop("drawing", "")
+    graph.pop("drawing", None)
     changed = (run.folder / FILE).stat().st_mtime
     return {
-        "name": run.folder.resolve().name,
+        "name": name(run),
         "status": run.status,
         "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),
         "begins": [{name: one.get(name) for name in ("time", "step", "epoch", "resumed")} for one in run.begins],
@@ -47,7 +66,6 @@ def _view(run: Run) -> dict[str, Any]:
         "speed": speeds(run.speeds),
         "epochs": [{name: finite(value) for name, value in row.items()} for row in run.epochs],
         "graph": graph,
-        "drawing": harmless(drawing),
         "memory": {**run.memory, **timeline(run.memory)},
         "profiles": [run.profiles[0], *run.profiles[1:][-1:]] if run.profiles else [],
         "distributions": thinned(run.distributions),

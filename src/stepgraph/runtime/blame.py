@@ -29,7 +29,7 @@ from stepgraph.compiler.step import (
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.graph import Node
 from stepgraph.runtime.finite import all_finite
-from stepgraph.runtime.trial import Trial, changed
+from stepgraph.runtime.trial import Trial
 from stepgraph.tensor import Tensor
 
 _Mark = tuple[Key, bool]  # an array of a trial, as it was before, or after what the step changes
@@ -115,7 +115,7 @@ class Search:
         yield from ((value(t), False) for t in unread(step.nodes))
         if not step.scales_loss:
             yield from ((gradient(t), False) for t in step.trainable)
-        yield from ((key, True) for key in changed(step) if key not in (STREAM, NUMBERS, SCALE))
+        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SCALE))
 
     def _causes(self, mark: _Mark) -> Iterator[_Mark]:
         """What an array was made of."""

@@ -42,9 +42,13 @@ def _precision(step: Step) -> str:
     if step.compute_type is not None:
         text += f", layers compute in {str(step.compute_type).removeprefix('torch.')}"
         text += ", the loss is scaled" if step.scales_loss else ""
-    if step.tf32 is not None and step.device.type == "cuda":
-        text += f", TF32 {'allowed' if step.tf32 else 'off'}"
-    return text
+    return f"{text}, {_tf32(*step.precision.tf32)}" if step.device.type == "cuda" else text
+
+
+def _tf32(products: bool, convolutions: bool) -> str:
+    if products == convolutions:
+        return f"TF32 {'allowed' if products else 'off'}"
+    return f"TF32 for {'matrix products' if products else 'convolutions'} only"
 
 
 def _kernels(program: Program) -> list[str]:

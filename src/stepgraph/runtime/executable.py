@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph import surroundings
 from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
@@ -26,9 +29,10 @@ from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
-from stepgraph.runtime import algorithms
+from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.block import Block, Places
 from stepgraph.runtime.losses import Loss, Losses
+from stepgraph.runtime.results import Lending, Lent
 
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
@@ -56,14 +60,17 @@ class Executable:
 
     def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
         self.part, self.step = part, step
-        self._function, self._lines, places = _function(part)
-        self._places = Places(block or Block(), part.held, places, part.module) if part.held else None
+        self._code = _generated(part)
+        self._function: Function = self._first
+        held = self._code.places
+        self._places = Places(block or Block(), part.held, held, part.module) if part.held else None
+        self._bound: tuple[list[torch.Tensor | None], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
-        self._is_tiny = step.device.type == "cpu" and part.is_tiny
+        self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = False
         self._fusing: Future[Function] | None = None
         self._refused = ""
-        if step.fusion is Fusion.FIRST:
+        if step.fusion is Fusion.FIRST and part.nodes:
             self._function, self.is_fused = fusion.fuse(part, step), True
 
     @property
@@ -80,6 +87,13 @@ class Executable:
         if self._fusing is not None:
             return "under way"
         return "never" if self.step.fusion is Fusion.NEVER else "not yet"
+
+    def bound(self, memory: list[torch.Tensor | None], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
+        """The arrays that stay between calls, looked up anew where any of `memory` is another than before."""
+        known = self._bound
+        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
+            known = self._bound = memory, self.bind(arrays())
+        return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
         """The arrays that stay between calls, in their places."""
@@ -113,9 +127,16 @@ class Executable:
             return array
         return array.clone() if capture.losses is None else capture.losses.latest()
 
+    def result(self, found: Mapping[Key, torch.Tensor], key: Key) -> torch.Tensor | Lent:
+        """One result of the last call, as it stays when later calls find others."""
+        capture = self._capture
+        if capture is None or capture.graph is None:
+            return found[key]
+        return capture.lending.lend(found[key])
+
     def fuse_later(self) -> None:
         """Begins to fuse operators, while calls go on as they are."""
-        if self.step.fusion is Fusion.LATER and not self.is_fused:
+        if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
             self._fusing = fusion.fuse_in_background(self.part, self.step)
 
     def _take_fused(self, fusing: Future[Function]) -> None:
@@ -134,7 +155,7 @@ class Executable:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
             trace = trace.tb_next
-        name = "" if trace is None else self._lines[trace.tb_lineno - 1].split("=")[0].strip()
+        name = "" if trace is None else self._code.source.splitlines()[trace.tb_lineno - 1].split("=")[0].strip()
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{layer_of(node)} ({phase_of(node)} pass)"
 
@@ -144,7 +165,7 @@ class Executable:
         cuDNN tries its algorithms for seconds: at first, and where operators are fused later only then, so that
         training starts at once.
         """
-        return _settings(self.step.tf32, tries=self.tries)
+        return _settings(self.step, tries=self.tries)
 
     @property
     def tries(self) -> bool:
@@ -156,10 +177,20 @@ class Executable:
         """Runs operator by operator."""
         if self._places is not None:
             self._places.prepare()
-        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called that could record
+        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no mode matters
             return self._function(*given)
-        with _InferenceMode(True):
-            return self._alone(given) if self._is_tiny and not self.is_fused else self._function(*given)
+        with surroundings.running(self.step.device), _InferenceMode(True):
+            return self._alone(given) if self.runs_alone and not self.is_fused else self._function(*given)
+
+    def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The first run, which sees to it that results lie in memory as they were recorded; later ones know which."""
+        layouts = strides.Layouts(self.part.nodes)
+        found = self._code.function(self.part, strides.laying_out(self._code.source), layouts)(*given)
+        source = strides.laying_out(self._code.source, layouts.surprises)
+        self._function = self._code.function(self.part, source, layouts)
+        for surprise in layouts.surprises.values():
+            logger.debug("copied into the recorded order: %s", surprise)
+        return found
 
     def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs in this thread only: waking others up would take longer than the work, on a busy machine very long."""
@@ -171,11 +202,23 @@ class Executable:
             torch.set_num_threads(threads)
 
 
-def _function(part: Part) -> tuple[Function, list[str], dict[str, Place]]:
-    """The part as one Python function, its lines, and where results lie that go into given memory, by the name of that.
+@dataclass(frozen=True)
+class _Code:
+    """A part as Python code: its lines, the names they use, and where results lie that go into given memory."""
 
-    Operators are called without their Python wrapper.
-    """
+    source: str
+    names: dict[str, Any]
+    places: dict[str, Place]
+
+    def function(self, part: Part, source: str, layouts: strides.Layouts) -> Function:
+        """A variant of the code, as a function of the part's arrays."""
+        names = {**self.names, strides.LAID: layouts.laid_out}
+        exec(compile(source, _FILE, "exec"), names)
+        return partial(names["forward"], part.module)
+
+
+def _generated(part: Part) -> _Code:
+    """The code of a part; it calls operators without their Python wrapper."""
     graph = kernels.call_directly(part.module.graph)
     places = write_there(graph)
     code = graph.python_code("self")
@@ -187,9 +230,7 @@ def _function(part: Part) -> tuple[Function, list[str], dict[str, Place]]:
         names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload)._op
         return name
 
-    source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src)
-    exec(compile(source, _FILE, "exec"), names)
-    return partial(names["forward"], part.module), source.splitlines(), places
+    return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, places)
 
 
 class _Capture:
@@ -205,24 +246,25 @@ class _Capture:
         self.calls = 0
         self.binding: Binding | None = None
         step = executable.step
-        self.given = [key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed]
+        self.given = {key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed}
         self.copied: dict[Key, torch.Tensor] = {}
         index = executable.loss_index
         like = None if index is None else executable.part.results[executable.part.outputs[index]]
         self.losses = Losses(like.dtype, step.device) if like is not None and like.numel() == 1 else None
-        self.in_place: dict[Key, int] = {}
+        self.lending = Lending()
+        self.in_place: dict[Key, Any] = {}
 
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
         if self.calls == FUSES_AT:
             self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
-            self.in_place = {key: others[key].data_ptr() for _, key in binding.opened}
+            self.in_place = {key: self._at(key, others) for _, key in binding.opened}
             with self.executable.settings():
                 if self.executable.tries:
                     algorithms.load(self.executable.part, self.executable.step.device)
                 return self.executable.run(binding.filled(others))
-        moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
+        moved = [key for key, place in self.in_place.items() if self._at(key, others) != place]
         if self.graph is None or self.binding is not binding or moved:
             self._record(binding, others, moved)
         if self.copied:
@@ -230,15 +272,22 @@ class _Capture:
         assert self.graph is not None
         if self.losses is not None:
             self.losses.expect()
+        self.lending.call_in()
         self.graph.replay()
         return self.results
+
+    def _at(self, key: Key, others: Mapping[Key, torch.Tensor]) -> Any:
+        """Where an array is; one that an earlier part hands on may come in the same place and another order."""
+        array = others[key]
+        return array.data_ptr() if key in self.given else (array.data_ptr(), array.stride())
 
     def _record(self, binding: Binding, others: Mapping[Key, torch.Tensor], moved: Sequence[Key]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
         for key in moved:
             if key in self.given:
                 self.copied[key] = others[key].clone()
-        self.in_place = {key: others[key].data_ptr() for _, key in binding.opened if key not in self.copied}
+        self.lending.call_in()
+        self.in_place = {key: self._at(key, others) for _, key in binding.opened if key not in self.copied}
         arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
@@ -252,19 +301,16 @@ class _Capture:
 
 
 @contextmanager
-def _settings(tf32: bool | None, tries: bool) -> Iterator[None]:
+def _settings(step: Step, tries: bool) -> Iterator[None]:
     """PyTorch asks its settings when a kernel is launched, also in a capture."""
-    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    benchmark, cudnn.benchmark = cudnn.benchmark, tries or cudnn.benchmark
+    if step.device.type != "cuda":
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = tries, not step.chooses_kernels
     try:
-        if tf32 is None:
+        with step.precision.applied():
             yield
-            return
-        before = products.allow_tf32, cudnn.allow_tf32
-        products.allow_tf32 = cudnn.allow_tf32 = tf32
-        try:
-            yield
-        finally:
-            products.allow_tf32, cudnn.allow_tf32 = before
     finally:
-        cudnn.benchmark = benchmark
+        cudnn.benchmark, cudnn.deterministic = before

@@ -20,9 +20,11 @@ import torch
 from stepgraph.device import Device
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import Profile
-from stepgraph.tensor import Tensor
+from stepgraph.runtime.results import Lent
+from stepgraph.tensor import Tensor, TensorDescriptor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
+Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
 
 
 _turns: dict[torch.device, threading.RLock] = defaultdict(threading.RLock)
@@ -36,19 +38,26 @@ def turn(device: Device) -> threading.RLock:
 class Execution:
     """One accepted execute call: can be waited for, awaited, and asked for its loss, result and time.
 
+    What it gave is its own: later calls, also those of other threads, do not change it.
+
     Attributes:
-        result: the loss, or the last result of a graph without one.
         error: what made the work fail, or None.
         profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
     """
 
-    __slots__ = "_elapsed", "_events", "_loss", "_place", "_started", "_stream", "_timed", "error", "profile", "result"
+    __slots__ = (
+        "_elapsed", "_events", "_found", "_like", "_loss", "_place", "_result", "_started", "_stream", "_timed",
+        "_turn", "error", "profile",
+    )  # fmt: skip
 
     def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
-        self.result: Tensor | None = None
         self.error: Exception | None = None
         self.profile: Profile | None = None
+        self._like: Tensor | None = None
+        self._found: Found | None = None
         self._loss: torch.Tensor | Loss | None = None
+        self._result: Tensor | None = None
+        self._turn = _turns[device.torch]
         self._timed = timed
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
@@ -63,10 +72,9 @@ class Execution:
                 self._stream = torch._C._cuda_getCurrentRawStream(place.index)
         self._started = time.perf_counter()
 
-    def finish(self, result: Tensor | None, loss: torch.Tensor | Loss | None) -> None:
-        """Records what the call gave; on a GPU the work may still be under way."""
-        self.result = result
-        self._loss = loss
+    def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:
+        """Records what the call gave, and for which tensor; on a GPU the work may still be under way."""
+        self._like, self._found, self._loss = like, found, loss
         if self._events:
             self._events[-1].record()
         elif self._stream is None:
@@ -80,8 +88,8 @@ class Execution:
 
     def announce(self, completion: Completion, waited: bool) -> None:
         """Calls `completion` exactly once, when the work is done; at once if the caller has waited for that."""
-        if self._events and not waited:
-            threading.Thread(target=self._announce, args=(completion,), daemon=True).start()
+        if self._events and not waited:  # no daemon: the program ends when the last one was called
+            threading.Thread(target=self._announce, args=(completion,), name="stepgraph completion").start()
         else:
             self._announce(completion)
 
@@ -131,13 +139,32 @@ class Execution:
         return self._elapsed
 
     @property
+    def result(self) -> Tensor | None:
+        """The loss, or the last result of a graph without one; None where the call failed or gives none."""
+        if self._result is None and self._like is not None and self._found is not None and self.error is None:
+            with self._turn:
+                array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
+            array = array.reshape(self._like.shape) if isinstance(self._found, Loss) else array
+            descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
+            self._result = Tensor(descriptor, label=self._like.label)
+            self._result.hold(array)
+            self._result.device, self._result.tensor_id = self._like.device, self._like.tensor_id
+        return self._result
+
+    @property
     def loss(self) -> float | np.ndarray | None:
         """The loss before this call's update: a number, an array where it was not reduced, None without a loss."""
         self.wait()
         if self._loss is None:
             return None
-        loss = self._loss.array if isinstance(self._loss, Loss) else self._loss
-        return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
+        with self._turn:  # another thread's call may need the place where it lies
+            loss = self._loss if isinstance(self._loss, torch.Tensor) else self._loss.array
+            return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
+
+    @property
+    def loss_on_device(self) -> torch.Tensor | Loss | None:
+        """The loss where it is: asking for the number would wait for it."""
+        return self._loss
 
     def __await__(self) -> Generator[Any, None, Execution]:
         if not self.done:

@@ -15,6 +15,7 @@ from stepgraph.compiler.step import Key, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, StepgraphError, UnknownNameError
 from stepgraph.graph import Node
+from stepgraph.runtime.indices import Indices
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType
 
@@ -103,14 +104,21 @@ class Feeds:
         groups = (("inputs", self.inputs), ("loss labels", self.labels), ("loss label weights", self.weights))
         return tuple((kind, names, {n: t for n, t in names.items() if t in self.tensors}) for kind, names in groups)
 
-    def arrays(self, given: Mapping[Tensor, Any], batch: int, device: Device) -> dict[Key, torch.Tensor]:
-        """Arrays of all feeds for one call: given with it, or bound to their tensors before."""
+    def arrays(
+        self, given: Mapping[Tensor, Any], batch: int, device: Device, indices: Indices | None = None
+    ) -> dict[Key, torch.Tensor]:
+        """Arrays of all feeds for one call: given with it, or bound to their tensors before.
+
+        With `indices`, those that are such are looked at where they come from, before they go to the device.
+        """
         found, place = {}, device.torch
         for key, shape, data_type, where in self._wanted(batch):
             values = given.get(key.owner)
             if values is None:
                 values = _bound_before(key.owner, where)
             array = buffers.read(values, shape, data_type, where)
+            if indices is not None:
+                indices.require(key, array)
             found[key] = array if array.device == place else array.to(place, non_blocking=True)
         return found
 

@@ -32,6 +32,10 @@ class Loss:
         """The number where it lies now: to be read before the next call."""
         return self._among.array[self._place]
 
+    def own(self) -> torch.Tensor:
+        """The number as an array of one extent, in memory that nobody writes over."""
+        return self.array.reshape(1).clone()
+
 
 class Losses:
     """Where one captured graph writes its losses."""

@@ -19,6 +19,7 @@ from stepgraph.compiler.step import Key
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.errors import ExecutionError, reason
+from stepgraph.runtime.strides import Layouts
 
 PHASES = (FORWARD, GRADIENT, UPDATE)
 COLUMNS = ("layer", *PHASES, "all", "share", "memory")
@@ -69,7 +70,7 @@ class Profile:
 
     def __rich__(self) -> Table:
         title = "Profile, in milliseconds"
-        table = Table(COLUMNS[0], title=title, title_justify="left", show_edge=False, pad_edge=False)
+        table = draw.Listing(COLUMNS[0], title=title, title_justify="left", show_edge=False, pad_edge=False)
         for column in COLUMNS[1:]:
             table.add_column(column, justify="right")
         *each, total = self._lines()
@@ -132,12 +133,12 @@ class _Clock(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)
-        self.device = device
+        self.device, self.layouts = device, Layouts(module.graph.nodes)
         self.cost: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [0.0, 0])
 
     def run_node(self, n: fx.Node) -> Any:
         start = time.perf_counter()
-        result = super().run_node(n)
+        result = self.layouts.laid_out(n.name, super().run_node(n))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if n.op == "call_function":

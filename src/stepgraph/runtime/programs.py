@@ -18,6 +18,9 @@ from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 
 logger = logging.getLogger("stepgraph")
+WHOLE = ("step", "inference")  # parts that run a call in one piece
+PASSES = ("forward", "gradient", "update")
+MOST = 32  # batch sizes that stay compiled, besides the first: the one used longest ago is given up for a new one
 
 
 class Programs:
@@ -26,16 +29,24 @@ class Programs:
     Args:
         step: what to compute for a batch size, in training or inference mode.
         kept: what stays readable after one whole call.
+        require_fit: raises where a plan for a batch size needs more than the graph may.
         channels_last: where images have their channels, if that is known already.
     """
 
     def __init__(
-        self, step: Callable[[int, bool], Step], kept: Callable[[], Sequence[Key]], channels_last: bool | None = None
+        self,
+        step: Callable[[int, bool], Step],
+        kept: Callable[[], Sequence[Key]],
+        require_fit: Callable[[MemoryPlan, str, int], None],
+        channels_last: bool | None = None,
     ) -> None:
-        self._step, self._kept = step, kept
+        self._step, self._kept, self._require_fit = step, kept, require_fit
         self.channels_last = channels_last
         self._traced: dict[tuple[int, bool], Program] = {}
         self.executables: dict[tuple[str, int], Executable] = {}
+        self.plans: dict[tuple[str, int], MemoryPlan] = {}
+        self._recent: dict[int, None] = {}  # batch sizes, the one used last at the end
+        self._last: int | None = None
         self._block = Block()
 
     def program(self, batch: int, training: bool = True) -> Program:
@@ -48,36 +59,71 @@ class Programs:
             else:
                 program = trace(replace(step, channels_last=self.channels_last))
             self._traced[batch, training] = program
+            self._use(batch)
         return self._traced[batch, training]
 
     def executable(self, part: str, batch: int) -> Executable:
         """A part of the step: `step`, `forward`, `gradient`, `update`, `forward only`, `inference` or `evaluation`."""
-        if (part, batch) not in self.executables:
+        found = self.executables.get((part, batch))
+        if found is None:
             if self.executables:
                 logger.info("compiling %s for batch size %d", part, batch)
-            program = self.program(batch, training=part not in ("inference", "evaluation"))
-            for name, one in self._parts(part, program).items():
-                self.executables[name, batch] = Executable(_settled(name, one, program.step), program.step, self._block)
-        return self.executables[part, batch]
+            self._make(part, batch)
+            found = self.executables[part, batch]
+        if batch != self._last:
+            self._use(batch)
+        return found
 
-    def plan(self, part: str, batch: int) -> MemoryPlan:
+    @property
+    def plan(self) -> MemoryPlan:
+        """What whole calls need: the largest of all that were compiled so far."""
+        return max(self.plans.values(), key=lambda plan: plan.total, default=MemoryPlan())
+
+    def plan_for(self, part: str, batch: int) -> MemoryPlan:
         """What a part would need for a batch size; nothing is made that could run."""
         program = self.program(batch, training=part != "inference")
         return memory.plan(program.step, _settled(part, self._parts(part, program)[part], program.step))
 
     def keeping_anew(self) -> Programs:
         """The same programs, with executables that keep what is to be kept now."""
-        other = Programs(self._step, self._kept, self.channels_last)
-        other._traced, other._block = self._traced, self._block
+        other = Programs(self._step, self._kept, self._require_fit, self.channels_last)
+        other._traced, other._recent, other._block = self._traced, self._recent, self._block
         return other
 
+    def _make(self, part: str, batch: int) -> None:
+        """Everything is planned, and refused if it does not fit, before anything is made that could run."""
+        program = self.program(batch, training=part not in ("inference", "evaluation"))
+        step = program.step
+        parts = {name: _settled(name, one, step) for name, one in self._parts(part, program).items()}
+        plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
+        self._require_fit(plan, part, batch)
+        made = {(name, batch): Executable(one, step, self._block) for name, one in parts.items()}
+        if part in WHOLE:
+            self.plans[part, batch] = plan
+        self.executables |= made
+
+    def _use(self, batch: int) -> None:
+        """Remembers that a batch size was used, and gives up the one that was not for longest."""
+        self._recent.pop(batch, None)
+        self._recent[batch], self._last = None, batch
+        first = next((size for size, _ in self._traced), batch)
+        while len(self._recent) > MOST + 1:
+            oldest = next(size for size in self._recent if size != first)
+            del self._recent[oldest]
+            logger.info("giving up what was compiled for batch size %d", oldest)
+            self._traced = {key: one for key, one in self._traced.items() if key[0] != oldest}
+            self.executables = {key: one for key, one in self.executables.items() if key[1] != oldest}
+            self.plans = {key: one for key, one in self.plans.items() if key[1] != oldest}
+
     def _parts(self, part: str, program: Program) -> dict[str, Part]:
+        limit = program.step.memory_limit
         match part:
             case "step" | "inference":
-                whole, limit = phases.whole(program, self._kept()), program.step.memory_limit
+                whole = phases.whole(program, self._kept())
                 return {part: whole if limit is None else recompute.fit(program.step, whole, limit)}
             case "evaluation":
-                return {part: phases.whole(program, [value(t) for node in program.step.nodes for t in node.results])}
+                every = [value(t) for node in program.step.nodes for t in node.results]
+                return {part: phases.whole(program, every if limit is None else self._kept())}
             case "forward only":
                 return {part: phases.extract(program, {FORWARD}, [k for k in self._kept() if k.kind == "value"])}
             case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 
@@ -11,7 +12,7 @@ from stepgraph.buffers import TensorData
 from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
-from stepgraph.errors import DataError
+from stepgraph.errors import ArgumentError, DataError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
@@ -46,36 +47,55 @@ class TrainingState:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.arrays: dict[Key, torch.Tensor] = {
-            STREAM: torch.tensor([draw_seed(), 0], dtype=torch.int64, device=device.torch)
-        }
+        self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
         self._trainable: tuple[Tensor, ...] = ()
         self._seen = (-1, -1)
         self._updates = 0
 
-    def attached(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> TrainingState:
-        """The state with an optimizer: buffers the user bound, those from before, or zeros.
+    def attached(self, optimizer: Optimizer | None, trainable: Sequence[Tensor], scaled: bool) -> TrainingState:
+        """A state with an optimizer: buffers the user bound, those from before, or zeros; and with a loss scale.
 
-        What the same optimizer has learned about a tensor stays, also while the tensor is frozen.
+        What the same optimizer has learned about a tensor stays, also while the tensor is frozen. A scale that is in
+        use stays. This state and the tensors are as before until the new one begins.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
+        new.arrays = dict(self.arrays)
+        if not scaled:
+            new.arrays.pop(SCALE, None)
+        elif SCALE not in new.arrays:
+            new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
+        if optimizer is not None:
+            new._attach(optimizer, trainable)
+        return new
+
+    def _attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
-        new.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
+        self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
+        place = self.device.torch
         for tensor in trainable:
             for i in range(len(optimizer.slots)):
-                if state(tensor, i) not in new.arrays:
-                    new.arrays[state(tensor, i)] = torch.zeros_like(tensor.torch())
-        new._trainable = tuple(trainable)
+                if state(tensor, i) not in self.arrays:
+                    zeros = torch.zeros(tensor.shape, dtype=tensor.data_type.torch, device=place)
+                    self.arrays[state(tensor, i)] = zeros
+        self._trainable = tuple(trainable)
         if self.optimizer is not optimizer:
-            count, dtype = len(optimizer.live), number_type(self.device.torch)
-            new.arrays[NUMBERS] = torch.zeros(count, dtype=dtype, device=self.device.torch)
-            new.optimizer, new._seen, new._updates = optimizer, (-1, -1), 0
+            count = len(optimizer.live)
+            self.arrays[NUMBERS] = torch.zeros(count, dtype=number_type(place), device=place)
+            self.optimizer, self._seen, self._updates = optimizer, (-1, -1), 0
         for tensor in trainable:
-            new.adopt(tensor)
-        new._write_numbers(optimizer)
-        return new
+            self._take_bound(tensor)
+        self._write_numbers(optimizer)
+
+    def begin(self, fresh: bool) -> None:
+        """Takes over from the state before: tensors show its buffers. A `fresh` one draws a seed of its own."""
+        if fresh:
+            self.arrays[STREAM].copy_(torch.tensor([draw_seed(), 0]))
+        slots = range(0 if self.optimizer is None else len(self.optimizer.slots))
+        for tensor in self._trainable:
+            if not self._shows(tensor):
+                self._publish(tensor, [self.arrays[state(tensor, i)] for i in slots])
 
     def refresh(self) -> None:
         """Brings what the user assigned or bound since the last update onto the device; nothing is compiled."""
@@ -100,13 +120,6 @@ class TrainingState:
             steps = self.arrays[NUMBERS][self.optimizer.live.index("time_step")]
             self.optimizer.__dict__["time_step"] = int(steps)
 
-    def scale_loss(self, wanted: bool) -> None:
-        """Begins or ends scaling the loss; a scale that is in use stays."""
-        if not wanted:
-            self.arrays.pop(SCALE, None)
-        elif SCALE not in self.arrays:
-            self.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
-
     @property
     def loss_scale(self) -> float | None:
         """The current scale, or None."""
@@ -114,6 +127,8 @@ class TrainingState:
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
+        if not _is_usable(scale):
+            raise ArgumentError("loss_scale", f"the scale is {scale}, beyond what float32 holds", fix="use 65536.0")
         self.arrays[SCALE].copy_(torch.tensor([scale, 0.0]))
 
     def progress(self) -> Progress:
@@ -135,7 +150,8 @@ class TrainingState:
         if progress.stream is not None:
             self.arrays[STREAM].copy_(torch.tensor(progress.stream))
         if progress.scale is not None and SCALE in self.arrays:
-            self.arrays[SCALE].copy_(torch.tensor(progress.scale))
+            scale, finite_steps = progress.scale
+            self.arrays[SCALE].copy_(torch.tensor([scale, finite_steps] if _is_usable(scale) else [FIRST_SCALE, 0.0]))
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -169,18 +185,25 @@ class TrainingState:
 
     def adopt(self, tensor: Tensor) -> None:
         """Buffers bound by the user become the optimizer's; on the CPU the caller's memory is used in place."""
+        if not self._shows(tensor):
+            assert self.optimizer is not None
+            self._take_bound(tensor)
+            self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))])
+
+    def _shows(self, tensor: Tensor) -> bool:
+        """Whether the buffers that a tensor shows are those in use."""
         assert self.optimizer is not None
-        slots = self.optimizer.slots
         current = [device.array for device in tensor.optimizer_device_data]
-        mine = [self.arrays[state(tensor, i)] for i in range(len(slots))]
-        if len(current) == len(mine) and all(a is b for a, b in zip(current, mine, strict=True)):
-            return
-        if tensor.optimizer_data and all(array is None for array in current):
+        mine = [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))]
+        return len(current) == len(mine) and all(map(is_, current, mine))
+
+    def _take_bound(self, tensor: Tensor) -> None:
+        """Takes buffers that were bound since the tensor last showed any."""
+        if tensor.optimizer_data and all(device.array is None for device in tensor.optimizer_device_data):
             self._check(tensor)
             for i, data in enumerate(tensor.optimizer_data):
                 bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
                 self.arrays[state(tensor, i)] = bound.to(self.device.torch)
-        self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(slots))])
 
     def _check(self, tensor: Tensor) -> None:
         assert self.optimizer is not None
@@ -199,6 +222,11 @@ class TrainingState:
         if on_host or len(tensor.optimizer_data) != len(arrays):
             tensor.optimizer_data = [TensorData(array if on_host else array.cpu()) for array in arrays]
         tensor.optimizer_device_data = list(handles)
+
+
+def _is_usable(scale: float) -> bool:
+    """Whether float32 holds a scale from which halving and doubling lead on; earlier versions saved 0 and infinity."""
+    return 0 < float(torch.tensor(scale, dtype=torch.float32)) < float("inf")
 
 
 def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[torch.Tensor, ...]]:

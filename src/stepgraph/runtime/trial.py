@@ -8,21 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from stepgraph.compiler import phases
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, state, value
+from stepgraph.compiler.step import Fusion, Key, Step
 from stepgraph.compiler.trace import Program
 from stepgraph.runtime.executable import Executable
 
 Arrays = Mapping[Key, torch.Tensor]
-
-
-def changed(step: Step) -> list[Key]:
-    """What a step writes in place."""
-    statistics = map(value, step.statistics) if step.training else ()
-    if not step.differentiates or step.optimizer is None:
-        return [STREAM, *statistics]
-    slots = range(len(step.optimizer.slots))
-    trained = [key for t in step.trainable for key in (value(t), *(state(t, i) for i in slots))]
-    return [STREAM, *statistics, *trained, NUMBERS, *([SCALE] if step.scales_loss else [])]
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ def replay(program: Program, arrays: Arrays) -> Trial:
     """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
     step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
     part = phases.whole(program, list(program.outputs))
-    after = {key: arrays[key].clone() for key in changed(step) if key in arrays}
+    after = {key: arrays[key].clone() for key in part.written}
     executable = Executable(part, step)
     with executable.settings():
         results = executable.run(executable.bind({**arrays, **after}).filled({}))

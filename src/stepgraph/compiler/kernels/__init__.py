@@ -18,7 +18,7 @@ from stepgraph.compiler.kernels.update import (
     update_by_rule,
     update_on_cpu,
 )
-from stepgraph.random import draw_mask
+from stepgraph.random import draw_mask, draw_uniform
 
 __all__ = [
     "WAY",
@@ -37,6 +37,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.stepgraph.update_.default: update_on_cpu,
     torch.ops.stepgraph.update_by_rule_.default: update_by_rule,
     torch.ops.stepgraph.keep_mask.default: draw_mask,
+    torch.ops.stepgraph.uniform.default: draw_uniform,
 }
 
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import StorageError
+from stepgraph.storage import read_regular
+
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
 ROUNDS, BUDGET = 5, 0.03  # further times each way runs, and seconds after which that is enough
@@ -25,6 +28,7 @@ FEWEST = 8  # images
 DRAWN = 65521  # numbers, repeated where more are needed: drawing all would take as long as measuring; a prime, so that
 # no row is like another
 GAIN = 0.9  # share of the reference's time that another way must stay below
+LARGEST = 2**26  # bytes of the file of choices; one is about 200
 WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
 Way = Callable[..., Any]
 
@@ -39,7 +43,7 @@ def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **
         rules: how they are compared, as for `measure`.
     """
     key, choices = _key(operator, ways, arguments), _choices()
-    if key not in choices:
+    if choices.get(key) not in ways:
         choices[key] = measure(ways, arguments, _device(arguments), **rules)
         _remember(choices)
     return choices[key]
@@ -47,7 +51,9 @@ def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **
 
 def remembered(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str | None:
     """What was chosen before, or None."""
-    return _choices().get(_key(operator, ways, arguments))
+    names = list(ways)
+    found = _choices().get(_key(operator, names, arguments))
+    return found if found in names else None
 
 
 def _key(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str:
@@ -175,11 +181,23 @@ def _place(device: torch.device) -> list[Any]:
 
 
 @cache
-def file() -> Path:
-    """Where choices of this processor and this PyTorch are remembered."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stepgraph"
+def file() -> Path | None:
+    """Where choices of this processor and this PyTorch are remembered; None where the user has no folder for it."""
+    folder = _cache_folder()
     machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{processor()}")
-    return folder / f"kernels-{machine}-torch-{torch.__version__}.json"
+    return None if folder is None else folder / f"kernels-{machine}-torch-{torch.__version__}.json"
+
+
+def _cache_folder() -> Path | None:
+    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; as the XDG specification asks, no relative path counts."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given / "stepgraph"
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither HOME nor an account says where
+        return None
+    return home / ".cache" / "stepgraph" if home.is_absolute() else None
 
 
 @cache
@@ -188,20 +206,24 @@ def _choices() -> dict[str, str]:
 
 
 def _stored() -> dict[str, str]:
+    path = file()
     try:
-        found = json.loads(file().read_text())
-    except (OSError, ValueError):  # none yet, or not readable: measured again
+        found = None if path is None else json.loads(read_regular(path, LARGEST, StorageError))
+    except (OSError, ValueError, RecursionError):  # none yet, or not readable: measured again
         return {}
-    return found if isinstance(found, dict) else {}
+    return {key: way for key, way in found.items() if isinstance(way, str)} if isinstance(found, dict) else {}
 
 
 def _remember(choices: dict[str, str]) -> None:
+    path = file()
+    if path is None:
+        return
     try:
-        file().parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         choices.update({**_stored(), **choices})  # other processes choose too
-        draft = file().with_suffix(f".{os.getpid()}")
+        draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(choices, indent=0))
-        draft.replace(file())
+        draft.replace(path)
     except OSError:  # a folder that cannot be written costs only the next run's measuring
         return
 

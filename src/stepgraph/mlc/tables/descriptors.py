@@ -57,11 +57,12 @@ def convolutions(
     groups = "".join(f"{labels[one]}:" for one in grouped)
     name = f"ConvolutionDescriptor.{member}" if member else "ConvolutionDescriptor"
     factory = getattr(sg.ConvolutionDescriptor, member) if member else sg.ConvolutionDescriptor
+    written = ", ".join(f"{one}={labels[one]}" for one in channels)
     tail = "paddingPolicy:paddingSizes:"
     return (
         make(
             f"{prefix}KernelWidth:kernelHeight:{named}:",
-            by_width(factory, f"{name}((kernel_height, kernel_width), {', '.join(channels)})"),
+            by_width(factory, f"{name}(kernel_sizes=(kernelHeight, kernelWidth), {written})"),
             kernel_width=INT,
             kernel_height=INT,
             **channels,

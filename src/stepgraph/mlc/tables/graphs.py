@@ -42,7 +42,7 @@ CONSTANTS: dict[str, Any] = {"input_tensors": NAMES, "input_tensors_data": DATA}
 BIND: dict[str, Any] = {"data": DATA_BY_NAME, "for_inputs": TENSOR_BY_NAME, "device": DEVICE}
 
 
-@native_name("node")
+@native_name("node", "layer", "sources")
 def node(graph: sg.Graph, layer: sg.Layer, sources: Any, **settings: Any) -> sg.Tensor:
     """A node with one source or several."""
     return graph.node(layer, sources, **settings)
@@ -55,13 +55,19 @@ def bind(graph: sg.Graph, data: dict[str, Any], for_inputs: dict[str, Any], **se
 
 
 @native_name("compile")
+def compile_for(graph: Any, device: sg.Device | None, **settings: Any) -> None:
+    """Compiles for a device; nil keeps the device of a graph that is compiled, as measured."""
+    graph.compile(**settings) if device is None else graph.compile(device, **settings)
+
+
+@native_name("compile")
 def compile_with(
     graph: Any, input_tensors: dict[str, Any], input_tensors_data: dict[str, Any], **settings: Any
 ) -> None:
     """Compiles with those inputs as constants for which there is data; data without a tensor is passed over."""
     constants = {name: t for name, t in input_tensors.items() if name in input_tensors_data or t.has_data}
     data = {name: one for name, one in input_tensors_data.items() if name in constants}
-    graph.compile(input_tensors=constants, input_tensors_data=data, **settings)
+    compile_for(graph, input_tensors=constants, input_tensors_data=data, **settings)
 
 
 @native_name("execute")
@@ -90,7 +96,8 @@ MLC_GRAPH = Class(
     sg.Graph,
     "NSObject",
     (
-        *reads("device layers"),
+        read("device"),
+        read("layers", note="the loss layer given to a training graph is the last"),
         read("summarizedDOTDescription", note="draws the nodes of every graph; the original's MLCGraph drew none"),
         make("graph", swift="init()"),
         call("nodeWithLayer:source:", node, refusal=NIL, layer=LAYER, sources=TENSOR, swift="node(with:source:)"),
@@ -229,7 +236,7 @@ MLC_INFERENCE_GRAPH = Class(
             swift="addInputs(_:lossLabels:lossLabelWeights:)",
         ),
         call("addOutputs:", "add_outputs", outputs=NAMES, swift="addOutputs(_:)"),
-        call("compileWithOptions:device:", "compile", **COMPILE, swift="compile(options:device:)"),
+        call("compileWithOptions:device:", compile_for, **COMPILE, swift="compile(options:device:)"),
         call(
             "compileWithOptions:device:inputTensors:inputTensorsData:",
             compile_with,
@@ -311,7 +318,7 @@ MLC_TRAINING_GRAPH = Class(
         ),
         call("addOutputs:", "add_outputs", outputs=NAMES, swift="addOutputs(_:)"),
         call("stopGradientForTensors:", "stop_gradient", tensors=TENSORS, swift="stopGradient(for:)"),
-        call("compileWithOptions:device:", "compile", **COMPILE, swift="compile(options:device:)"),
+        call("compileWithOptions:device:", compile_for, **COMPILE, swift="compile(options:device:)"),
         call(
             "compileWithOptions:device:inputTensors:inputTensorsData:",
             compile_with,

@@ -41,7 +41,7 @@ MLC_LAYER = Class(
         Row(
             "supportsDataType:onDevice:",
             "class method",
-            "<class>.supports_data_type(data_type, device)",
+            "<class>.supports_data_type(data_type=dataType, device=onDevice)",
             supports,
             {"data_type": DATA_TYPE, "device": optional(DEVICE)},
             ASKED,

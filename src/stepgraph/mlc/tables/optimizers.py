@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import stepgraph as sg
-from stepgraph.mlc.table import Class, make, read, reads, unavailable, write
+from stepgraph.mlc.table import Class, make, native_name, read, reads, unavailable, write
 from stepgraph.mlc.values import BOOL, FLOAT, INT, an, one_of, optional
 
-ZEROS = sg.OptimizerDescriptor(
+ZEROS = sg.OptimizerDescriptor.exact(
     0.0, gradient_rescale=0.0, gradient_clip_max=0.0, gradient_clip_min=0.0, maximum_clipping_norm=0.0
 )
 SETTINGS = (
@@ -25,6 +25,13 @@ MOMENTS: dict[str, Any] = {"beta1": FLOAT, "beta2": FLOAT, "epsilon": FLOAT}
 AMS: dict[str, Any] = {"uses_ams_grad": BOOL, "time_step": INT}
 NORM_1 = "customGlobalNorm reads 1, as in the original: it stands in for the computed norm"
 
+
+@native_name("<class>.exact")
+def _exact(**settings: Any) -> sg.OptimizerDescriptor:
+    """In the original the flag alone decides; natively, bounds that would be ignored are refused."""
+    return sg.OptimizerDescriptor.exact(**settings)
+
+
 MLC_OPTIMIZER_DESCRIPTOR = Class(
     "MLCOptimizerDescriptor",
     sg.OptimizerDescriptor,
@@ -33,6 +40,7 @@ MLC_OPTIMIZER_DESCRIPTOR = Class(
         *reads(f"learningRate appliesGradientClipping {SETTINGS}"),
         make(
             "descriptorWithLearningRate:gradientRescale:regularizationType:regularizationScale:",
+            _exact,
             **RATES,
             **PENALTY,
             custom_global_norm=1.0,
@@ -41,6 +49,7 @@ MLC_OPTIMIZER_DESCRIPTOR = Class(
         make(
             "descriptorWithLearningRate:gradientRescale:appliesGradientClipping:gradientClipMax:gradientClipMin:"
             "regularizationType:regularizationScale:",
+            _exact,
             **RATES,
             applies_gradient_clipping=BOOL,
             **BOUNDS,
@@ -51,6 +60,7 @@ MLC_OPTIMIZER_DESCRIPTOR = Class(
         make(
             "descriptorWithLearningRate:gradientRescale:appliesGradientClipping:gradientClippingType:gradientClipMax:"
             "gradientClipMin:maximumClippingNorm:customGlobalNorm:regularizationType:regularizationScale:",
+            _exact,
             **RATES,
             applies_gradient_clipping=BOOL,
             gradient_clipping_type=one_of(sg.GradientClippingType),

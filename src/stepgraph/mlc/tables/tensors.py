@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import stepgraph as sg
-from stepgraph.errors import ArgumentError, DataError, StateError
+from stepgraph.errors import ArgumentError, DataError
 from stepgraph.mlc.refusals import guarded
 from stepgraph.mlc.table import Class, Row, call, make, native_name, read, reads, unavailable, write
 from stepgraph.mlc.values import (
@@ -33,6 +33,7 @@ from stepgraph.mlc.values import (
     one_of,
     optional,
 )
+from stepgraph.random import initialize
 
 
 def deallocator(value: Any) -> Callable[..., None]:
@@ -56,12 +57,29 @@ STEPS: dict[str, Any] = {"length": INT, "channels": INT, "batch_size": INT}
 SEQUENCES: dict[str, Any] = {"lengths": INTS, "sorted_sequences": BOOL, "channels": INT, "batch_size": INT}
 
 
-@native_name("TensorData(buffer)")
-def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None) -> sg.TensorData:
+@native_name('TensorData(memoryview(bytesNoCopy).cast("B")[:length])')
+def view(buffer: Any, length: int) -> sg.TensorData:
     """The first `length` bytes of a buffer, shared with it where it may be written."""
+    return _first_bytes(buffer, length, None)
+
+
+@native_name('TensorData(memoryview(immutableBytesNoCopy).cast("B")[:length])')
+def immutable_view(buffer: Any, length: int) -> sg.TensorData:
+    """The same: a parameter's memory holds trained values later, whatever it was called."""
+    return _first_bytes(buffer, length, None)
+
+
+@native_name(
+    'TensorData(memoryview(bytesNoCopy).cast("B")[:length], deallocator=lambda: deallocator(bytesNoCopy, length))'
+)
+def owned_view(buffer: Any, length: int, deallocator: Callable[..., Any]) -> sg.TensorData:
+    """The same, with a function that is called once nobody uses the memory."""
+    return _first_bytes(buffer, length, partial(deallocator, buffer, length))
+
+
+def _first_bytes(buffer: Any, length: int, free: Callable[[], Any] | None) -> sg.TensorData:
     if length < 0:
         raise ArgumentError("TensorData", f"length is {length}", fix="give a number of bytes ≥ 0")
-    free = None if deallocator is None else partial(deallocator, buffer, length)
     whole = buffer if isinstance(buffer, sg.TensorData) else sg.TensorData(buffer if length else bytearray())
     if length > whole.length:
         raise DataError(
@@ -72,12 +90,23 @@ def view(buffer: Any, length: int, deallocator: Callable[..., Any] | None = None
     return sg.TensorData(np.asarray(whole.bytes)[:length], deallocator=free)
 
 
-@native_name("bind_and_write_data")
-def bind_parameter(tensor: sg.Tensor, data: Any, device: sg.Device) -> None:
-    """Refused for a tensor that neither holds data nor is part of a compiled graph, as it was measured."""
-    if not tensor.has_data and tensor.device is None:
-        raise StateError(tensor.where, "it has no data to replace and is in no compiled graph", fix="compile first")
-    tensor.bind_and_write_data(data, device)
+@native_name("<class>")
+def initialized(shape: sg.TensorDescriptor | tuple[int, ...], random: sg.RandomInitializerType, **settings: Any) -> Any:
+    """A tensor with random values; packed weights have the range that was measured, whatever their shape."""
+    extents = shape.shape if isinstance(shape, sg.TensorDescriptor) else tuple(shape)
+    if len(extents) != 4 or extents[0] != 1 or random is sg.RandomInitializerType.UNIFORM:
+        return sg.Tensor(shape, random=random, **settings)
+    made = sg.Tensor(shape, **settings)
+    fan = 1 if random is sg.RandomInitializerType.GLOROT_UNIFORM else 4  # a bound of √3, a deviation of 0.5
+    return sg.Tensor(made.descriptor, data=initialize(random, extents, fan, fan, made.data_type.torch))
+
+
+@native_name("<class>.image")
+def initialized_image(
+    width: int, height: int, channels: int, batch_size: int, random: sg.RandomInitializerType
+) -> sg.Tensor:
+    """The same, by its extents."""
+    return initialized(sg.TensorDescriptor.image(width, height, channels, batch_size), random)
 
 
 def all_bytes(memory: sg.TensorData | None) -> np.ndarray | None:
@@ -167,14 +196,14 @@ MLC_TENSOR_DATA = Class(
         make("dataWithBytesNoCopy:length:", view, buffer=BUFFER, length=INT),
         make(
             "dataWithImmutableBytesNoCopy:length:",
-            view,
+            immutable_view,
             buffer=BUFFER,
             length=INT,
             note="memory that can be written is shared and holds trained values later; `bytes` objects are copied",
         ),
         make(
             "dataWithBytesNoCopy:length:deallocator:",
-            view,
+            owned_view,
             buffer=BUFFER,
             length=INT,
             deallocator=DEALLOCATOR,
@@ -204,13 +233,14 @@ MLC_TENSOR = Class(
             shape=optional(DESCRIPTOR, makes_empty=True),
             note="nil gives an empty tensor",
         ),
-        make("tensorWithDescriptor:randomInitializerType:", shape=DESCRIPTOR, random=RANDOM),
+        make("tensorWithDescriptor:randomInitializerType:", initialized, shape=DESCRIPTOR, random=RANDOM),
         make("tensorWithDescriptor:fillWithData:", shape=DESCRIPTOR, fill=NUMBER),
         make("tensorWithDescriptor:data:", shape=DESCRIPTOR, data=DATA),
         make("tensorWithShape:", shape=SHAPE),
-        make("tensorWithShape:randomInitializerType:", shape=SHAPE, random=RANDOM),
+        make("tensorWithShape:randomInitializerType:", initialized, shape=SHAPE, random=RANDOM),
         make(
             "tensorWithShape:randomInitializerType:dataType:",
+            initialized,
             shape=SHAPE,
             random=RANDOM,
             data_type=DATA_TYPE,
@@ -229,7 +259,7 @@ MLC_TENSOR = Class(
         ),
         make(
             "tensorWithWidth:height:featureChannelCount:batchSize:randomInitializerType:",
-            "image",
+            initialized_image,
             **SIZES,
             random=RANDOM,
         ),
@@ -280,11 +310,11 @@ MLC_TENSOR = Class(
         ),
         call(
             "bindAndWriteData:toDevice:",
-            bind_parameter,
+            "bind_and_write_data",
             data=DATA,
             device=DEVICE,
             swift="bindAndWriteData(_:to:)",
-            note="NO for a tensor without data that is in no compiled graph",
+            note="also for a tensor made without data, before there is a graph; NO for a shorter buffer",
         ),
         call(
             "bindOptimizerData:deviceData:",

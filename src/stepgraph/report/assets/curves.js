@@ -162,12 +162,14 @@ const resumes = (run) =>
 /** The numbers behind the curves, for those who read rather than look. */
 function epochTables(run, isNamed) {
   if (!run.epochs.length) return null;
-  const names = Object.keys(run.epochs[0]).filter((name) => !run.epochs.some((row) => Array.isArray(row[name])));
+  // A run that was resumed with other metrics has other numbers in later epochs.
+  const known = [...new Set(run.epochs.flatMap(Object.keys))];
+  const names = known.filter((name) => !run.epochs.some((row) => Array.isArray(row[name])));
   const cells = (row) =>
     names.map((name) =>
       element("td", { class: "numeric" }, name === "seconds" ? seconds(row[name]) : number(row[name])),
     );
-  const matrices = Object.keys(run.epochs[0]).filter((name) => isMatrix(run.epochs.at(-1)[name]));
+  const matrices = known.filter((name) => isMatrix(run.epochs.at(-1)[name]));
   return element(
     "div",
     null,

@@ -1,0 +1,54 @@
+"""Random numbers come from the graph's own stream; PyTorch's random operators are refused by name.
+
+They read PyTorch's global generator: a run could not be resumed, phases could not be repeated, and a result computed
+again under a memory limit would meet other numbers than the gradient expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.step import Step
+from stepgraph.errors import ArgumentError
+
+_SHARES = ("p", "dropout_p", "dropout")  # of what is dropped: none, and an operator that could draw does not
+_SWITCHES = ("train", "training")
+
+
+def refuse_random(graph: fx.Graph, step: Step) -> None:
+    """Raises at the first recorded operator that draws from PyTorch's generator, with the layer it belongs to."""
+    for node in graph.nodes:
+        if is_random(node):
+            name = str(node.meta.get("custom", {}).get("layer", ""))
+            where = next((one.where for one in step.nodes if step.names.get(one.layer, one.layer.label) == name), name)
+            raise ArgumentError(
+                where,
+                f"its forward calls PyTorch's random operator {_spoken(node.target)}, which no step could repeat",
+                fix="draw from the graph's stream: scope.keep_mask(x, rate), or scope.random(shape) for [0, 1)",
+            )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws from PyTorch's generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = _arguments(target, node)
+    switched_off = any(given.get(name) is False for name in _SWITCHES)
+    drops_nothing = any(isinstance(given.get(name), int | float) and given[name] == 0 for name in _SHARES)
+    return not (switched_off or drops_nothing)
+
+
+def _arguments(target: torch._ops.OpOverload, node: fx.Node) -> Mapping[str, Any]:
+    """All arguments by name, those that were left out included."""
+    declared = target._schema.arguments
+    defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
+    return defaults | {one.name: value for one, value in zip(declared, node.args, strict=False)} | node.kwargs
+
+
+def _spoken(target: Any) -> str:
+    return str(target).rpartition(".")[0]

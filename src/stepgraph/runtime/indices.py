@@ -1,0 +1,90 @@
+"""Whether fed indices (classes of a loss, rows of a dictionary) are within range.
+
+The CPU's operators raise where one is not, and nothing has changed by then. A GPU would lose its context, and a fused
+loop of several threads ends the process: there indices are looked at before the call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from stepgraph.compiler.step import Key, Limit, Step, value
+from stepgraph.errors import DataError
+from stepgraph.tensor import Tensor
+
+
+class Indices:
+    """The index feeds of one batch size, checked before a call."""
+
+    def __init__(self, step: Step, spoken: Mapping[Tensor, str]) -> None:
+        self._limits = {value(tensor): limit for tensor, limit in step.index_limits.items() if tensor in step.fed}
+        self._spoken = spoken
+        self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def require(self, key: Key, array: torch.Tensor) -> None:
+        """Refuses an array that holds an index out of range.
+
+        On a GPU looking means waiting for it, so that memory which is known and unchanged is not looked at again: most
+        batches there are parts of one array.
+        """
+        limit = self._limits.get(key)
+        if limit is None or (array.device.type != "cpu" and self._is_known(key, array)):
+            return
+        if not _within(array, limit.extent):
+            raise _refused(array, limit, self._spoken[key.owner])
+        if array.device.type != "cpu":
+            self._remember(key, array, limit.extent)
+
+    def require_all(self, arrays: Mapping[Key, torch.Tensor]) -> None:
+        """The same for all feeds."""
+        for key in self._limits:
+            if key in arrays:
+                self.require(key, arrays[key])
+
+    def _is_known(self, key: Key, array: torch.Tensor) -> bool:
+        seen, version = self._seen.get(key, (None, 0))
+        return seen is not None and seen() is _whole(array) and _version(array) == version
+
+    def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
+        whole = _whole(array)
+        if whole is array or _within(whole, extent):
+            self._seen[key] = weakref.ref(whole), _version(whole)
+
+
+def _whole(array: torch.Tensor) -> torch.Tensor:
+    """What an array is a part of."""
+    base = array._base
+    return array if base is None or base.dtype != array.dtype else base
+
+
+def _version(array: torch.Tensor) -> int:
+    """A number that grows when the memory is written to; inference tensors count nothing and are never known."""
+    return -1 if array.is_inference() else array._version
+
+
+def _within(array: torch.Tensor, extent: int) -> bool:
+    if array.numel() == 0:
+        return True
+    if array.device.type != "cpu":
+        least, most = torch.stack(torch.aminmax(array)).tolist()
+        return bool(least >= 0 and most < extent)
+    numbers = array.numpy()  # for few numbers NumPy takes a fraction of the time
+    unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative ones are large
+    return bool(np.max(unsigned) < extent)
+
+
+def _refused(array: torch.Tensor, limit: Limit, spoken: str) -> DataError:
+    outside = (array < 0) | (array >= limit.extent)
+    place = outside.nonzero()[0].tolist()
+    number, allowed = int(array[tuple(place)]), f"0 to {limit.extent - 1}"
+    return DataError(
+        spoken,
+        f"row {place[0]} holds the {limit.what} {number}, {limit.where} takes {allowed}",
+        place=place,
+        out_of_range=f"{int(outside.sum())} of {array.numel()} numbers",
+        fix=f"give whole numbers from {allowed}",
+    )

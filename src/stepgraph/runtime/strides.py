@@ -1,0 +1,65 @@
+"""Results lie in memory as the recording believes.
+
+A step is recorded on arrays without memory, and PyTorch's account of how an operator lays out its result is not always
+what its kernels do, above all where channels lie last. What follows was recorded for the believed order: a view may be
+impossible in the real one, an operator may want what it was told it has. So the first run of a program compares the
+two, and results that lie otherwise are copied into the order they were recorded in, then and in all later runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.trace import layer_of
+
+_STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
+LAID = "_laid_out"
+
+
+def laying_out(source: str, names: Iterable[str] | None = None) -> str:
+    """Generated code that hands results to `_laid_out` and goes on with what that gives: all of them, or some."""
+    wanted = None if names is None else set(names)
+    lines = []
+    for line in source.splitlines():
+        found = _STATEMENT.match(line)
+        if found is not None and (wanted is None or found[2] in wanted):
+            indent, name, call, rest = found.groups()
+            line = f"{indent}{name}{call}; {name} = {LAID}('{name}', {name}){rest or ''}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+class Layouts:
+    """How the results of a program were recorded to lie, and which of them do not by themselves."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._nodes = {node.name: node for node in nodes if node.op == "call_function"}
+        self.surprises: dict[str, str] = {}
+
+    def laid_out(self, name: str, found: Any) -> Any:
+        """A result in the order in which it was recorded."""
+        node = self._nodes.get(name)
+        believed = None if node is None else node.meta.get("val")
+        if isinstance(found, tuple | list) and isinstance(believed, tuple | list):
+            pairs = zip(found, believed, strict=True)
+            return type(found)(self._ordered(name, one, other) for one, other in pairs)
+        return self._ordered(name, found, believed)
+
+    def _ordered(self, name: str, real: Any, believed: Any) -> Any:
+        if not isinstance(real, torch.Tensor) or not isinstance(believed, torch.Tensor) or same_order(real, believed):
+            return real
+        node = self._nodes[name]
+        self.surprises[name] = f"{layer_of(node)}: {node.target} gives {real.stride()}, not {believed.stride()}"
+        laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
+        return laid.copy_(real)
+
+
+def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
+    mine, theirs = one.stride(), other.stride()
+    return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)

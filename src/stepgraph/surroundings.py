@@ -1,0 +1,119 @@
+"""PyTorch's modes and switches while stepgraph works.
+
+What a program sets around a call (grad mode, inference mode, autocast, a default device or type, deterministic
+algorithms, the precision of float32 products) is meant for its own PyTorch code. A graph that took over such a setting
+while it is traced would keep it for good. So tracing and running happen under modes of our own, which are entered here
+and left as they were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+_AS_IS: AbstractContextManager[Any] = nullcontext()
+_EXACT, _TF32 = "ieee", "tf32"
+
+
+class Precision(NamedTuple):
+    """What a GPU may round float32 factors to, in PyTorch's words: `"ieee"` keeps all bits, `"tf32"` 10 of them.
+
+    `"none"` is PyTorch's word for a switch nobody has set, which keeps all bits too.
+    """
+
+    products: str = _EXACT
+    convolutions: str = _EXACT
+    recurrent: str = _EXACT
+
+    @classmethod
+    def of(cls, tf32: bool | None) -> Precision:
+        """The same for all, or with None as PyTorch is set now, whichever spelling was used to set it."""
+        return _current() if tf32 is None else cls(*[_TF32 if tf32 else _EXACT] * 3)
+
+    @property
+    def tf32(self) -> tuple[bool, bool]:
+        """Whether matrix products, and whether convolutions, may be rounded to TF32."""
+        return self.products == _TF32, self.convolutions == _TF32
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """PyTorch asks its switches when a kernel is launched, also in a capture."""
+        changed = [(one, found) for one, wanted in zip(_switches(), self, strict=True) if (found := _set(one, wanted))]
+        try:
+            yield
+        finally:
+            for switch, found in changed:
+                switch.fp32_precision = found
+
+
+FULL = Precision()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Modes in which shapes are inferred, steps recorded and arrays made: those of a program that has set none."""
+    with ExitStack() as stack:
+        _enter_neutral(stack)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def running(device: torch.device) -> AbstractContextManager[Any]:
+    """Modes in which recorded operators run, beside inference mode; asked in every call, so it costs little."""
+    foreign = (
+        torch.is_autocast_enabled(device.type)
+        or torch.get_default_dtype() is not torch.float32
+        or torch.are_deterministic_algorithms_enabled()
+        or torch._C._len_torch_function_stack()  # a default device is a mode on this stack
+    )
+    return _neutral() if foreign else _AS_IS
+
+
+@contextmanager
+def _neutral() -> Iterator[None]:
+    with ExitStack() as stack:
+        _enter_neutral(stack)
+        yield
+
+
+def _enter_neutral(stack: ExitStack) -> None:
+    for kind in {"cpu", _accelerator()}:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    if torch.get_default_device().type != "cpu":
+        stack.enter_context(torch.device("cpu"))
+    if torch.get_default_dtype() is not torch.float32:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+    if torch.are_deterministic_algorithms_enabled():
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        stack.callback(torch.use_deterministic_algorithms, True, warn_only=warns)
+        torch.use_deterministic_algorithms(False)
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type
+
+
+def _switches() -> tuple[Any, Any, Any]:
+    return torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn  # type: ignore[attr-defined]
+
+
+def _current() -> Precision:
+    return Precision(*(switch.fp32_precision for switch in _switches()))
+
+
+def _set(switch: Any, wanted: str) -> str | None:
+    """Sets a switch that is set otherwise, and gives what puts it back; reading the old spelling may raise."""
+    found = switch.fp32_precision
+    if found == wanted or {found, wanted} <= {_EXACT, "none"}:
+        return None
+    # The switch for all of them at once: one that follows it shall do so again.
+    inherited = torch.backends.fp32_precision == found  # type: ignore[attr-defined]
+    switch.fp32_precision = wanted
+    return "none" if inherited else str(found)

@@ -1,0 +1,112 @@
+"""Results lie in memory as the recording believes, also where PyTorch's account of an operator is wrong."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import stepgraph as sg
+from stepgraph.compiler import corrections
+from stepgraph.runtime.strides import laying_out, same_order
+
+CPU = sg.Device.cpu()
+
+
+@torch.library.custom_op("stepgraph_test::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Twice the images, with channels last in memory."""
+    return (2 * x).contiguous(memory_format=torch.channels_last)
+
+
+@turned.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # not where channels really lie
+
+
+turned.register_autograd(lambda _, g: turned(g))
+
+
+class Turned(sg.Layer):
+    """An operator whose fake says something else about strides than its kernel does."""
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return turned(x)
+
+
+def network(layer: sg.Layer, options: sg.GraphCompilationOptions) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tensor]:
+    sg.set_seed(3)
+    x, y = sg.Tensor((2, 3, 4, 5)), sg.Tensor((2, 60))
+    graph = sg.Graph()
+    hidden = graph.node(layer, graph.node(sg.ConvolutionLayer.create(3, 3, 1), x))
+    graph.reshape((2, 60), hidden)  # a view, if channels lay first
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU, options)
+    return training, x, y
+
+
+@pytest.mark.parametrize("options", [sg.GraphCompilationOptions.NONE, sg.GraphCompilationOptions.DETERMINISTIC])
+def test_what_lies_otherwise_than_recorded_is_put_in_order(
+    options: sg.GraphCompilationOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = np.random.default_rng(0)
+    data = generator.standard_normal((5, 2, 120)).astype(np.float32)
+
+    class Doubled(sg.Layer):
+        def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+            return 2 * x
+
+    found: dict[str, list[Any]] = {}
+    with caplog.at_level(logging.DEBUG, "stepgraph"):
+        for name, layer in (("turned", Turned()), ("plain", Doubled())):
+            training, x, y = network(layer, options)
+            losses = []
+            for step, one in enumerate(data):
+                images, labels = one[:, :60].reshape(2, 3, 4, 5), one[:, 60:]
+                if step % 2:
+                    training.bind_and_write_data({"x": images, "y": labels}, {"x": x, "y": y}, CPU)
+                    losses.append(training.execute_forward().loss)
+                    training.execute_gradient()
+                    training.execute_optimizer_update()
+                else:
+                    losses.append(training.execute({"x": images}, {"y": labels}).loss)
+            losses.append(training.profile({"x": images}, {"y": labels}).seconds > 0)
+            losses.append(training.check_numerics({"x": images}, {"y": labels}).ok)
+            found[name] = losses
+    assert found["turned"] == pytest.approx(found["plain"], rel=1e-6)
+    assert "copied into the recorded order: Turned" in caplog.text
+
+
+def test_strides_of_single_extents_mean_nothing() -> None:
+    one = torch.empty(2, 1, 3)
+    assert same_order(one, torch.empty_strided((2, 1, 3), (3, 77, 1)))
+    assert not same_order(one, torch.empty_strided((2, 1, 3), (1, 3, 2)))
+
+
+def test_code_hands_over_results_by_name() -> None:
+    source = "def forward(self, x):\n    a = f(x);  x = None\n    b = g(a);  a = None\n    return [b]\n"
+    both, last = laying_out(source), laying_out(source, ["b"])
+    assert "a = f(x); a = _laid_out('a', a);  x = None" in both and "b = g(a); b = _laid_out('b', b);" in both
+    assert "a = f(x);  x = None" in last and "_laid_out('b', b)" in last and "return [b]" in last
+
+
+def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:
+    """The pass alone: which graphs it changes. Whether the numbers are right then is a test for a GPU."""
+    x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    for padding, expected in ((1, 1), (0, 0)):
+
+        def function(images: torch.Tensor, padding: int = padding) -> torch.Tensor:
+            y = F.avg_pool2d(images, 3, 2, padding)
+            return torch.autograd.grad(y.sum(), images)[0]
+
+        module = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(x)
+        corrections.correct(module.graph, torch.device("cuda"))
+        clones = [node for node in module.graph.nodes if node.target is torch.ops.aten.clone.default]
+        assert len(clones) == expected
+        assert all(node.meta["val"].is_contiguous() for node in clones)
+        before = len(module.graph.nodes)
+        corrections.correct(module.graph, torch.device("cpu"))
+        assert len(module.graph.nodes) == before

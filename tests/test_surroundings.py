@@ -1,0 +1,282 @@
+"""Whatever modes and switches a program sets around its calls, a graph learns the same, bit for bit."""
+
+import locale
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.surroundings import Precision
+
+ROWS, SHORT = 12, 5
+DATA = np.random.default_rng(0).standard_normal((ROWS, 6)).astype(np.float32)
+LABELS = np.arange(ROWS) % 3
+CPU = sg.Device.cpu()
+
+
+def network() -> sg.TrainingGraph:
+    """Dropout, running statistics, class indices and an optimizer with buffers: all that a mode could get at."""
+    sg.set_seed(4)
+    x, y = sg.Tensor((ROWS, 6)), sg.Tensor((ROWS,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.FullyConnectedLayer.create(6, 8), x)
+    hidden = graph.node(sg.BatchNormalizationLayer.create(8), graph.reshape((ROWS, 8, 1, 1), hidden))
+    hidden = graph.reshape((ROWS, 8), hidden)
+    hidden = graph.node(sg.DropoutLayer(0.25), graph.node(sg.ActivationLayer.gelu(), hidden))
+    graph.node(sg.FullyConnectedLayer.create(8, 3), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=0.05))
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def loss(training: sg.TrainingGraph, rows: int = ROWS) -> Any:
+    return training.execute({"x": DATA[:rows]}, {"y": LABELS[:rows]}, batch_size=rows).loss
+
+
+@contextmanager
+def switched(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def default_dtype(kind: torch.dtype) -> AbstractContextManager[None]:
+    return switched(torch.get_default_dtype, torch.set_default_dtype, kind)
+
+
+def precision(spelled: str) -> AbstractContextManager[None]:
+    products = torch.backends.cuda.matmul
+    if spelled == "new":
+        return switched(lambda: "none", lambda value: setattr(products, "fp32_precision", value), "tf32")
+    return switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high")
+
+
+@contextmanager
+def read_only_home(folder: Path) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in ("HOME", "XDG_CACHE_HOME")}
+    os.environ |= {"HOME": str(folder / "none"), "XDG_CACHE_HOME": "/proc/nothing"}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def deterministic() -> AbstractContextManager[None]:
+    return switched(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
+
+
+def comma() -> AbstractContextManager[None]:
+    found = next((one for one in ("de_DE.UTF-8", "fr_FR.UTF-8") if _has_locale(one)), "C")
+    return switched(lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL), found)
+
+
+def _has_locale(name: str) -> bool:
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        locale.setlocale(locale.LC_ALL, name)
+    except locale.Error:
+        return False
+    locale.setlocale(locale.LC_ALL, before)
+    return True
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device meta": lambda: torch.device("meta"),
+    "default type float64": lambda: default_dtype(torch.float64),
+    "default type float16": lambda: default_dtype(torch.float16),
+    "deterministic algorithms": deterministic,
+    "TF32, old spelling": lambda: precision("old"),
+    "TF32, new spelling": lambda: precision("new"),
+    "another locale": comma,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return story(nullcontext, "", tmp_path_factory.mktemp("plain"))
+
+
+def story(mode: Callable[[], AbstractContextManager[Any]], moment: str, folder: Path) -> list[Any]:
+    """A run of which one moment happens under a mode."""
+
+    def under(name: str) -> AbstractContextManager[Any]:
+        return mode() if moment in (name, "all") else nullcontext()
+
+    with under("build"):
+        training = network()
+    with under("compile"):
+        training.compile(CPU)
+    with under("first call"):
+        found = [loss(training)]
+    found += [loss(training) for _ in range(3)]
+    with under("new batch size"):
+        found.append(loss(training, SHORT))
+    found += [loss(training, SHORT), loss(training)]
+    with under("save"):
+        training.save(folder / "saved")
+    with under("load"):
+        loaded = sg.load(folder / "saved", CPU)
+    found += [loss(loaded), loss(loaded, SHORT)]
+    with under("restore"):
+        training.restore(folder / "saved")
+    return [*found, loss(training), loss(training, SHORT)]
+
+
+MOMENTS = ("build", "compile", "first call", "new batch size", "save", "load", "restore")
+# Each mode around everything, and the two that did most harm around each call; the others in the deep checks.
+CELLS = [(name, "all") for name in MODES] + [(name, one) for name in ("inference_mode", "autocast") for one in MOMENTS]
+OTHERS = [(name, moment) for name in MODES for moment in MOMENTS if (name, moment) not in CELLS]
+
+
+@pytest.mark.parametrize(("name", "moment"), [*CELLS, *(pytest.param(*one, marks=pytest.mark.deep) for one in OTHERS)])
+def test_a_mode_around_any_call_changes_no_bit(name: str, moment: str, undisturbed: list[Any], tmp_path: Path) -> None:
+    assert story(MODES[name], moment, tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_caller_finds_its_own_modes_again(name: str, tmp_path: Path) -> None:
+    def seen() -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+            Precision.of(None), torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+        )  # fmt: skip
+
+    with MODES[name]():
+        before = seen()
+        story(nullcontext, "", tmp_path)
+        assert seen() == before
+
+
+@pytest.mark.parametrize("phases", [False, True], ids=["whole", "phases"])
+def test_learning_under_no_grad_learns(phases: bool) -> None:
+    """A graph that was compiled, or first called with a batch size, under no_grad took no step at all."""
+    with torch.no_grad():
+        training = network()
+        training.compile(CPU)
+        losses = [loss(training, SHORT) for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    if phases:
+        feeds = {"x": training.inputs["x"], "y": training.loss_labels["y"]}
+        with torch.inference_mode():
+            for _ in range(3):
+                training.bind_and_write_data({"x": DATA, "y": LABELS}, feeds, CPU)
+                forward = training.execute_forward().loss
+                training.execute_gradient()
+                training.execute_optimizer_update()
+        assert np.isfinite(forward) and training.optimizer.time_step == 44
+
+
+@pytest.mark.parametrize("rows", [5, 10])
+def test_a_recorded_run_learns_from_short_batches(rows: int, tmp_path: Path) -> None:
+    """The recorder looks into the step before the first update, which once made a program without gradients."""
+    losses = []
+    for settings in ({}, {"run": tmp_path / "run"}):
+        training = network()
+        training.compile(CPU)
+        data = (DATA[:rows], LABELS[:rows])
+        losses.append(sg.fit(training, data, epochs=20, progress="quiet", **settings).losses)
+    assert losses[0] == losses[1] and losses[0][-1] < 0.7 * losses[0][0]
+
+
+@pytest.mark.parametrize("mode", ["plain", "no_grad"])
+def test_threads_of_their_own_modes_train_alike(mode: str, undisturbed: list[Any], tmp_path: Path) -> None:
+    found: dict[int, list[Any]] = {}
+
+    def work(number: int) -> None:
+        with nullcontext() if mode == "plain" else MODES[mode]():
+            training = network()
+            training.compile(CPU)
+            found[number] = [loss(training) for _ in range(4)]
+
+    for number in range(2):  # a seed is drawn for each graph, so one after the other
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        thread.join(60)
+    assert found == {0: undisturbed[:4], 1: undisturbed[:4]}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_goes_on(undisturbed: list[Any]) -> None:
+    training = network()
+    training.compile(CPU)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    try:
+        first = [loss(training) for _ in range(2)]
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writing, repr([loss(training) for _ in range(2)]).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            told = pipe.read()
+        os.waitpid(child, 0)
+        assert first + eval(told) == undisturbed[:4]
+        assert [loss(training) for _ in range(2)] == undisturbed[2:4]  # the parent's is its own
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_home_that_cannot_be_written_changes_nothing(undisturbed: list[Any], tmp_path: Path) -> None:
+    with read_only_home(tmp_path):
+        assert story(nullcontext, "", tmp_path) == undisturbed
+
+
+class Detached(sg.Layer):
+    """Uses its weight, and hides it from autograd."""
+
+    weight: sg.Tensor
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * scope.array(self.weight).detach()
+
+
+def detached(**settings: Any) -> sg.TrainingGraph:
+    x = sg.Tensor((2, 3))
+    graph = sg.Graph()
+    hidden = graph.node(sg.FullyConnectedLayer.create(3, 3), x)
+    graph.node(Detached(sg.Tensor((3,), fill=1.0)), hidden, **settings)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": sg.Tensor((2, 3))})
+    return training
+
+
+def test_a_trainable_tensor_without_a_gradient_is_refused_when_compiling() -> None:
+    training = detached()
+    with pytest.raises(sg.StateError, match="trainable and the loss depends on it, but no gradient reaches it"):
+        training.compile(CPU)
+    assert training.device is None
+    detached(disable_update=True).compile(CPU)  # said on purpose
+
+
+def test_precision_is_taken_when_compiling_and_put_back_in_either_spelling() -> None:
+    with precision("new"):
+        assert Precision.of(None).tf32 == (True, True)  # convolutions may by default
+        with Precision.of(False).applied():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    with Precision.of(True).applied():
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert not torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32  # readable as before
+    assert Precision.of(True).tf32 == (True, True) and Precision.of(False).tf32 == (False, False)
+    with pytest.raises(sg.DataTypeError, match="tf32 is 'yes'"):
+        detached(disable_update=True).compile(CPU, tf32="yes")  # type: ignore[arg-type]
