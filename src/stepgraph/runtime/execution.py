@@ -1,8 +1,8 @@
 """The handle an execute call returns.
 
-Calls on one device run in the order they were made. On the CPU the work is done when the call returns, so the
-caller's arrays may be changed at once; on a GPU the call returns when the work is queued, and reading a result
-waits for it.
+Calls on one device run in the order they were made. On the CPU the work is done when the call returns, so arrays given
+to `execute` may be changed at once (those bound for separate passes once the gradient pass has read them); on a GPU the
+call returns when the work is queued, and reading a result waits for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
 
 
-_turns: dict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_turns: dict[torch.device | None, threading.RLock] = defaultdict(threading.RLock)
 
 
-def turn(device: Device) -> threading.RLock:
-    """A device runs one call at a time, also when several threads make them."""
-    return _turns[device.torch]
+def turn(device: Device | None) -> threading.RLock:
+    """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet."""
+    return _turns[None if device is None else device.torch]
 
 
 class Execution:
