@@ -177,6 +177,41 @@ def test_indices_are_found_behind_layers_that_only_move_them() -> None:
         inference.execute({"words": right})
 
 
+def test_indices_of_a_gather_are_not_those_of_what_it_gathers() -> None:
+    table, places = sg.Tensor((100,), "int64"), sg.Tensor((8,), "int64")
+    graph = sg.Graph()
+    graph.node(sg.EmbeddingLayer.create(5, 3), graph.gather(0, table, places))
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"table": table, "places": places})
+    inference.compile(CPU)
+    limits = inference._step(100, False).index_limits
+    assert {tensor: limit.extent for tensor, limit in limits.items() if tensor in (table, places)} == {
+        table: 5,
+        places: 100,
+    }
+
+
+def test_a_tensor_that_is_thawed_after_the_gradient_pass_is_named() -> None:
+    x, y = sg.Tensor((2, 3)), sg.Tensor((2, 3))
+    graph = sg.Graph()
+    layer = sg.FullyConnectedLayer.create(3, 3)
+    graph.node(layer, x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    layer.weights.is_updatable = False
+    training.compile(CPU)
+    data = np.ones((2, 3), np.float32)
+    training.bind_and_write_data({"x": data, "y": data}, {"x": x, "y": y}, CPU)
+    training.execute_forward()
+    training.execute_gradient()
+    layer.weights.is_updatable = True
+    with pytest.raises(sg.StateError, match="has no gradient: it was not trained when the last gradient pass ran"):
+        training.execute_optimizer_update()
+    training.execute_forward()
+    training.execute_gradient()
+    training.execute_optimizer_update()
+
+
 # Interrupts
 
 LOOP = """

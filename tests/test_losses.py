@@ -9,7 +9,7 @@ from stepgraph.runtime.losses import Losses
 
 def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "PLACES", 3)
-    written, kept = Losses(torch.float32, torch.device("cpu")), []
+    written, kept = Losses(torch.empty(1), torch.device("cpu")), []
     for step in range(10):
         written.expect()
         written.capture(torch.tensor([float(step)]))  # what a replay does
@@ -19,7 +19,7 @@ def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "PLACES", 2)
-    written = Losses(torch.float32, torch.device("cpu"))
+    written = Losses(torch.empty(1), torch.device("cpu"))
     places = written._places
     for step in range(5):
         written.expect()

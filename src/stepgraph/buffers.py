@@ -100,11 +100,8 @@ def unmasked(array: np.ndarray, where: str) -> np.ndarray:
 def _require_plain(array: torch.Tensor, where: str) -> None:
     """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
     if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
-        try:
-            array.data_ptr()
-        except RuntimeError as error:  # a fake tensor, or one that a tracer has made
-            problem = f"{type(array).__name__} holds no numbers ({reason(error).partition('. ')[0]})"
-            raise DataTypeError(where, problem, fix="give its data") from error
+        if isinstance(array, torch._subclasses.FakeTensor):
+            raise DataTypeError(where, "a fake tensor holds no numbers", fix="give its data")
         return
     if array.is_meta:
         raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="give its data")
@@ -117,13 +114,11 @@ def _require_plain(array: torch.Tensor, where: str) -> None:
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
     # Asked first, because in a loop data usually is as it should be.
-    if isinstance(data, torch.Tensor):
-        try:  # what has no rows in memory raises here or has no address, and is refused below
-            if data.shape == shape and data.dtype is data_type.torch and data.is_contiguous() and data.data_ptr():
-                return data.detach() if data.requires_grad else data
-        except RuntimeError:
-            _require_plain(data, where)
-    elif type(data) is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
+    kind = type(data)
+    if kind is torch.Tensor and data.layout is torch.strided and not (data.is_meta or data.is_nested):
+        if data.dtype is data_type.torch and data.shape == shape and data.is_contiguous():
+            return data.detach() if data.requires_grad else data
+    elif kind is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
         if flags.c_contiguous and flags.writeable:
             return torch.from_numpy(data)

@@ -36,7 +36,7 @@ from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution, turn
-from stepgraph.runtime.feeds import Data, Names, merged
+from stepgraph.runtime.feeds import MOST, Data, Names, merged
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
@@ -99,6 +99,7 @@ class CompiledGraph(DeclaredGraph):
         self._call = ""  # what changes the graph, while it does
         self._checks_indices = False
         self._index_feeds: dict[int, Indices] = {}
+        self._raising: set[int] = set()  # batch sizes for which operators find indices out of range by themselves
         self._holding: set[Tensor] = set()
 
     def add_outputs(self, outputs: Names) -> None:
@@ -166,9 +167,9 @@ class CompiledGraph(DeclaredGraph):
                 yield
                 return
             before, changing = dict(self.__dict__), ExitStack()
-            self._changing, self._call = changing, call
             with changing:
                 try:
+                    self._changing, self._call = changing, call
                     with surroundings.tracing():
                         yield
                 except BaseException:
@@ -213,7 +214,8 @@ class CompiledGraph(DeclaredGraph):
         self._feeds = self._feeds.find(self._compiled, {*self._constants, *parameters})
         # Others raise an error where an index is out of range, and go on with the next call.
         fused = GraphCompilationOptions.FUSE_LAYERS in options
-        self._checks_indices, self._index_feeds = fused or self.device.torch.type != "cpu", {}
+        self._checks_indices = fused or self.device.torch.type != "cpu"
+        self._index_feeds, self._raising = {}, set()
         self._check_outputs(self._outputs)
         self._held = self._find_held()
         self._programs, self._last = self._new_programs(), None
@@ -292,9 +294,8 @@ class CompiledGraph(DeclaredGraph):
 
     # Running
 
-    def _ready(self, call: str) -> Device:
-        """Refuses a call on a graph that is not compiled, and brings in what was assigned since the last one."""
-        return self._require_compiled(call)
+    def _refresh(self) -> None:
+        """Brings in what was assigned since the last call."""
 
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
@@ -303,18 +304,19 @@ class CompiledGraph(DeclaredGraph):
             # What was bound since the last call was written later.
             then = zip(self._written.items(), self._given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
-        indices = self._indices(batch) if self._checks_indices and not self._raises_for_indices(batch) else None
-        return self._feeds.arrays(given, batch, self._require_compiled("execute"), indices)
-
-    def _raises_for_indices(self, batch: int) -> bool:
-        """Whether an index out of range is an ordinary error: in a fused step of one thread it is."""
-        known = self._programs.executables.get(("step" if self.trains else "inference", batch))
-        return known is not None and known.runs_alone
+        indices = self._indices(batch) if self._checks_indices and batch not in self._raising else None
+        assert self.device is not None
+        return self._feeds.arrays(given, batch, self.device, indices)
 
     def _indices(self, batch: int) -> Indices:
         """Which feeds are indices, and of what, for a batch size."""
         if batch not in self._index_feeds:
+            if len(self._index_feeds) >= MOST:
+                self._index_feeds.clear()
             self._index_feeds[batch] = Indices(self._step(batch, False), self._feeds.spoken)
+        known = self._programs.executables.get(("step" if self.trains else "inference", batch))
+        if known is not None and known.runs_alone:  # in one thread an index out of range is an ordinary error
+            self._raising.add(batch)
         return self._index_feeds[batch]
 
     def _accept(self, feeds: Found, batch: int, options: ExecutionOptions) -> None:
@@ -367,8 +369,9 @@ class CompiledGraph(DeclaredGraph):
         The caller has its turn on the device since it took its data, so that a call of another thread sees nothing of
         this one. An interrupt comes before or after, never in between.
         """
+        assert self.device is not None
         timed = bool(options) and ExecutionOptions.PROFILING in options
-        execution = Execution(self._require_compiled("execute"), timed, announced=completion is not None)
+        execution = Execution(self.device, timed, announced=completion is not None)
         with Uninterrupted():
             try:
                 execution.finish(*keep(self._run(binding, arrays, options, execution)))
@@ -381,7 +384,9 @@ class CompiledGraph(DeclaredGraph):
 
     def _announced(self, execution: Execution, options: ExecutionOptions, completion: Completion | None) -> Execution:
         """Waits for the work where that was asked for, and tells who wants to know; not while others wait for it."""
-        synchronous = bool(options) and ExecutionOptions.SYNCHRONOUS in options
+        if not options and completion is None:
+            return execution
+        synchronous = ExecutionOptions.SYNCHRONOUS in options
         if synchronous and execution.error is None:
             execution.wait()
         if completion is not None:

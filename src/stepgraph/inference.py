@@ -94,7 +94,8 @@ class InferenceGraph(InspectedGraph):
             completion: called once with (result tensor, error, seconds).
         """
         device = self._require_compiled("execute")
-        require_completion(completion)
+        if completion is not None:
+            require_completion(completion)
         with turn(device), current_device(device):
             batch = self._batch_size(batch_size)
             given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)

@@ -113,7 +113,7 @@ class InspectedGraph(CompiledGraph):
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
         device = self._require_compiled("check_numerics")
         with turn(device), current_device(device):
-            self._ready("check_numerics")
+            self._refresh()
             chosen = self._chosen_batch("check_numerics", given, batch_size)
             program = self._programs.program(chosen.batch, self.trains)
             self._require_fit(memory.plan(program.step, everything(program)), "check_numerics", chosen.batch)
@@ -148,7 +148,7 @@ class InspectedGraph(CompiledGraph):
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
         device, found = self._require_compiled("profile"), []
         with turn(device), current_device(device):
-            self._ready("profile")
+            self._refresh()
             chosen = self._chosen_batch("profile", given, batch_size)
             executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)
             with executable.settings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import threading
+from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._before: Any = None
         self._came: tuple[int, FrameType | None] | None = None
-        if threading.get_ident() == threading.main_thread().ident:
+        if get_ident() == main_thread().ident:
             before = getsignal(SIGINT)
             if callable(before):  # the others, to ignore it or to end the process, interrupt no Python code
                 signal(SIGINT, self._note)

@@ -22,7 +22,7 @@ TAKEN = ("epoch", "step", "loss", "rate", "seconds")
 def accuracy(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The share of rows (and pixels) whose class, the largest number along dimension 1, is that of the label.
 
-    Labels are class numbers, or numbers for each class like the prediction's.
+    Labels are class indices, or numbers for each class like the prediction's.
 
     Example:
         >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
@@ -95,7 +95,7 @@ class ConfusionMatrix:
 
 
 def _classes(where: str, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Labels as class numbers, of the prediction's shape without dimension 1."""
+    """Labels as class indices, of the prediction's shape without dimension 1."""
     shape = prediction.shape[:1] + prediction.shape[2:]
     if prediction.ndim >= 2 and prediction.shape[1] > 1:
         if labels.shape == prediction.shape:

@@ -10,7 +10,6 @@ import torch
 
 from stepgraph.compiled import NOTHING, Answer, Found, current_device, logger, require_completion, results_of
 from stepgraph.compiler.step import gradient
-from stepgraph.device import Device
 from stepgraph.differentiated import DifferentiatedGraph
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
@@ -212,9 +211,10 @@ class TrainingGraph(DifferentiatedGraph):
             completion: called once with (loss or last result, error, seconds).
         """
         device = self._require_compiled("execute")
-        require_completion(completion)
+        if completion is not None:
+            require_completion(completion)
         with turn(device), current_device(device):
-            self._ready("execute")
+            self._refresh()
             batch = self._batch_size(batch_size)
             given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = self._fed(given, batch, options)
@@ -257,9 +257,10 @@ class TrainingGraph(DifferentiatedGraph):
     ) -> Execution:
         """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
         device = self._require_compiled("execute_forward")
-        require_completion(completion)
+        if completion is not None:
+            require_completion(completion)
         with turn(device), current_device(device):
-            self._ready("execute_forward")
+            self._refresh()
             batch = self._batch_size(batch_size)
             feeds = self._fed({}, batch, options)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
@@ -293,9 +294,10 @@ class TrainingGraph(DifferentiatedGraph):
         used yet.
         """
         device = self._require_compiled("execute_gradient")
-        require_completion(completion)
+        if completion is not None:
+            require_completion(completion)
         with turn(device), current_device(device):
-            self._ready("execute_gradient")
+            self._refresh()
             batch = self._check_forward(batch_size)
             binding = self._bound("gradient", batch)
             self._check_destinations(outputs_data, binding.executable.part)
@@ -315,9 +317,10 @@ class TrainingGraph(DifferentiatedGraph):
     ) -> Execution:
         """Updates the parameters with the gradients of the last gradient pass, as often as it is called."""
         device = self._require_compiled("execute_optimizer_update")
-        require_completion(completion)
+        if completion is not None:
+            require_completion(completion)
         with turn(device), current_device(device):
-            self._ready("execute_optimizer_update")
+            self._refresh()
             if self._optimizer is None:
                 raise StateError(
                     "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
@@ -330,6 +333,14 @@ class TrainingGraph(DifferentiatedGraph):
                 )
 
             binding = self._bound("update", self._feeds.batch)
+            gradients = summed(self._gradients, self._others(), self._trainable())
+            for _, key in binding.opened:
+                if key not in gradients:
+                    raise StateError(
+                        "execute_optimizer_update",
+                        f"{key.owner!r} has no gradient: it was not trained when the last gradient pass ran",
+                        fix="call execute_forward and execute_gradient again",
+                    )
 
             def keep(found: Found) -> Answer:
                 if binding.executable.counts_steps:
@@ -338,7 +349,6 @@ class TrainingGraph(DifferentiatedGraph):
                 self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
                 return NOTHING
 
-            gradients = summed(self._gradients, self._others(), self._trainable())
             execution = self._launch(binding, gradients, options, completion, keep)
         return self._announced(execution, options, completion)
 
@@ -409,12 +419,10 @@ class TrainingGraph(DifferentiatedGraph):
         assert self._state is not None
         return self._state
 
-    def _ready(self, call: str) -> Device:
-        device = self._require_compiled(call)
+    def _refresh(self) -> None:
         if self._updatable != [t.is_updatable for t in self._held]:
             self._again("other parameters are updatable", keeps_passes=True)
         self._training_state.refresh()
-        return device
 
     def _memory(self) -> list[torch.Tensor | None]:
         return [*super()._memory(), *self._training_state.arrays.values()]

@@ -230,12 +230,13 @@ class Step:
                 found[tensor] = limit
 
         for node in reversed(self.nodes):
-            for position, extent in node.layer.index_limits(*(descriptors[t] for t in node.arguments)).items():
+            own = node.layer.index_limits(*(descriptors[t] for t in node.arguments))
+            for position, extent in own.items():
                 what = "class index" if node.is_loss else "index"
                 narrow(node.arguments[position], Limit(extent, node.layer.label, what))
             if node.layer.moves:
                 for limit in (found[t] for t in node.results if t in found):
-                    for tensor in node.sources:
+                    for tensor in (t for position, t in enumerate(node.sources) if position not in own):
                         narrow(tensor, limit)
         return found
 

@@ -90,7 +90,7 @@ class LossLayer(Layer):
     """`loss(prediction, labels)`, optionally with label weights; gradients flow to the prediction only.
 
     Labels have the prediction's shape; unit extents do not count. Softmax and categorical cross entropy, whose classes
-    are dimension 1, also take class numbers (ours): integer labels without that dimension. Integer labels of the full
+    are dimension 1, also take class indices (ours): integer labels without that dimension. Integer labels of the full
     shape are numbers like any others (one-hot).
 
     Label weights are one number, one for each sample, one for each sample and pixel (class losses) or one for each
@@ -253,7 +253,7 @@ class LossLayer(Layer):
                 self.where,
                 f"labels {list(labels.shape)} do not fit the prediction {list(prediction.shape)}",
                 fix="give labels of the prediction's shape"
-                + ", or integer class numbers without dimension 1" * has_classes,
+                + ", or integer class indices without dimension 1" * has_classes,
             )
         if weights and not weight_shape(prediction.shape, weights[0].shape, has_classes):
             raise ShapeError(
@@ -292,7 +292,7 @@ class LossLayer(Layer):
 
 
 def loss(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, descriptor: LossDescriptor) -> torch.Tensor:
-    """`weight · reduction(w · loss(y, t))`, with `t` like `y` or class numbers, and `w` broadcast against `y`."""
+    """`weight · reduction(w · loss(y, t))`, with `t` like `y` or class indices, and `w` broadcast against `y`."""
     how = _REDUCTIONS[descriptor.reduction_type]
     value = LOSSES[descriptor.type](y, t, w, descriptor, how)
     value = value if descriptor.weight == 1 else value * descriptor.weight

@@ -40,7 +40,8 @@ class Probe:
         Random layers draw what they will draw in that update.
         """
         training = self.training
-        device = training._ready("fit")  # as the update that follows would do
+        device = training._require_compiled("fit")
+        training._refresh()  # as the update that follows would do
         feeds = training._feeds.arrays(training._feeds.named(*batch.parts), batch.rows, device)
         arrays = {**training._arrays(), **feeds, **training._seeds(batch.rows)}
         executable = self._executable(batch.rows)

@@ -105,8 +105,9 @@ class Executable:
         """Runs once on the bound arrays and the others; results are valid until the next call."""
         if self._fusing is not None and self._fusing.done():
             self._take_fused(self._fusing)
+        given = binding.filled(others) if self._capture is None else []
         try:
-            found = self.run(binding.filled(others)) if self._capture is None else self._capture.run(binding, others)
+            found = self.run(given) if self._capture is None else self._capture.run(binding, others)
         except Exception as error:  # whatever a kernel raises, the user must see which layer it was
             raise ExecutionError(
                 self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
@@ -255,7 +256,7 @@ class _Capture:
         self.copied: dict[Key, torch.Tensor] = {}
         index = executable.loss_index
         like = None if index is None else executable.part.results[executable.part.outputs[index]]
-        self.losses = Losses(like.dtype, step.device) if like is not None and like.numel() == 1 else None
+        self.losses = Losses(like, step.device) if like is not None and like.numel() == 1 else None
         self.lending = Lending()
         self.in_place: dict[Key, Any] = {}
 

@@ -47,7 +47,7 @@ class Execution:
 
     __slots__ = (
         "_elapsed", "_events", "_found", "_like", "_loss", "_place", "_result", "_started", "_stream", "_timed",
-        "_turn", "error", "profile",
+        "error", "profile",
     )  # fmt: skip
 
     def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
@@ -57,7 +57,6 @@ class Execution:
         self._found: Found | None = None
         self._loss: torch.Tensor | Loss | None = None
         self._result: Tensor | None = None
-        self._turn = _turns[device.torch]
         self._timed = timed
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
@@ -142,9 +141,8 @@ class Execution:
     def result(self) -> Tensor | None:
         """The loss, or the last result of a graph without one; None where the call failed or gives none."""
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
-            with self._turn:
+            with _turns[self._place]:
                 array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
-            array = array.reshape(self._like.shape) if isinstance(self._found, Loss) else array
             descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
             self._result = Tensor(descriptor, label=self._like.label)
             self._result.hold(array)
@@ -157,7 +155,7 @@ class Execution:
         self.wait()
         if self._loss is None:
             return None
-        with self._turn:  # another thread's call may need the place where it lies
+        with _turns[self._place]:  # another thread's call may need the place where it lies
             loss = self._loss if isinstance(self._loss, torch.Tensor) else self._loss.array
             return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
 

@@ -19,6 +19,7 @@ from stepgraph.runtime.indices import Indices
 from stepgraph.tensor import Tensor
 from stepgraph.types import DataType
 
+MOST = 64  # batch sizes whose feeds are remembered
 Names = Mapping[str, Tensor]
 Data = Mapping[str, Any]
 
@@ -125,6 +126,8 @@ class Feeds:
     def _wanted(self, batch: int) -> tuple[_Wanted, ...]:
         """What each feed must be for a batch size; looked up in every call, so made once."""
         if batch not in self._tables:
+            if len(self._tables) >= MOST:
+                self._tables.clear()
             self._tables[batch] = tuple(
                 _Wanted(
                     value(tensor),

@@ -22,10 +22,10 @@ class _Written:
 class Loss:
     """One number on the device, to be read when it is wanted."""
 
-    __slots__ = ("_among", "_place")
+    __slots__ = ("_among", "_place", "_shape")
 
-    def __init__(self, among: _Written, place: int) -> None:
-        self._among, self._place = among, place
+    def __init__(self, among: _Written, place: int, shape: torch.Size) -> None:
+        self._among, self._place, self._shape = among, place, shape
 
     @property
     def array(self) -> torch.Tensor:
@@ -33,15 +33,16 @@ class Loss:
         return self._among.array[self._place]
 
     def own(self) -> torch.Tensor:
-        """The number as an array of one extent, in memory that nobody writes over."""
-        return self.array.reshape(1).clone()
+        """The number in the shape the step gives it, in memory that nobody writes over."""
+        return self.array.reshape(self._shape).clone()
 
 
 class Losses:
     """Where one captured graph writes its losses."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._places = torch.zeros(PLACES, dtype=dtype, device=device)
+    def __init__(self, like: torch.Tensor, device: torch.device) -> None:
+        self._shape = like.shape
+        self._places = torch.zeros(PLACES, dtype=like.dtype, device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._written, self._count = _Written(self._places), 0
 
@@ -61,4 +62,4 @@ class Losses:
 
     def latest(self) -> Loss:
         """The loss of the last replay."""
-        return Loss(self._written, self._count - 1)
+        return Loss(self._written, self._count - 1, self._shape)

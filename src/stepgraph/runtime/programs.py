@@ -14,6 +14,7 @@ from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD
+from stepgraph.interrupts import Uninterrupted
 from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 
@@ -52,15 +53,19 @@ class Programs:
     def program(self, batch: int, training: bool = True) -> Program:
         """The traced step for a batch size."""
         if (batch, training) not in self._traced:
-            step = self._step(batch, training)
-            if self.channels_last is None:  # the first program decides for all others
-                program = layout.traced(step)
-                self.channels_last = program.step.channels_last
-            else:
-                program = trace(replace(step, channels_last=self.channels_last))
+            # An interrupt inside PyTorch's tracer may end the process, or leave a mode of the tracer on for good.
+            with Uninterrupted():
+                program = self._recorded(self._step(batch, training))
             self._traced[batch, training] = program
             self._use(batch)
         return self._traced[batch, training]
+
+    def _recorded(self, step: Step) -> Program:
+        if self.channels_last is not None:
+            return trace(replace(step, channels_last=self.channels_last))
+        program = layout.traced(step)  # the first program decides for all others
+        self.channels_last = program.step.channels_last
+        return program
 
     def executable(self, part: str, batch: int) -> Executable:
         """A part of the step: `step`, `forward`, `gradient`, `update`, `forward only`, `inference` or `evaluation`."""
