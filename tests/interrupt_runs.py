@@ -38,17 +38,18 @@ MOST_SHOWN = 3
 
 
 class Clock:
-    """Counts moments, all of them or those in our own code only, and interrupts this process at one of them."""
+    """Counts moments, and those of them in our own code; interrupts this process at one of either."""
 
-    def __init__(self, ours: bool, moment: int = 0) -> None:
-        self.ours, self.moment, self.count = ours, moment, 0
+    def __init__(self, moment: int = 0, ours: bool = False) -> None:
+        self.moment, self.ours = moment, ours
+        self.all = self.own = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "c_return" or (event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
-            if self.ours and not frame.f_code.co_filename.startswith(OURS):
-                return
-            self.count += 1
-            if self.count == self.moment:
+            self.all += 1
+            own = frame.f_code.co_filename.startswith(OURS)
+            self.own += own
+            if self.moment == (self.own if self.ours else self.all) and (own or not self.ours):
                 sys.setprofile(None)
                 signal.raise_signal(signal.SIGINT)
 
@@ -410,13 +411,13 @@ def place(error: BaseException | None) -> str:
     return " in ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in (*frames[-1:], *own[-1:]))
 
 
-def rehearsed(trial: Trial, ours: bool) -> int:
-    """How many moments the work has when nobody interrupts it."""
+def rehearsed(trial: Trial) -> Clock:
+    """The moments of the work when nobody interrupts it."""
     trial.prepare()
-    clock = Clock(ours)
+    clock = Clock()
     assert clock.run(trial.work) is None
     trial.check()
-    return clock.count
+    return clock
 
 
 def interrupt(kind: str, seed: int, times: int, folder: Path) -> Counts:
@@ -427,11 +428,11 @@ def interrupt(kind: str, seed: int, times: int, folder: Path) -> Counts:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     counts, dice, before = Counts(kind, seed), random.Random(f"{kind} {seed}"), surroundings()
     trial = KINDS[kind](folder)
-    lengths = {ours: rehearsed(trial, ours) for ours in (True, False)}
+    whole = rehearsed(trial)
     for number in range(times):
-        ours = number % 3 != 2
-        last = lengths[ours]
-        clock = Clock(ours, dice.randint(max(1, last - LAST) if number % 3 == 1 else 1, last))
+        ours, at_the_end = number % 3 != 2, number % 3 == 1
+        last = whole.own if ours else whole.all
+        clock = Clock(dice.randint(max(1, last - LAST) if at_the_end else 1, last), ours)
         trial.prepare()
         came = clock.run(trial.work)
         counts.tried, counts.came = counts.tried + 1, counts.came + (came is not None)

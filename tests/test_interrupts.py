@@ -18,13 +18,13 @@ TIMES = {
     "fit": (6, 90),
     "save": (24, 600),
     "restore": (24, 600),
-    "load": (6, 150),
-    "compile": (9, 150),
-    "compile again": (6, 150),
+    "load": (4, 150),
+    "compile": (6, 150),
+    "compile again": (3, 150),
     "batch size": (3, 90),
 }
 # Interrupts that need not be noticed: `fit` is over when they come, or they end something that Python ignores.
-UNNOTICED = {"fit": 1.0, "batch size": 0.5, "compile again": 0.5}
+UNNOTICED = {"fit": 0.75, "batch size": 0.5, "compile again": 0.5}
 
 
 def _interrupted(kind: str, seed: int, times: int, folder: Path) -> Counts:
