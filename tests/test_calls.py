@@ -41,6 +41,12 @@ def test_each_execution_keeps_its_own_result() -> None:
     assert [one.numpy()[0, 0] for one in results] == [one.result.numpy()[0, 0] for one in kept] == [0, 2, 4, 6, 8]
     assert y.numpy()[0, 0] == 8 and (results[0].label, results[0].tensor_id) == (y.label, y.tensor_id)
     assert inference.execute(full(1, 2), batch_size=2).result.shape == (2, 3)
+    x = sg.Tensor((4, 3))
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(3, 1), x)
+    scores = sg.InferenceGraph([graph])
+    scores.compile(CPU)
+    assert scores.execute({x.label: np.ones((1, 3), np.float32)}, batch_size=1).result.shape == (1, 1)
     assert kept[0].result is kept[0].result
 
 

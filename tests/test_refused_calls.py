@@ -1,5 +1,7 @@
 """A refused call changes nothing: not the graph, not its tensors, not the random numbers that come later."""
 
+import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +180,43 @@ def test_a_device_that_is_not_there_is_refused_and_not_taken_for_the_one_of_befo
         with pytest.raises(sg.DeviceError, match="the device is None"):
             inference.compile(None)
         inference.compile(CPU)
+
+
+def test_compilations_in_threads_are_whole_or_taken_back() -> None:
+    """Two threads whose compilations are refused, and one that trains meanwhile."""
+    network, plain = Network().compiled(), Network().compiled()
+    losses: list[Any] = []
+
+    def refused() -> None:
+        for _ in range(3):
+            with pytest.raises(sg.MemoryLimitError):
+                network.training.compile(CPU, sg.GraphCompilationOptions.COMPUTE_ALL_GRADIENTS, memory_limit=1)
+
+    threads = [threading.Thread(target=refused), threading.Thread(target=refused)]
+    threads.append(threading.Thread(target=lambda: losses.extend(network.losses(6))))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert losses + network.losses(2) == plain.losses(8)
+
+
+def test_a_tensor_of_a_frozen_and_a_trained_layer_is_one_parameter() -> None:
+    """Its gradient is the sum over both uses, whichever gradients are computed besides."""
+    learned = []
+    for options in (sg.GraphCompilationOptions.NONE, sg.GraphCompilationOptions.COMPUTE_ALL_GRADIENTS):
+        x, y = sg.Tensor((1, 2)), sg.Tensor((1, 2))
+        graph = sg.Graph()
+        first = sg.FullyConnectedLayer.create(2, 2, biases=False)
+        first.weights.data[:] = [[1.0, 0.5], [0.25, 1.0]]
+        second = dataclasses.replace(first, label="frozen")
+        graph.node(second, graph.node(first, x), disable_update=True)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile(CPU, options)
+        training.execute({"x": [[1.0, 2.0]]}, {"y": [[0.0, 0.0]]})
+        learned.append(first.weights.data.copy())
+    weights = torch.tensor([[1.0, 0.5], [0.25, 1.0]], requires_grad=True)
+    (torch.tensor([[1.0, 2.0]]) @ weights.T @ weights.T).square().mean().backward()
+    np.testing.assert_allclose(learned[0], (weights - 0.1 * weights.grad).detach(), rtol=1e-5)
+    assert np.array_equal(learned[0], learned[1])

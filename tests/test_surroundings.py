@@ -100,6 +100,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default type float64": lambda: default_dtype(torch.float64),
     "default type float16": lambda: default_dtype(torch.float16),
     "deterministic algorithms": deterministic,
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
     "TF32, old spelling": lambda: precision("old"),
     "TF32, new spelling": lambda: precision("new"),
     "another locale": comma,
@@ -266,6 +267,31 @@ def test_a_trainable_tensor_without_a_gradient_is_refused_when_compiling() -> No
         training.compile(CPU)
     assert training.device is None
     detached(disable_update=True).compile(CPU)  # said on purpose
+
+
+class Heads(sg.Layer):
+    """Two results, each of its own weight; and a weight that nothing reads."""
+
+    a: sg.Tensor
+    b: sg.Tensor
+    unused: sg.Tensor
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * scope.array(self.a), x * scope.array(self.b)
+
+
+def test_weights_that_the_loss_was_not_computed_from_need_no_gradient() -> None:
+    x = sg.Tensor((2, 3))
+    graph = sg.Graph()
+    layer = Heads(*(sg.Tensor((3,), fill=1.0) for _ in range(3)))
+    graph.node(layer, x)
+    labels = sg.Tensor((2, 3))
+    graph.node(sg.LossLayer.mean_squared_error(), graph.result_tensors(layer)[0], loss_labels=labels)
+    training = sg.TrainingGraph([graph], None, sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": labels})
+    training.compile(CPU)
+    training.execute({"x": np.ones((2, 3), np.float32)}, {"y": np.zeros((2, 3), np.float32)})
+    assert (layer.a.data < 1).all() and (layer.b.data == 1).all() and (layer.unused.data == 1).all()
 
 
 def test_precision_is_taken_when_compiling_and_put_back_in_either_spelling() -> None:

@@ -100,6 +100,11 @@ def unmasked(array: np.ndarray, where: str) -> np.ndarray:
 def _require_plain(array: torch.Tensor, where: str) -> None:
     """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
     if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
+        try:
+            array.data_ptr()
+        except RuntimeError as error:  # a fake tensor, or one that a tracer has made
+            problem = f"{type(array).__name__} holds no numbers ({reason(error).partition('. ')[0]})"
+            raise DataTypeError(where, problem, fix="give its data") from error
         return
     if array.is_meta:
         raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="give its data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
-from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names, merged
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.interrupts import Uninterrupted
@@ -95,6 +95,7 @@ class CompiledGraph(DeclaredGraph):
         self._written: Found = {}
         self._last: Call | None = None
         self._given: list[torch.Tensor | None] = []
+        self._changing: ExitStack | None = None
         self._checks_indices = False
         self._index_feeds: dict[int, Indices] = {}
         self._holding: set[Tensor] = set()
@@ -155,15 +156,32 @@ class CompiledGraph(DeclaredGraph):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """A failed call leaves the graph as it was; what it makes does not depend on the caller's modes."""
-        before = dict(self.__dict__)
-        try:
-            with surroundings.tracing():
+        """A failed call leaves the graph as it was; what it makes does not depend on the caller's modes.
+
+        No other call runs meanwhile. From `_commit` on, an interrupt waits until the change is complete.
+        """
+        with turn(None) if self.device is None else nullcontext(), turn(self.device):
+            if self._changing is not None:  # a part of a larger change
                 yield
-        except BaseException:
-            self.__dict__.clear()
-            self.__dict__.update(before)
-            raise
+                return
+            before, changing = dict(self.__dict__), ExitStack()
+            self._changing = changing
+            with changing:
+                try:
+                    with surroundings.tracing():
+                        yield
+                except BaseException:
+                    with Uninterrupted():
+                        self.__dict__.update(before)
+                        for name in self.__dict__.keys() - before.keys():
+                            del self.__dict__[name]
+                    raise
+                self._changing = None
+
+    def _commit(self) -> None:
+        """Nothing can be refused any more: what follows in this change is done as a whole."""
+        assert self._changing is not None
+        self._changing.enter_context(Uninterrupted())
 
     def _new_programs(self, channels_last: bool | None = None) -> Programs:
         return Programs(self._step, self._kept_keys, self._require_fit, channels_last)
@@ -203,10 +221,10 @@ class CompiledGraph(DeclaredGraph):
         """What a compilation changes outside of the graph: tensors are on the device, and know it."""
         device = self._require_compiled("compile")
         arrays = [tensor.on(device) for tensor in self._held]  # the last that may fail: memory may run out
-        with Uninterrupted():
-            for tensor, array in zip(self._held, arrays, strict=True):
-                tensor.settle(array, device)
-            self._tell_device(device)
+        self._commit()
+        for tensor, array in zip(self._held, arrays, strict=True):
+            tensor.settle(array, device)
+        self._tell_device(device)
 
     def _tell_device(self, device: Device) -> None:
         """Every layer and tensor of a graph that has been compiled knows its device."""

@@ -59,6 +59,8 @@ def tracing() -> Iterator[None]:
         _enter_neutral(stack)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        if torch.is_anomaly_enabled():  # it would look for NaN in arrays that have no memory
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
 

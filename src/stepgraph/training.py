@@ -20,7 +20,6 @@ from stepgraph.recipe import checked, require_tensor
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import added, summed
-from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.settings import SAME_DEVICE, ChosenDevice, limited, mixed, tf32_allowed
 from stepgraph.surroundings import Precision
@@ -383,13 +382,12 @@ class TrainingGraph(DifferentiatedGraph):
         scaled = self._compute_type is torch.float16
         state = kept.attached(self._optimizer, self._trainable() if self._optimizer else (), scaled)
         super()._settle()
-        with Uninterrupted():
-            state.begin(fresh=kept is not before)
-            self._state = state
-            if saved is None:
-                self._forget_passes()
-            else:
-                self._saved = saved
+        state.begin(fresh=kept is not before)
+        self._state = state
+        if saved is None:
+            self._forget_passes()
+        else:
+            self._saved = saved
 
     def _restart(self) -> None:
         """Builds and settles anew."""

@@ -159,3 +159,11 @@ def test_labels() -> None:
 def test_softmax_refuses(operation: SoftmaxOperation, dimension: int) -> None:
     with pytest.raises(ArgumentError):
         SoftmaxLayer(operation, dimension)
+
+
+@pytest.mark.parametrize("layer", [A.relu(), A.relu6(), A.relun(0, 2)])
+def test_rectifiers_pass_no_gradient_at_their_kinks(layer: ActivationLayer) -> None:
+    x = torch.tensor([-1.0, 0.0, 1.0, 2.0, 6.0], requires_grad=True)
+    layer.forward(x, scope=Scope({})).sum().backward()
+    bound = layer.descriptor.b if layer.descriptor.type is ActivationType.RELUN else torch.inf
+    assert x.grad.tolist() == [float(0 < one < bound) for one in x.tolist()]

@@ -204,13 +204,14 @@ class Step:
         return found
 
     def differentiated(self, node: Node) -> tuple[Tensor, ...]:
-        """The node's own parameters by which it is differentiated."""
+        """The node's own parameters by which it is differentiated.
+
+        A frozen layer may share a tensor with one that is not: that is one parameter, with the sum over all its uses.
+        """
         parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
         if self.all_gradients:
             return tuple(t for t in parameters if t.data_type.is_floating)
-        return (
-            () if node.disable_update else tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
-        )
+        return tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Extents of a fed tensor in this step."""

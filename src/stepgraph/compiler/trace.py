@@ -60,16 +60,15 @@ def trace(step: Step) -> Program:
     keys = input_keys(step)
     with surroundings.tracing(), step.precision.applied():
         module, outputs = _recorded(step, keys)
-        _require_gradients(step, outputs)
+        _require_gradients(_program(module, keys, outputs, step))
         _prepare(module, step)
+    return _program(module, keys, outputs, step)
+
+
+def _program(module: fx.GraphModule, keys: Sequence[Key], outputs: Sequence[Key], step: Step) -> Program:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
-    return Program(
-        module,
-        dict(zip(keys, placeholders, strict=True)),
-        dict(zip(outputs, returned, strict=True)),
-        step,
-    )
+    return Program(module, dict(zip(keys, placeholders, strict=True)), dict(zip(outputs, returned, strict=True)), step)
 
 
 def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key]]:
@@ -108,11 +107,13 @@ def _prepare(module: fx.GraphModule, step: Step) -> None:
         kernels.choose_kernels(module, step.device)
 
 
-def _require_gradients(step: Step, outputs: Collection[Key]) -> None:
-    """Refuses a step that would never change a tensor although it is trainable and a loss depends on it."""
-    found = set(outputs)
-    for tensor, node in step.reached.items():
-        if gradient(tensor) not in found:
+def _require_gradients(program: Program) -> None:
+    """Refuses a step that would never change a tensor although it is trainable and a loss was computed from it."""
+    step = program.step
+    missing = {tensor: node for tensor, node in step.reached.items() if gradient(tensor) not in program.outputs}
+    read = _sources([program.outputs[value(node.results[0])] for node in step.losses]) if missing else set()
+    for tensor, node in missing.items():
+        if program.inputs[value(tensor)] in read:
             name = step.names.get(tensor, tensor.label)
             raise StateError(
                 node.where,
@@ -120,6 +121,17 @@ def _require_gradients(step: Step, outputs: Collection[Key]) -> None:
                 fix="keep its forward differentiable (no detach, no no_grad), freeze the layer with "
                 "disable_update=True, or end gradients on purpose with stop_gradient",
             )
+
+
+def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
+    """Everything that was read, directly or not, to compute these."""
+    found, stack = set[fx.Node](), list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
 def _require_phases(graph: fx.Graph) -> None:

@@ -260,6 +260,8 @@ def _soft_plus(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
 
 
 def _relun(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+    if a == 0 and b > 0:
+        return F.hardtanh(x, 0, b)  # no gradient at 0 and at b, as with ReLU; `clamp` would pass it
     return torch.clamp(x, 0, b) if a == 0 else F.leaky_relu(x, a).clamp(max=b)
 
 

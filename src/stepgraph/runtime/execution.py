@@ -1,8 +1,8 @@
 """The handle an execute call returns.
 
-Calls on one device run in the order they were made. On the CPU the work is done when the call returns, so the
-caller's arrays may be changed at once; on a GPU the call returns when the work is queued, and reading a result
-waits for it.
+Calls on one device run in the order they were made. On the CPU the work is done when the call returns, so arrays given
+to `execute` may be changed at once (those bound for separate passes once the gradient pass has read them); on a GPU the
+call returns when the work is queued, and reading a result waits for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
 
 
-_turns: dict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_turns: dict[torch.device | None, threading.RLock] = defaultdict(threading.RLock)
 
 
-def turn(device: Device) -> threading.RLock:
-    """A device runs one call at a time, also when several threads make them."""
-    return _turns[device.torch]
+def turn(device: Device | None) -> threading.RLock:
+    """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet."""
+    return _turns[None if device is None else device.torch]
 
 
 class Execution:
@@ -144,7 +144,7 @@ class Execution:
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
             with self._turn:
                 array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
-            array = array.reshape(self._like.shape) if array.numel() == 1 else array
+            array = array.reshape(self._like.shape) if isinstance(self._found, Loss) else array
             descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
             self._result = Tensor(descriptor, label=self._like.label)
             self._result.hold(array)

@@ -1,0 +1,253 @@
+"""Rows of layers for sequences: LSTM, attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import stepgraph as sg
+from tests.fuzz.draw import Draw
+from tests.fuzz.recipe import Settings
+from tests.fuzz.row import Array, Arrays, Context, Drawn, Row, Tensors, several
+from tests.fuzz.rows_elementwise import activated
+
+STEPS = 4
+Parameters = dict[str, tuple[tuple[int, ...], str]]
+
+
+# LSTM
+
+
+def _draw_lstm(draw: Draw) -> Drawn | None:
+    x = draw.pick(lambda x: x.is_floating_point() and x.ndim == 3 and _is_short(x.shape, draw.batch))
+    if x is None:
+        return None
+    shape = draw.values[x].shape
+    first = shape[0] == draw.batch
+    settings: Settings = {
+        "input_size": shape[2],
+        "hidden_size": draw.choose([1, 2, 3]),
+        "layer_count": draw.choose([1, 1, 1, 2]),
+        "uses_biases": draw.chance(0.7),
+        "batch_first": first,
+        "is_bidirectional": draw.chance(0.4),
+        "returns_sequences": draw.chance(0.6),
+        "result_mode": draw.choose(["OUTPUT", "OUTPUT_AND_STATES"]),
+    }
+    directions = 2 if settings["is_bidirectional"] else 1
+    cells = settings["layer_count"] * directions * shape[1 if first else 0]
+    is_plain = cells > STEPS or draw.chance(0.5)  # cells of other kinds are traced one by one
+    if not is_plain and draw.chance(0.6):
+        kinds = ("SIGMOID", "HARD_SIGMOID", "TANH", "SOFT_SIGN", "LINEAR")
+        settings["gate_activations"] = tuple(draw.choose(kinds) for _ in range(4))
+        settings["output_result_activation"] = draw.choose(("TANH", "RELU", "NONE"))
+    if settings["layer_count"] > 1 and draw.chance(0.15):
+        settings["hidden_dropout"] = 0.3
+    sources = [x]
+    if draw.chance(0.3) and first:
+        states = (settings["layer_count"], directions, draw.batch, settings["hidden_size"])
+        sources += [draw.input(states, role="trained") for _ in range(2)]
+    if draw.chance(0.3) and first:
+        sources.append(draw.input((0,), draw.choose(["int32", "int64"]), low=1, high=shape[1] + 1))
+    return Drawn(tuple(sources), settings, _lstm_parameters(draw, settings, directions, is_plain))
+
+
+def _is_short(shape: torch.Size, batch: int) -> bool:
+    """Whether there are few steps: each takes a while to trace."""
+    return (shape[0] == batch and shape[1] <= STEPS) or (shape[1] == batch and shape[0] <= STEPS)
+
+
+def _lstm_parameters(draw: Draw, settings: Settings, directions: int, is_plain: bool) -> Parameters:
+    hidden, peepholes = settings["hidden_size"], "none" if is_plain else draw.choose(["none", "diagonal", "matrix"])
+    found: Parameters = {}
+    index = 0
+    for _ in range(directions):
+        for layer in range(settings["layer_count"]):
+            inputs = hidden * directions if layer else settings["input_size"]
+            for _ in range(4):
+                found[f"input_weights.{index}"] = (hidden, inputs), "weight"
+                found[f"hidden_weights.{index}"] = (hidden, hidden), "weight"
+                if settings["uses_biases"]:
+                    found[f"biases.{index}"] = (hidden,), "bias"
+                if peepholes != "none":
+                    found[f"peephole_weights.{index}"] = (
+                        ((hidden, hidden) if peepholes == "matrix" else (hidden,)),
+                        "weight",
+                    )
+                index += 1
+    return found
+
+
+def _build_lstm(settings: Settings, tensors: Tensors) -> sg.Layer:
+    names = ("uses_biases", "batch_first", "is_bidirectional", "returns_sequences")
+    descriptor = sg.LSTMDescriptor(
+        settings["input_size"],
+        settings["hidden_size"],
+        settings["layer_count"],
+        **{name: settings[name] for name in names},
+        dropout=settings.get("hidden_dropout", 0.0),
+        result_mode=sg.LSTMResultMode[settings["result_mode"]],
+    )
+    activations = {}
+    if "gate_activations" in settings:
+        chosen = [sg.ActivationDescriptor(sg.ActivationType[name]) for name in settings["gate_activations"]]
+        last = sg.ActivationDescriptor(sg.ActivationType[settings["output_result_activation"]])
+        activations = {"gate_activations": chosen, "output_result_activation": last}
+    parts = {name: several(tensors, name) for name in ("input_weights", "hidden_weights", "peephole_weights", "biases")}
+    return sg.LSTMLayer(descriptor, **parts, **activations)
+
+
+def _remember(context: Context, settings: Settings, parameters: Arrays, x: Array, *others: Array) -> tuple[Array, ...]:
+    """Step by step, sample by sample where they have lengths of their own."""
+    x = x if settings["batch_first"] else x.transpose(0, 1)
+    states, lengths = (others[:-1], others[-1]) if len(others) in (1, 3) else (others, None)
+    directions, finals = (2 if settings["is_bidirectional"] else 1), []
+    for layer in range(settings["layer_count"]):
+        outputs = []
+        for direction in range(directions):
+            start = 4 * (direction * settings["layer_count"] + layer)
+            first = [state[layer, direction] for state in states] or [x.new_zeros(len(x), settings["hidden_size"])] * 2
+            output, h, c = _one_direction(settings, parameters, start, x, first, lengths, direction == 1)
+            outputs.append(output)
+            finals.append((h, c))
+        x = torch.cat(outputs, 2)
+    if not settings["returns_sequences"]:
+        x = torch.cat([h for h, _ in finals[-directions:]], 1).unsqueeze(1)
+    x = x if settings["batch_first"] else x.transpose(0, 1)
+    if settings["result_mode"] == "OUTPUT":
+        return (x,)
+    shape = settings["layer_count"], directions, *finals[0][0].shape
+    return x, *(torch.stack([final[i] for final in finals]).reshape(shape) for i in (0, 1))
+
+
+def _one_direction(
+    settings: Settings,
+    parameters: Arrays,
+    start: int,
+    x: Array,
+    first: list[Array],
+    lengths: Array | None,
+    backwards: bool,
+) -> tuple[Array, Array, Array]:
+    h, c = first
+    hidden, steps = settings["hidden_size"], x.shape[1]
+    gates = [{"type": one} for one in settings.get("gate_activations", ("SIGMOID", "SIGMOID", "TANH", "SIGMOID"))]
+    last = {"type": settings.get("output_result_activation", "TANH")}
+    w, u = (
+        [parameters[f"{name}.{start + g}"].reshape(hidden, -1) for g in range(4)]
+        for name in ("input_weights", "hidden_weights")
+    )
+    b = [parameters[f"biases.{start + g}"].reshape(-1) if settings["uses_biases"] else 0.0 for g in range(4)]
+    p = [_peephole(parameters.get(f"peephole_weights.{start + g}"), hidden) for g in range(4)]
+    outputs: list[Array] = [x.new_zeros(len(x), hidden)] * steps
+    for t in reversed(range(steps)) if backwards else range(steps):
+        z = [x[:, t] @ w[g].T + h @ u[g].T + b[g] for g in range(4)]
+        i, f, g = (activated(z[k] if p[k] is None else z[k] + c @ p[k].T, gates[k]) for k in range(3))
+        new_c = f * c + i * g
+        o = activated(z[3] if p[3] is None else z[3] + new_c @ p[3].T, gates[3])
+        new_h = o * activated(new_c, last)
+        goes = torch.ones(len(x), 1, dtype=torch.bool, device=x.device) if lengths is None else (t < lengths)[:, None]
+        h, c = torch.where(goes, new_h, h), torch.where(goes, new_c, c)
+        outputs[t] = torch.where(goes, new_h, torch.zeros_like(new_h))
+    return torch.stack(outputs, 1), h, c
+
+
+def _peephole(weights: Array | None, hidden: int) -> Array | None:
+    if weights is None:
+        return None
+    return weights.reshape(hidden, hidden) if weights.numel() == hidden * hidden else torch.diag(weights.reshape(-1))
+
+
+# Attention
+
+
+def _draw_attention(draw: Draw) -> Drawn | None:
+    query = draw.pick(lambda x: x.is_floating_point() and x.ndim == 3 and x.shape[0] == draw.batch)
+    if query is None:
+        return None
+    batch, steps, model = draw.values[query].shape
+    key = draw.pick(lambda x: x.is_floating_point() and x.ndim == 3 and x.shape[0] == batch)
+    assert key is not None
+    keys = draw.values[key].shape[1]
+    value = draw.pick(lambda x: x.is_floating_point() and x.ndim == 3 and x.shape[:2] == (batch, keys))
+    assert value is not None
+    heads = draw.choose([1, 2])
+    settings: Settings = {
+        "model_dimension": model,
+        "head_count": heads,
+        "key_dimension": heads * draw.whole(1, 3),
+        "value_dimension": heads * draw.whole(1, 2),
+        "has_biases": draw.chance(0.7),
+        "has_attention_biases": draw.chance(0.3),
+        "adds_zero_attention": draw.chance(0.3),
+    }
+    if draw.chance(0.1):
+        settings["hidden_dropout"] = 0.3
+    sources = [query, key, value]
+    if draw.chance(0.3):
+        sources.append(draw.input((0, keys), "boolean"))
+    if draw.chance(0.3):
+        first = draw.choose([1, 0])
+        sources.append(draw.input((first, steps, keys), draw.choose(["float32", "boolean"])))
+    widths = [draw.values[n].shape[2] for n in (query, key, value)]
+    return Drawn(tuple(sources), settings, _attention_parameters(settings, widths))
+
+
+def _attention_parameters(settings: Settings, widths: list[int]) -> Parameters:
+    k, v, model = settings["key_dimension"], settings["value_dimension"], settings["model_dimension"]
+    shapes = [(k, widths[0]), (k, widths[1]), (v, widths[2]), (model, v)]
+    found: Parameters = {f"weights.{i}": (shape, "weight") for i, shape in enumerate(shapes)}
+    if settings["has_biases"]:
+        found |= {f"biases.{i}": ((shape[0],), "bias") for i, shape in enumerate(shapes)}
+    if settings["has_attention_biases"]:
+        found |= {"attention_biases.0": ((k,), "bias"), "attention_biases.1": ((v,), "bias")}
+    return found
+
+
+def _build_attention(settings: Settings, tensors: Tensors) -> sg.Layer:
+    rest = {k: v for k, v in settings.items() if k not in ("hidden_dropout", "model_dimension", "head_count")}
+    descriptor = sg.MultiheadAttentionDescriptor(
+        settings["model_dimension"], settings["head_count"], dropout=settings.get("hidden_dropout", 0.0), **rest
+    )
+    parts = [several(tensors, name) for name in ("weights", "biases", "attention_biases")]
+    return sg.MultiheadAttentionLayer(descriptor, *parts)
+
+
+def _attend(_: Context, settings: Settings, parameters: Arrays, *sources: Array) -> Array:
+    heads, batch = settings["head_count"], len(sources[0])
+    projected = [_project(parameters, i, x, settings) for i, x in enumerate(sources[:3])]
+    rows = several(parameters, "attention_biases") or [None, None]
+    for i, row in ((1, rows[0]), (2, rows[1])):
+        width = projected[i].shape[2]
+        added = [] if row is None else [row.reshape(1, 1, -1).expand(batch, 1, width)]
+        added += [projected[i].new_zeros(batch, 1, width)] if settings["adds_zero_attention"] else []
+        projected[i] = torch.cat([projected[i], *added], 1)
+    q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in projected)
+    scores = torch.einsum("nlhd,nshd->nhls", q, k) / math.sqrt(q.shape[-1])
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    count = sources[1].shape[1]
+    for mask in sources[3:]:
+        if mask.ndim == 2:
+            allowed[..., :count] &= ~mask[:, None, None]
+        elif mask.dtype is torch.bool:
+            allowed[..., :count] &= ~mask[:, None]
+        else:
+            scores = torch.cat([scores[..., :count] + mask[:, None], scores[..., count:]], -1)
+    some = allowed.any(-1, keepdim=True)
+    exponents = scores - scores.detach().amax(-1, keepdim=True)
+    powers = torch.where(allowed, exponents.exp(), 0.0)
+    shares = powers / torch.where(some, powers.sum(-1, keepdim=True), 1.0)
+    found = torch.einsum("nhls,nshd->nlhd", shares, v).flatten(2)
+    return _project(parameters, 3, found, settings)
+
+
+def _project(parameters: Arrays, index: int, x: Array, settings: Settings) -> Array:
+    y = x @ parameters[f"weights.{index}"].reshape(-1, x.shape[-1]).T
+    return y + parameters[f"biases.{index}"].reshape(-1) if settings["has_biases"] else y
+
+
+ROWS = {
+    "lstm": Row(sg.LSTMLayer, _draw_lstm, _build_lstm, _remember, weight=1.3),
+    "attention": Row(sg.MultiheadAttentionLayer, _draw_attention, _build_attention, _attend, weight=1.3),
+}
