@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,24 +34,37 @@ BATCH, FEATURES = 6, 5
 OURS = str(Path(sg.__file__).parent)
 STEPS = 5
 LAST = 150  # moments of our own code that are the end of some work
+# Of which kind, and whether near the end, in turns.
+MOMENTS = (("own", False), ("edge", False), ("own", True), ("edge", False), ("all", False))
 MOST_SHOWN = 3
 
 
 class Clock:
-    """Counts moments, and those of them in our own code; interrupts this process at one of either."""
+    """Counts moments by their kind, and interrupts this process at one of them.
 
-    def __init__(self, moment: int = 0, ours: bool = False) -> None:
-        self.moment, self.ours = moment, ours
-        self.all = self.own = 0
+    Kinds are `all`; `own`, in our code or in what it calls itself; `edge`, where a context manager begins or ends; and
+    `own edge`, where one of our code does.
+    """
+
+    def __init__(self, kind: str = "", moment: int = 0) -> None:
+        self.kind, self.moment = kind, moment
+        self.counts = {"all": 0, "own": 0, "edge": 0, "own edge": 0}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "c_return" or (event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
-            self.all += 1
-            own = frame.f_code.co_filename.startswith(OURS)
-            self.own += own
-            if self.moment == (self.own if self.ours else self.all) and (own or not self.ours):
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
+            code, caller = frame.f_code, frame.f_back if event == "call" else None
+            self._count("all")
+            own = code.co_filename.startswith(OURS) or (caller and caller.f_code.co_filename.startswith(OURS))
+            edge = event == "call" and code.co_name in ("__enter__", "__exit__")
+            for kind, counts in (("own", own), ("edge", edge), ("own edge", own and edge)):
+                if counts:
+                    self._count(kind)
+
+    def _count(self, kind: str) -> None:
+        self.counts[kind] += 1
+        if self.kind == kind and self.counts[kind] == self.moment:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
 
     def run(self, work: Callable[[], object]) -> KeyboardInterrupt | None:
         """Does some work; the interrupt that ended it, if one did."""
@@ -78,7 +91,7 @@ class Trial(Protocol):
         """Raises unless everything is as before the work or as after it, and goes on as if nothing had happened."""
 
 
-def network(seed: int = 5) -> sg.TrainingGraph:
+def network(seed: int = 5, further: int = 0) -> sg.TrainingGraph:
     """A small network with statistics, random numbers and optimizer buffers; not compiled."""
     sg.set_seed(seed)
     x, y = sg.Tensor((BATCH, FEATURES), label="x"), sg.Tensor((BATCH, 1), label="y")
@@ -86,6 +99,8 @@ def network(seed: int = 5) -> sg.TrainingGraph:
     h = graph.node(sg.FullyConnectedLayer.create(FEATURES, 4, label="first"), x)
     h = graph.node(sg.BatchNormalizationLayer.create(4, label="norm"), graph.reshape((BATCH, 4, 1, 1), h))
     h = graph.node(sg.DropoutLayer(0.3, label="drop"), graph.reshape((BATCH, 4), h))
+    for _ in range(further):
+        h = graph.node(sg.ActivationLayer.tanh(), h)
     graph.node(sg.FullyConnectedLayer.create(4, 1, label="last"), h)
     optimizer = sg.AdamOptimizer(learning_rate=0.01)
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), optimizer)
@@ -293,6 +308,22 @@ class Load:
         assert train(self.loaded, 2, 4) == self.losses and mark(self.loaded) == self.after
 
 
+class Wire:
+    """A graph being built: each node infers its shapes."""
+
+    def __init__(self, _: Path) -> None:
+        self.before = state(network())
+
+    def prepare(self) -> None:
+        """Nothing is there yet."""
+
+    def work(self) -> None:
+        network()
+
+    def check(self) -> None:
+        assert state(network()) == self.before, "the next graph is another one"
+
+
 class Compile:
     """The first compilation of a graph."""
 
@@ -337,6 +368,29 @@ class CompileAgain:
         assert mark(self.training) == self.after
 
 
+class Outputs:
+    """An output declared on a compiled graph, whose executables are made anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self.training, self.number = compiled(network(further=30)), 0
+        self.start, self.before = self.training.save(folder / "start"), mark(self.training)
+        self.losses = train(self.training, 0, 2)
+
+    def prepare(self) -> None:
+        self.number += 1
+        self.training.restore(self.start)
+        self.tensor = self.training.nodes[self.number].results[0]  # another one that was dropped so far
+
+    def work(self) -> None:
+        self.training.add_outputs({f"{self.number}": self.tensor})
+
+    def check(self) -> None:
+        assert mark(self.training) == self.before
+        if f"{self.number}" not in self.training.outputs:
+            self.work()
+        assert train(self.training, 0, 2) == self.losses and np.isfinite(self.tensor.numpy()).all()
+
+
 class BatchSize:
     """The first call with a batch size, beside a graph that is left alone."""
 
@@ -369,9 +423,11 @@ KINDS: dict[str, Callable[[Path], Trial]] = {
     "fit": Fit,
     "save": Save,
     "restore": Restore,
+    "wire": Wire,
     "load": Load,
     "compile": Compile,
     "compile again": CompileAgain,
+    "outputs": Outputs,
     "batch size": BatchSize,
 }
 
@@ -420,33 +476,42 @@ def rehearsed(trial: Trial) -> Clock:
     return clock
 
 
-def interrupt(kind: str, seed: int, times: int, folder: Path) -> Counts:
-    """Interrupts one kind of work so many times.
+def drawn(counts: dict[str, int], dice: random.Random, times: int | None) -> Iterator[tuple[str, int]]:
+    """Moments: so many at random, or with None every one where a context manager of our code begins or ends.
 
-    In our own code, at its end, where new things take the places of old ones, and anywhere in Python code, in turns.
+    At random: in our own code, near its end, where new things take the places of old ones, anywhere in Python code, and
+    where any context manager begins or ends, in turns.
     """
+    if times is None:
+        yield from (("own edge", moment) for moment in range(1, counts["own edge"] + 1))
+        return
+    for number in range(times):
+        kind, at_the_end = MOMENTS[number % len(MOMENTS)]
+        yield kind, dice.randint(max(1, counts[kind] - LAST) if at_the_end else 1, counts[kind])
+
+
+def interrupt(kind: str, seed: int, times: int | None, folder: Path) -> Counts:
+    """Interrupts one kind of work at so many moments, or with None at every edge of our own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     counts, dice, before = Counts(kind, seed), random.Random(f"{kind} {seed}"), surroundings()
     trial = KINDS[kind](folder)
-    whole = rehearsed(trial)
-    for number in range(times):
-        ours, at_the_end = number % 3 != 2, number % 3 == 1
-        last = whole.own if ours else whole.all
-        clock = Clock(dice.randint(max(1, last - LAST) if at_the_end else 1, last), ours)
+    for of_kind, moment in drawn(rehearsed(trial).counts, dice, times):
+        clock = Clock(of_kind, moment)
         trial.prepare()
         came = clock.run(trial.work)
         counts.tried, counts.came = counts.tried + 1, counts.came + (came is not None)
         try:
-            assert surroundings() == before, f"the surroundings were {before}, they are {surroundings()}"
-            trial.check()
+            for check in (lambda: None, trial.check):
+                check()
+                assert surroundings() == before, f"the surroundings were {before}, they are {surroundings()}"
         except Exception as error:
             where, told = place(came), f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
-            counts.wrong.append(f"{kind}, seed {seed}, interrupt {number} ({where or 'held back'}): {told}")
+            counts.wrong.append(f"{kind}, seed {seed}, {of_kind} {moment} ({where or 'held back'}): {told}")
             if len(counts.wrong) == MOST_SHOWN:
                 break
     return counts
 
 
-def interrupt_and_tell(kind: str, seed: int, times: int, folder: Path, told: Path) -> None:
+def interrupt_and_tell(kind: str, seed: int, times: int | None, folder: Path, told: Path) -> None:
     """The same in a process of its own, which writes down what happened."""
     told.write_text(json.dumps(asdict(interrupt(kind, seed, times, folder))))

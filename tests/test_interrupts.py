@@ -18,16 +18,18 @@ TIMES = {
     "fit": (6, 90),
     "save": (24, 600),
     "restore": (24, 600),
+    "wire": (24, 600),
     "load": (4, 150),
-    "compile": (6, 150),
+    "compile": (7, 150),
     "compile again": (3, 150),
+    "outputs": (15, 30),
     "batch size": (3, 90),
 }
 # Interrupts that need not be noticed: `fit` is over when they come, or they end something that Python ignores.
 UNNOTICED = {"fit": 0.75, "batch size": 0.5, "compile again": 0.5}
 
 
-def _interrupted(kind: str, seed: int, times: int, folder: Path) -> Counts:
+def _interrupted(kind: str, seed: int, times: int | None, folder: Path) -> Counts:
     """What so many interrupts did in a process of its own, which need not import everything again."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["tests.report_warm"])
@@ -54,6 +56,22 @@ def test_every_kind_has_its_counts() -> None:
 def test_interrupted_at_random_moments(kind: str, tmp_path: Path) -> None:
     times, _ = TIMES[kind]
     _require_right(_interrupted(kind, SEED, times, tmp_path), times)
+
+
+def _interrupted_at_every_edge(kind: str, folder: Path) -> None:
+    found = _interrupted(kind, SEED, None, folder)
+    assert found.tried and not found.wrong, "\n".join(found.wrong)
+
+
+@pytest.mark.parametrize("kind", ["outputs", "restore", "save"])
+def test_interrupted_where_each_context_manager_begins_and_ends(kind: str, tmp_path: Path) -> None:
+    _interrupted_at_every_edge(kind, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("outputs", "restore", "save", "fit")])
+def test_interrupted_where_each_context_manager_begins_and_ends_in_long_work(kind: str, tmp_path: Path) -> None:
+    _interrupted_at_every_edge(kind, tmp_path)
 
 
 @pytest.mark.deep
