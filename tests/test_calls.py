@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.runtime.interrupts import Uninterrupted
+from stepgraph.interrupts import Uninterrupted
 
 CPU = sg.Device.cpu()
 

@@ -220,3 +220,56 @@ def test_a_tensor_of_a_frozen_and_a_trained_layer_is_one_parameter() -> None:
     (torch.tensor([[1.0, 2.0]]) @ weights.T @ weights.T).square().mean().backward()
     np.testing.assert_allclose(learned[0], (weights - 0.1 * weights.grad).detach(), rtol=1e-5)
     assert np.array_equal(learned[0], learned[1])
+
+
+def test_linking_again_joins_all() -> None:
+    """A graph that is linked with one of them stays linked: it would train nothing alone."""
+    first, second, result = linked()
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(1, 1), result)
+    third = sg.TrainingGraph([graph], None, sg.SGDOptimizer(learning_rate=0.1))
+    third.compile(CPU, LINK)
+    first.training.link([second])
+    first.training.link([third])
+    group = (first.training, second, third)
+    assert all(one.linked_graphs == group for one in group)
+
+
+def test_a_step_that_updates_nothing_is_not_counted() -> None:
+    network = Network()
+    for layer in network.graph.layers:
+        for tensor in layer.parameters.values():
+            tensor.is_updatable = False
+    network.compiled().losses(3)
+    assert network.optimizer.time_step == 1
+    network.first.weights.is_updatable = True
+    network.losses(2)
+    assert network.optimizer.time_step == 3 == network.training._progress().time_step
+
+
+def test_freezing_between_two_passes_goes_on_after_the_first() -> None:
+    networks = Network().compiled(), Network().compiled()
+    for network, freezes in zip(networks, (False, True), strict=True):
+        network.training.bind_and_write_data({"x": X, "y": Y}, {"x": network.x, "y": network.y}, CPU)
+        network.training.execute_forward()
+        network.first.weights.is_updatable = not freezes
+        network.training.execute_gradient()
+        network.training.execute_optimizer_update()
+    trained, frozen = (network.first for network in networks)
+    assert np.array_equal(trained.biases.data, frozen.biases.data)
+    assert not np.array_equal(trained.weights.data, frozen.weights.data)
+
+
+def test_what_the_limit_refuses_names_the_call() -> None:
+    free = Network().compiled()
+    network = Network(memory_limit=free.training.memory_plan.total).compiled()
+    with pytest.raises(sg.MemoryLimitError, match=r"add_outputs: with these outputs the step needs"):
+        network.training.add_outputs({"hidden": network.hidden, "dropped": network.dropped})
+    rows = 400
+    data = {"x": np.ones((rows, 4), np.float32)}, {"y": np.ones((rows, 1), np.float32)}
+    options = sg.ExecutionOptions.FORWARD_FOR_INFERENCE
+    with pytest.raises(sg.MemoryLimitError, match=r"execute \(batch_size=400\): 'evaluation' needs") as refused:
+        network.training.execute(*data, batch_size=rows, options=options)
+    assert "use fewer rows" in str(refused.value)
+    with pytest.raises(sg.MemoryLimitError, match="check_numerics"):
+        network.training.check_numerics(*data, batch_size=rows)

@@ -30,6 +30,7 @@ from stepgraph.errors import (
     UnknownNameError,
 )
 from stepgraph.graph import Graph, Node
+from stepgraph.interrupts import Uninterrupted
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import execution as executions
@@ -37,7 +38,6 @@ from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names, merged
 from stepgraph.runtime.indices import Indices
-from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
@@ -96,6 +96,7 @@ class CompiledGraph(DeclaredGraph):
         self._last: Call | None = None
         self._given: list[torch.Tensor | None] = []
         self._changing: ExitStack | None = None
+        self._call = ""  # what changes the graph, while it does
         self._checks_indices = False
         self._index_feeds: dict[int, Indices] = {}
         self._holding: set[Tensor] = set()
@@ -107,7 +108,7 @@ class CompiledGraph(DeclaredGraph):
         """
         declared = merged("output", self._outputs, outputs)
         self._check_outputs(declared)
-        with self._all_or_nothing():
+        with self._all_or_nothing("add_outputs"):
             dropped = self.device is not None and any(tensor not in self._kept() for tensor in outputs.values())
             self._outputs = declared
             if dropped:  # executables were made to drop it
@@ -155,7 +156,7 @@ class CompiledGraph(DeclaredGraph):
     # Compiling
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, call: str) -> Iterator[None]:
         """A failed call leaves the graph as it was; what it makes does not depend on the caller's modes.
 
         No other call runs meanwhile. From `_commit` on, an interrupt waits until the change is complete.
@@ -165,7 +166,7 @@ class CompiledGraph(DeclaredGraph):
                 yield
                 return
             before, changing = dict(self.__dict__), ExitStack()
-            self._changing = changing
+            self._changing, self._call = changing, call
             with changing:
                 try:
                     with surroundings.tracing():
@@ -176,7 +177,7 @@ class CompiledGraph(DeclaredGraph):
                         for name in self.__dict__.keys() - before.keys():
                             del self.__dict__[name]
                     raise
-                self._changing = None
+                self._changing, self._call = None, ""
 
     def _commit(self) -> None:
         """Nothing can be refused any more: what follows in this change is done as a whole."""
@@ -263,7 +264,7 @@ class CompiledGraph(DeclaredGraph):
         return tuple(found)
 
     def _linkable(self, graphs: Sequence[CompiledGraph]) -> tuple[Any, ...]:
-        """This graph and the others, each once, if they can be linked."""
+        """This graph and the others, with all they are linked with already, each once, if they can be linked."""
         if not isinstance(graphs, Sequence):
             raise DataTypeError(
                 f"{type(self).__name__}.link", f"{type(graphs).__name__} is not a list", fix="pass a list of graphs"
@@ -280,7 +281,7 @@ class CompiledGraph(DeclaredGraph):
                     "a graph was compiled without LINK_GRAPHS",
                     fix="compile each with it",
                 )
-        return tuple(dict.fromkeys((self, *graphs)))
+        return tuple(dict.fromkeys(one for graph in (self, *graphs) for one in graph._linked))
 
     def _require_compiled(self, call: str) -> Device:
         if self.device is None:

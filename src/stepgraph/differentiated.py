@@ -42,7 +42,7 @@ class DifferentiatedGraph(TrainingRecipe):
             is_new = tensor not in self._seeded()
             handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
             handle.device = self.device
-            with self._all_or_nothing():
+            with self._all_or_nothing("allocate_user_gradient"):
                 self._user_gradients = {**self._user_gradients, tensor: handle}
                 if is_new:
                     self._again(f"{tensor.label} takes a gradient from outside", keeps_passes=True)

@@ -52,7 +52,7 @@ class InferenceGraph(InspectedGraph):
         With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type. `tf32`
         is that of `TrainingGraph.compile`.
         """
-        with self._all_or_nothing():
+        with self._all_or_nothing("compile"):
             self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
             self._precision = Precision.of(self._tf32)
             self._prepare(device, options, input_tensors, input_tensors_data)

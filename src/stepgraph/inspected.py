@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 
 from stepgraph import draw
 from stepgraph.compiled import CompiledGraph, Found, current_device
+from stepgraph.compiler import memory
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
 from stepgraph.errors import ArgumentError, NumericsError, StateError
@@ -21,7 +22,7 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
-from stepgraph.runtime.trial import Trial, replay
+from stepgraph.runtime.trial import Trial, everything, replay
 from stepgraph.types import ExecutionOptions
 
 _COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
@@ -115,6 +116,7 @@ class InspectedGraph(CompiledGraph):
             self._ready("check_numerics")
             chosen = self._chosen_batch("check_numerics", given, batch_size)
             program = self._programs.program(chosen.batch, self.trains)
+            self._require_fit(memory.plan(program.step, everything(program)), "check_numerics", chosen.batch)
             return report(replay(program, chosen.arrays), chosen.step, self._feeds.spoken)
 
     def profile(

@@ -28,6 +28,7 @@ import torch
 
 from stepgraph import surroundings
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
+from stepgraph.interrupts import Uninterrupted
 from stepgraph.random import keep_mask, uniform
 from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
@@ -243,7 +244,7 @@ class Layer:
         stream = torch.zeros(2, dtype=torch.int64, device="meta")
         scope = Scope(own, training=True, stream=stream, batch=batch)
         try:
-            with surroundings.tracing(), torch.no_grad():
+            with surroundings.tracing(), Uninterrupted(), torch.no_grad():
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise

@@ -15,6 +15,7 @@ from stepgraph.graph import Graph, Node, make_node
 from stepgraph.inspected import InspectedGraph
 from stepgraph.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.programs import PASSES
 from stepgraph.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
@@ -62,7 +63,7 @@ class TrainingRecipe(InspectedGraph):
             raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
         for tensor in tensors:
             require_tensor("stop_gradient", tensor)
-        with self._all_or_nothing():
+        with self._all_or_nothing("stop_gradient"):
             self._stop |= frozenset(tensors)
             self._again("gradients stop at other tensors")
 
@@ -167,14 +168,24 @@ class TrainingRecipe(InspectedGraph):
         limit, needed = self._memory_limit, plan.total
         if limit is None or needed <= limit:
             return
-        where = f"{type(self).__name__}.{'compile' if batch == self._feeds.batch else f'execute (batch_size={batch})'}"
+        rows = "" if batch == self._feeds.batch else f" (batch_size={batch})"
+        where = f"{type(self).__name__}.{self._call or 'execute'}{rows}"
         for_good = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
         if part != "step":
+            fewer = "use fewer rows, or raise the limit"
+            whole = "run whole steps with execute, which computes results again, or raise the limit"
             raise MemoryLimitError(
                 where,
                 f"'{part}' needs {needed:,} bytes, the limit is {limit:,}",
                 for_good=for_good,
-                fix="run whole steps with execute, which computes results again, or raise the limit",
+                fix=whole if part in PASSES else fewer,
+            )
+        if self._call == "add_outputs":
+            raise MemoryLimitError(
+                where,
+                f"with these outputs the step needs {needed:,} bytes, the limit is {limit:,}",
+                for_good=for_good,
+                fix="declare fewer outputs, or raise the limit",
             )
         largest = largest_batch(self._needed, batch, needed, limit)
         raise MemoryLimitError(

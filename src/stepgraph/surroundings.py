@@ -8,6 +8,7 @@ and left as they were found.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -68,9 +69,8 @@ def running(device: torch.device) -> AbstractContextManager[Any]:
     """Modes in which recorded operators run, beside inference mode; asked in every call, so it costs little."""
     foreign = (
         torch.is_autocast_enabled(device.type)
-        or torch.get_default_dtype() is not torch.float32
-        or torch.are_deterministic_algorithms_enabled()
         or torch._C._len_torch_function_stack()  # a default device is a mode on this stack
+        or _is_set_for_all()
     )
     return _neutral() if foreign else _AS_IS
 
@@ -88,6 +88,8 @@ def _enter_neutral(stack: ExitStack) -> None:
             stack.enter_context(torch.autocast(kind, enabled=False))
     if torch.get_default_device().type != "cpu":
         stack.enter_context(torch.device("cpu"))
+    if _is_set_for_all():
+        stack.enter_context(_for_all_threads)
     if torch.get_default_dtype() is not torch.float32:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
@@ -95,6 +97,33 @@ def _enter_neutral(stack: ExitStack) -> None:
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         stack.callback(torch.use_deterministic_algorithms, True, warn_only=warns)
         torch.use_deterministic_algorithms(False)
+
+
+class _ForAllThreads:
+    """Switches of the whole process are changed by one thread at a time: the next waits until they are put back."""
+
+    def __init__(self) -> None:
+        self._lock, self.depth = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
+_for_all_threads = _ForAllThreads()
+
+
+def _is_set_for_all() -> bool:
+    """Whether a switch of the whole process must be changed, or is being changed by somebody."""
+    return (
+        torch.get_default_dtype() is not torch.float32
+        or torch.are_deterministic_algorithms_enabled()
+        or _for_all_threads.depth > 0
+    )
 
 
 def _accelerator() -> str:

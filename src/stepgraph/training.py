@@ -97,7 +97,7 @@ class TrainingGraph(DifferentiatedGraph):
                     f"{parameter.tensor!r} belongs to a layer and is trained already",
                     fix="leave it out",
                 )
-        with self._all_or_nothing():
+        with self._all_or_nothing("set_training_tensor_parameters"):
             self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
             if self.device is not None:
                 constants = {str(t.tensor_id): t for t in self._constants if t not in self._parameters}
@@ -132,7 +132,7 @@ class TrainingGraph(DifferentiatedGraph):
             memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
                 dropped and computed again, at the cost of time; what still does not fit is refused.
         """
-        with self._all_or_nothing():
+        with self._all_or_nothing("compile"):
             self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
             self._memory_limit, self._precision = limited(memory_limit), Precision.of(self._tf32)
             for tensor in self._parameters:
@@ -166,7 +166,7 @@ class TrainingGraph(DifferentiatedGraph):
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""
         self._require_compiled("compile_optimizer")
-        with self._all_or_nothing():
+        with self._all_or_nothing("compile_optimizer"):
             self._optimizer = checked(optimizer)
             self._restart()
 
@@ -179,7 +179,7 @@ class TrainingGraph(DifferentiatedGraph):
         group = self._linkable(graphs)
         with ExitStack() as stack:
             for graph in group:
-                stack.enter_context(graph._all_or_nothing())
+                stack.enter_context(graph._all_or_nothing("link"))
             for graph in group:
                 graph._linked = group
             for graph in group:
@@ -236,7 +236,7 @@ class TrainingGraph(DifferentiatedGraph):
                 if not evaluating:  # an evaluation leaves the passes before it alone
                     self._has_drawn()
                     self._forget_passes(found)
-                if learning:
+                if learning and binding.executable.counts_steps:
                     self._training_state.updated()
                 if outputs_data:
                     self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
@@ -329,14 +329,17 @@ class TrainingGraph(DifferentiatedGraph):
                     fix="call execute_forward and execute_gradient first",
                 )
 
+            binding = self._bound("update", self._feeds.batch)
+
             def keep(found: Found) -> Answer:
-                self._training_state.updated()
+                if binding.executable.counts_steps:
+                    self._training_state.updated()
                 self._gradients.used = True
                 self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
                 return NOTHING
 
             gradients = summed(self._gradients, self._others(), self._trainable())
-            execution = self._launch(self._bound("update", self._feeds.batch), gradients, options, completion, keep)
+            execution = self._launch(binding, gradients, options, completion, keep)
         return self._announced(execution, options, completion)
 
     def synchronize_updates(self) -> None:
@@ -397,7 +400,7 @@ class TrainingGraph(DifferentiatedGraph):
     def _again(self, reason: str, keeps_passes: bool = False) -> None:
         if self.device is not None:
             logger.info("compiling again: %s", reason)
-            with self._all_or_nothing():
+            with self._all_or_nothing("execute"):
                 self._rebuild()
                 self._settle(self._repeated_forward() if keeps_passes else None)
 
@@ -409,7 +412,7 @@ class TrainingGraph(DifferentiatedGraph):
     def _ready(self, call: str) -> Device:
         device = self._require_compiled(call)
         if self._updatable != [t.is_updatable for t in self._held]:
-            self._again("other parameters are updatable")
+            self._again("other parameters are updatable", keeps_passes=True)
         self._training_state.refresh()
         return device
 

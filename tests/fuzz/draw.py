@@ -56,8 +56,9 @@ class Draw:
     # Picking values
 
     def pick(self, fits: Callable[[Array], bool]) -> int | None:
-        """A value that fits; one that nobody reads yet is more likely."""
-        fitting = [number for number, array in self.values.items() if fits(array)]
+        """A value that fits, no label; one that nobody reads yet is more likely."""
+        labels = {one.number for one in self.inputs if one.role in ("label", "weight")}
+        fitting = [number for number, array in self.values.items() if number not in labels and fits(array)]
         if not fitting:
             return None
         fresh = [number for number in fitting if number not in self.read]

@@ -81,7 +81,7 @@ def forward(
     """All values, and what statistics and rewritten dictionaries are afterwards."""
     values: dict[int, Array] = {n: leaves[n] for n in before.inputs}
     rewritten: dict[int, Array] = {}
-    stopped = set(recipe.stops)
+    stopped, trained = set(recipe.stops), set(trainable(recipe))
     values = {n: a.detach() if n in stopped else a for n, a in values.items()}
     for op in recipe.ops:
         row = TABLE[op.kind]
@@ -90,8 +90,8 @@ def forward(
             leaf = leaves[number]
             if number in rewritten:  # the changed numbers, with the gradient of the parameter
                 leaf = leaf + (rewritten[number] - leaf).detach()
-            held = op.frozen or name in row.statistics or not recipe.parameter(number).updatable
-            arrays[name] = leaf.detach() if held else leaf
+            # A frozen layer may share a tensor with one that is not: one parameter, with the sum over all its uses.
+            arrays[name] = leaf if number in trained else leaf.detach()
         context = Context(training, before.rows, recipe.batch, before.masks.get(op.results[0]))
         sources = [values[n] for n in op.sources]
         if is_loss(op):  # gradients flow to the prediction only

@@ -99,7 +99,7 @@ def test_every_kind_has_a_row(drawn: dict[str, object], known: type) -> None:
 
 
 def test_every_row_and_every_feature_is_drawn() -> None:
-    recipes = [generate(seed) for seed in range(200)]
+    recipes = [generate(seed) for seed in range(400)]
     ops = [op for recipe in recipes for op in recipe.ops]
     assert {op.kind for op in ops} == set(TABLE)
     features = {

@@ -26,9 +26,9 @@ from stepgraph.checkpoint.structure import (
 from stepgraph.device import Device
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
+from stepgraph.interrupts import Uninterrupted
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import turn
-from stepgraph.runtime.interrupts import Uninterrupted
 from stepgraph.runtime.state import Progress
 from stepgraph.tensor import Tensor
 

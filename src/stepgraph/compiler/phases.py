@@ -183,7 +183,8 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
         return node
     with graph.inserting_after(node):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = dict(node.meta)
+    with node.meta["val"].fake_mode:
+        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
     return copy
 
 

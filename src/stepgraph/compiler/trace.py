@@ -23,6 +23,7 @@ from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.errors import StateError
+from stepgraph.interrupts import Uninterrupted
 from stepgraph.layers import lstm_kernel
 from stepgraph.tensor import Tensor, TensorDescriptor
 
@@ -86,7 +87,9 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
             torch.empty(shape, dtype=dtype, device=step.device)
             for shape, dtype in (_signature(step, shapes, k) for k in keys)
         ]
-    with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
+    # An interrupt inside PyTorch's tracer may end the process: code that must not raise is on the stack.
+    held_back = Uninterrupted()
+    with recording, held_back, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         recorded = make_fx(function, tracing_mode="fake")(*fakes)
     forget_source(recorded)
     refuse_random(recorded.graph, step)

@@ -26,7 +26,7 @@ from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.replay import Replay
-from stepgraph.compiler.step import Fusion, Key, Step, value
+from stepgraph.compiler.step import NUMBERS, Fusion, Key, Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
@@ -112,6 +112,11 @@ class Executable:
                 self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
             ) from error
         return dict(zip(self.part.outputs, found, strict=True))
+
+    @cached_property
+    def counts_steps(self) -> bool:
+        """Whether a run advances the optimizer's step count: not where nothing is updated."""
+        return NUMBERS in self.part.written
 
     @cached_property
     def loss_index(self) -> int | None:

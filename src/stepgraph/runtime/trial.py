@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from stepgraph.compiler import phases
+from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Fusion, Key, Step
 from stepgraph.compiler.trace import Program
 from stepgraph.runtime.executable import Executable
@@ -32,10 +33,15 @@ class Trial:
     after: Arrays = field(default_factory=dict)
 
 
+def everything(program: Program) -> Part:
+    """A whole step that keeps all it computes."""
+    return phases.whole(program, list(program.outputs))
+
+
 def replay(program: Program, arrays: Arrays) -> Trial:
     """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
     step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
-    part = phases.whole(program, list(program.outputs))
+    part = everything(program)
     after = {key: arrays[key].clone() for key in part.written}
     executable = Executable(part, step)
     with executable.settings():
