@@ -1,0 +1,155 @@
+"""Small networks that run for long, and what is left of each call: bytes and objects.
+
+Each `soak_…` works, looks at the memory of the process after a warm-up, works on, and says how much has been added.
+"""
+
+import collections
+import gc
+import json
+import linecache
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import fx
+
+import stepgraph as sg
+
+torch.set_num_threads(1)
+BATCH, FEATURES = 8, 12
+KINDS = (torch.Tensor, fx.Node, fx.Graph, fx.GraphModule, types.FunctionType, type)
+MEBIBYTE = 2**20
+
+
+def network(device: sg.Device, options: sg.GraphCompilationOptions, width: int = 16) -> sg.TrainingGraph:
+    """Two fully connected layers with dropout between them, compiled."""
+    x, y = sg.Tensor((BATCH, FEATURES)), sg.Tensor((BATCH,), "int64")
+    graph = sg.Graph()
+    h = graph.node(sg.ActivationLayer.tanh(), graph.node(sg.FullyConnectedLayer.create(FEATURES, width), x))
+    graph.node(sg.FullyConnectedLayer.create(width, 3), graph.node(sg.DropoutLayer(0.2), h))
+    optimizer = sg.AdamOptimizer(learning_rate=1e-3)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), optimizer)
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(device, options)
+    return training
+
+
+def small() -> sg.TrainingGraph:
+    return network(sg.Device.cpu(), sg.GraphCompilationOptions.NONE)
+
+
+def batch(rows: int = BATCH, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    dice = np.random.default_rng(seed)
+    return {"x": dice.standard_normal((rows, FEATURES)).astype(np.float32)}, {"y": dice.integers(0, 3, rows)}
+
+
+def resident() -> int:
+    """Bytes of memory this process has now, on Linux."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def objects() -> dict[str, int]:
+    """How many objects of each kind are alive that a compilation makes, and how much source PyTorch remembers."""
+    gc.collect()
+    alive = collections.Counter(map(type, gc.get_objects()))
+    found = {kind.__name__: sum(n for one, n in alive.items() if issubclass(one, kind)) for kind in KINDS}
+    ours = sum(n for one, n in alive.items() if str(getattr(one, "__module__", "")).startswith("stepgraph."))
+    return {**found, "stepgraph": ours, "sources": len(linecache.cache)}
+
+
+def left(before: dict[str, int]) -> dict[str, int]:
+    """What there is more of than before."""
+    now = objects()
+    return {name: count - before[name] for name, count in now.items() if count > before[name]}
+
+
+def steps(training: sg.TrainingGraph, count: int, rows: int = BATCH) -> None:
+    """One data set again and again, as a program that reads each loss does."""
+    data = batch(rows)
+    for _ in range(count):
+        assert training.execute(*data, batch_size=rows).loss >= 0
+
+
+def soak_steps(_: Path) -> int:
+    """20,000 steps."""
+    training = small()
+    steps(training, 2_000)
+    before = resident()
+    steps(training, 18_000)
+    return resident() - before
+
+
+def soak_phases(_: Path) -> int:
+    """20,000 steps in three passes each."""
+    training, (inputs, labels) = small(), batch()
+
+    def phases(count: int) -> None:
+        for _ in range(count):
+            training.bind_and_write_data(inputs | labels, training.inputs | training.loss_labels, sg.Device.cpu())
+            assert training.execute_forward().loss >= 0
+            training.execute_gradient()
+            training.execute_optimizer_update()
+
+    phases(2_000)
+    before = resident()
+    phases(18_000)
+    return resident() - before
+
+
+def soak_batch_sizes(_: Path) -> int:
+    """20,000 steps with 60 batch sizes in rotation, more than stay compiled."""
+    training = small()
+
+    def rotations(count: int) -> None:
+        for number in range(60 * count):
+            steps(training, 56, rows=1 + number % 60)
+
+    rotations(2)
+    before = resident()
+    rotations(4)
+    return resident() - before
+
+
+def soak_fit(folder: Path) -> int:
+    """20,000 updates of `fit`, recorded, with a short last batch; a history of 20,000 losses is part of it."""
+    inputs, labels = batch(BATCH * 1_000 - 3)
+    training = small()
+
+    def fitted(epochs: int, run: str) -> None:
+        sg.fit(training, (inputs, labels), epochs=epochs, run=folder / run, progress="quiet")
+
+    fitted(2, "first")
+    before = resident()
+    fitted(18, "second")
+    return resident() - before
+
+
+def soak_compiling_again(_: Path) -> int:
+    """500 compilations of one graph, with a step each."""
+    training = small()
+    return _grown(500, lambda: (training.compile(), steps(training, 1)))
+
+
+def soak_new_graphs(_: Path) -> int:
+    """500 graphs, each built, compiled, used and dropped."""
+    return _grown(500, lambda: steps(small(), 1))
+
+
+def _grown(times: int, work: Callable[[], object]) -> int:
+    for _ in range(times // 10):
+        work()
+    before, there = resident(), objects()
+    for _ in range(times - times // 10):
+        work()
+    grown = resident() - before
+    assert not left(there), f"{times} compilations left {left(there)}"
+    return grown
+
+
+def tell(soak: Callable[[Path], int], folder: Path) -> None:
+    """Soaks in a process of its own and writes down how many bytes it has grown by."""
+    (folder / "grown.json").write_text(json.dumps(soak(folder)))

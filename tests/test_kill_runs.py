@@ -1,0 +1,78 @@
+"""A recorded run, killed with signal 9 again and again and resumed each time, is the run that nobody killed."""
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepgraph.report import record as records
+from stepgraph.report.run import Run
+from tests.kill_runs import UPDATES, record, recorded
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="kills with POSIX signals")
+Processes = multiprocessing.context.ForkServerContext
+SEED = 16
+
+
+@pytest.fixture(scope="module")
+def processes() -> Processes:
+    """Processes of their own that need not import everything again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.report_warm"])
+    return context
+
+
+def _life(processes: Processes, folder: Path, epochs: int, lines: int | None = None, wait: float = 0.0) -> int | None:
+    """One process that trains, killed a moment after so many lines of its record; its exit status."""
+    process = processes.Process(target=recorded, args=(folder / "run", folder / "told.json", epochs))
+    before = _lines(folder)
+    process.start()
+    deadline = time.monotonic() + 120
+    if lines is not None:
+        while _lines(folder) < before + lines and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(wait)
+        process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _lines(folder: Path) -> int:
+    file = folder / "run" / records.FILE
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "told.json").read_text())
+
+
+def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs: int) -> None:
+    whole, killed = folder / "whole", folder / "killed"
+    for one in (whole, killed):
+        one.mkdir()
+    assert _life(processes, whole, epochs) == 0
+    dice, reached = np.random.default_rng(SEED), []
+    for number in range(times):
+        status = _life(processes, killed, epochs, int(dice.integers(1, 20)), dice.uniform(0, 0.02))
+        assert status == -9, f"the run ended with {status} after {number} of {times} kills"
+        reached.append(max((step for step, _, _ in Run(killed / "run").steps), default=0))  # readable at once
+    assert _life(processes, killed, epochs) == 0
+    print(f"{times} kills with seed {SEED}, at steps {reached} of {UPDATES * epochs}")
+    assert _told(killed) == _told(whole) and _told(whole)["stopped"] == "finished"
+    assert record(killed / "run") == record(whole / "run")
+    assert [step for step, _, _ in record(killed / "run")["steps"]] == list(range(1, UPDATES * epochs + 1))
+    assert len(Run(killed / "run").begins) == times + 1
+
+
+def test_killed_at_random_moments(processes: Processes, tmp_path: Path) -> None:
+    _kill_again_and_again(processes, tmp_path, 4, epochs=12)
+
+
+@pytest.mark.deep
+def test_killed_at_many_random_moments(processes: Processes, tmp_path: Path) -> None:
+    _kill_again_and_again(processes, tmp_path, 60, epochs=150)
