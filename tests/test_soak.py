@@ -51,7 +51,7 @@ BOUNDS = {
     "steps": 1 * MEBIBYTE,
     "phases": 1 * MEBIBYTE,
     "batch_sizes": 4 * MEBIBYTE,
-    "fit": 8 * MEBIBYTE,  # its history and the text of its page among them
+    "fit": 2 * MEBIBYTE,
     "compiling_again": 4 * MEBIBYTE,
     "new_graphs": 4 * MEBIBYTE,
 }
