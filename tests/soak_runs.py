@@ -119,7 +119,7 @@ def soak_batch_sizes(_: Path) -> int:
 
 
 def soak_fit(folder: Path) -> int:
-    """20,000 updates of `fit`, in two recorded runs with short last batches: the second needs no more than the first."""
+    """20,000 updates of `fit` in two recorded runs with short last batches; the second needs no more than the first."""
     inputs, labels = batch(BATCH * 1_000 - 3)
     training = small()
 
