@@ -70,9 +70,9 @@ def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs
 
 
 def test_killed_at_random_moments(processes: Processes, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 4, epochs=12)
+    _kill_again_and_again(processes, tmp_path, 4, epochs=14)
 
 
 @pytest.mark.deep
 def test_killed_at_many_random_moments(processes: Processes, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 60, epochs=150)
+    _kill_again_and_again(processes, tmp_path, 60, epochs=250)

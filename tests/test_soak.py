@@ -45,13 +45,13 @@ def test_batch_sizes_that_are_given_up_leave_nothing_behind(monkeypatch: pytest.
     assert not _left(lambda: [steps(training, 2, rows) for rows in (3, 4, 5, 6)], times=2, warm=1)
 
 
-# In pages of 4 KiB, with what an allocator keeps for itself. A number for each step or compilation would be seen: 64
-# bytes for each of 18,000 steps are 1.1 MiB, 28 KiB for each of 450 compilations 12 MiB.
+# A little for each step or compilation would be seen: 64 bytes for each of 18,000 steps are 1.1 MiB, 28 KiB for each of
+# 450 compilations 12 MiB.
 BOUNDS = {
     "steps": 1 * MEBIBYTE,
     "phases": 1 * MEBIBYTE,
     "batch_sizes": 4 * MEBIBYTE,
-    "fit": 8 * MEBIBYTE,  # its history and the text of its page among them
+    "fit": 2 * MEBIBYTE,
     "compiling_again": 4 * MEBIBYTE,
     "new_graphs": 4 * MEBIBYTE,
 }
