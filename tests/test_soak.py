@@ -84,12 +84,12 @@ def test_many_steps_on_a_gpu_leave_memory_flat_and_results_alone(options: str) -
     sg.set_seed(4)
     training = network(device, chosen)
     early = _early(training)
-    steps(training, 180)
+    steps(training, 1_180)  # past the moment when the places of losses are used again
     torch.cuda.synchronize()
     before, there = torch.cuda.memory_allocated(), objects()
     for number in range(2_000):
         training.execute(*batch(seed=number % 7))
-    assert training.optimizer is not None and training.optimizer.time_step == 2_201
+    assert training.optimizer is not None and training.optimizer.time_step == 3_201
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before and left(there) == {}
     np.testing.assert_allclose([step.loss for step in early], losses, rtol=1e-5)

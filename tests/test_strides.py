@@ -1,16 +1,19 @@
 """Results lie in memory as the recording believes, also where PyTorch's account of an operator is wrong."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import corrections
-from stepgraph.runtime.strides import laying_out, same_order
+from stepgraph.compiler.passes import same_order
+from stepgraph.runtime.strides import laying_out
 
 CPU = sg.Device.cpu()
 
@@ -93,16 +96,46 @@ def test_code_hands_over_results_by_name() -> None:
     assert "a = f(x);  x = None" in last and "_laid_out('b', b)" in last and "return [b]" in last
 
 
+def recorded(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.fx.GraphModule:
+    """The gradient of a function's sum, as operators."""
+
+    def gradient(images: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(function(images).sum(), images)[0]
+
+    return make_fx(gradient, tracing_mode="fake")(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 3), (2, 3, 5, 1), (2, 3, 4, 5)])
+def test_normalization_is_right_for_a_gradient_in_another_order(shape: tuple[int, ...]) -> None:
+    """Behind a transpose the gradient comes with other strides than the images; PyTorch's CPU kernel mixed them up."""
+    numbers = np.random.default_rng(1).standard_normal((2, *shape)).astype(np.float32)
+    x, y = sg.Tensor(shape), sg.Tensor((shape[0], shape[3], shape[2], shape[1]))
+    graph = sg.Graph()
+    layer = sg.BatchNormalizationLayer.create(shape[1])
+    graph.transpose((0, 3, 2, 1), graph.node(layer, x))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=1.0))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    target = numbers[1].transpose(0, 3, 2, 1).copy()
+    before = {name: tensor.data.copy() for name, tensor in layer.parameters.items()}
+    training.execute({"x": numbers[0]}, {"y": target})
+    gamma, beta = (torch.tensor(before[name], dtype=torch.float64, requires_grad=True) for name in ("gamma", "beta"))
+    images = torch.tensor(numbers[0], dtype=torch.float64)
+    epsilon = layer.variance_epsilon
+    variance, mean = torch.var_mean(images, (0, 2, 3), correction=0, keepdim=True)
+    scale, shift = (leaf.reshape(1, -1, 1, 1) for leaf in (gamma, beta))
+    normal = (images - mean) / (variance + epsilon).sqrt() * scale + shift
+    (normal.permute(0, 3, 2, 1) - torch.tensor(target, dtype=torch.float64)).square().mean().backward()
+    for name, leaf in (("gamma", gamma), ("beta", beta)):
+        learned = before[name] - layer.parameters[name].data
+        np.testing.assert_allclose(learned, leaf.grad.reshape(learned.shape), rtol=1e-4, atol=1e-6)
+
+
 def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:
     """The pass alone: which graphs it changes. Whether the numbers are right then is a test for a GPU."""
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     for padding, expected in ((1, 1), (0, 0)):
-
-        def function(images: torch.Tensor, padding: int = padding) -> torch.Tensor:
-            y = F.avg_pool2d(images, 3, 2, padding)
-            return torch.autograd.grad(y.sum(), images)[0]
-
-        module = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(x)
+        module = recorded(lambda images, padding=padding: F.avg_pool2d(images, 3, 2, padding), x)
         corrections.correct(module.graph, torch.device("cuda"))
         clones = [node for node in module.graph.nodes if node.target is torch.ops.aten.clone.default]
         assert len(clones) == expected

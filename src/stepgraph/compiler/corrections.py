@@ -8,28 +8,47 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from stepgraph.compiler.passes import same_order
+
 aten = torch.ops.aten
 
 
 def correct(graph: fx.Graph, device: torch.device) -> None:
-    """Puts copies in the usual order before operators that go wrong with channels last."""
-    if device.type != "cuda":
-        return
+    """Puts copies in the usual order before operators that go wrong with another."""
     for node in list(graph.nodes):
-        # CUDA, PyTorch 2.11: with channels last and any padding, gradients of average pools are those of other pixels.
-        if node.target is aten.avg_pool2d_backward.default and any(node.args[4]):
-            _read_channels_first(node, 1)
+        if node.target is aten.avg_pool2d_backward.default and device.type == "cuda":
+            _correct_average(node)
+        elif node.target is aten.native_batch_norm_backward.default and device.type == "cpu":
+            _correct_normalization(node)
 
 
-def _read_channels_first(node: fx.Node, position: int) -> None:
+def _correct_average(node: fx.Node) -> None:
+    """CUDA, PyTorch 2.11: with channels last and any padding, gradients are those of other pixels."""
+    images, padding = node.args[1], node.args[4]
+    assert isinstance(images, fx.Node)
+    assert isinstance(padding, list | tuple)
+    if any(padding) and images.meta["val"].is_contiguous(memory_format=torch.channels_last):
+        _read_in_order(node, 1)
+
+
+def _correct_normalization(node: fx.Node) -> None:
+    """CPU, PyTorch 2.13: where an extent is 1, two arrays with different strides are read with those of one."""
+    gradient, images = node.args[:2]
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(images, fx.Node)
+    if 1 in images.meta["val"].shape[2:] and not same_order(gradient.meta["val"], images.meta["val"]):
+        _read_in_order(node, 0)
+        _read_in_order(node, 1)
+
+
+def _read_in_order(node: fx.Node, position: int) -> None:
+    """Lets an operator read a copy of one argument, with its last extent innermost."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
-    images = source.meta["val"]
-    if not images.is_contiguous(memory_format=torch.channels_last):
-        return
+    array = source.meta["val"]
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
-    with images.fake_mode:
-        val = torch.empty(images.shape, dtype=images.dtype, device=images.device)
+    with array.fake_mode:
+        val = torch.empty(array.shape, dtype=array.dtype, device=array.device)
     copy.meta = {**node.meta, "val": val}
     node.update_arg(position, copy)

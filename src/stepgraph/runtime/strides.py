@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.passes import same_order
 from stepgraph.compiler.trace import layer_of
 
 _STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
@@ -57,9 +58,3 @@ class Layouts:
         self.surprises[name] = f"{layer_of(node)}: {node.target} gives {real.stride()}, not {believed.stride()}"
         laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
         return laid.copy_(real)
-
-
-def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
-    mine, theirs = one.stride(), other.stride()
-    return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
