@@ -351,13 +351,13 @@ def test_class_numbers_out_of_range_are_refused_and_change_nothing(labels: list[
 
 
 @pytest.mark.parametrize("indices", [np.array([0, 7]), np.array([[0, 7, 0]])], ids=["slices", "elements"])
-def test_indices_out_of_range_are_an_error_of_the_execution(indices: np.ndarray) -> None:
+def test_indices_out_of_range_are_an_error_of_the_data(indices: np.ndarray) -> None:
     graph, x, places = sg.Graph(), T(4, 3), T(*indices.shape, kind="int64")
     graph.gather(0, x, places)
     inference = sg.InferenceGraph([graph])
     inference.add_inputs({"x": x, "places": places})
     inference.compile(CPU)
-    with pytest.raises(sg.ExecutionError, match="out of"):
+    with pytest.raises(sg.DataError, match=r"row \d holds the index 7, Gather takes 0 to 3"):
         inference.execute({"x": X, "places": indices})
 
 

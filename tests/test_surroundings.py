@@ -295,14 +295,15 @@ def test_weights_that_the_loss_was_not_computed_from_need_no_gradient() -> None:
 
 
 def test_precision_is_taken_when_compiling_and_put_back_in_either_spelling() -> None:
+    cudnn = torch.backends.cudnn.allow_tf32  # another test may have set it
     with precision("new"):
-        assert Precision.of(None).tf32 == (True, True)  # convolutions may by default
+        assert Precision.of(None).tf32 == (True, cudnn)
         with Precision.of(False).applied():
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     with Precision.of(True).applied():
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert not torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32  # readable as before
+    assert not torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32 == cudnn  # readable as before
     assert Precision.of(True).tf32 == (True, True) and Precision.of(False).tf32 == (False, False)
     with pytest.raises(sg.DataTypeError, match="tf32 is 'yes'"):
         detached(disable_update=True).compile(CPU, tf32="yes")  # type: ignore[arg-type]

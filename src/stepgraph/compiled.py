@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -299,7 +299,8 @@ class CompiledGraph(DeclaredGraph):
 
     def _fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Found:
         """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
-        require_options(options, ExecutionOptions)
+        if type(options) is not ExecutionOptions:
+            require_options(options, ExecutionOptions)
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
             # What was bound since the last call was written later.
             then = zip(self._written.items(), self._given, strict=True)
@@ -328,7 +329,10 @@ class CompiledGraph(DeclaredGraph):
 
     def _batch_size(self, given: int | None) -> int:
         """The batch size of a call, refused where it is another than declared and the result has other rows."""
-        batch, declared = self._feeds.batch_size(given), self._feeds.batch
+        declared = self._feeds.batch
+        if given is None:
+            return declared
+        batch = self._feeds.batch_size(given)
         if batch == declared:
             return batch
         ends = [node.sources[0] for node in self._compiled if node.is_loss] or self._compiled[-1].results
@@ -499,15 +503,6 @@ def require_completion(completion: Any) -> None:
         raise DataTypeError(
             "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"
         )
-
-
-_HERE: AbstractContextManager[Any] = nullcontext()
-
-
-def current_device(device: Device) -> AbstractContextManager[Any]:
-    """Streams and events belong to the device that is current."""
-    elsewhere = device.is_cuda and device.torch.index != torch.cuda.current_device()
-    return torch.cuda.device(device.torch) if elsewhere else _HERE
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import Answer, Found, current_device, require_completion, results_of
+from stepgraph.compiled import Answer, Found, require_completion, results_of
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import STREAM, value
 from stepgraph.inspected import InspectedGraph
@@ -96,7 +96,7 @@ class InferenceGraph(InspectedGraph):
         device = self._require_compiled("execute")
         if completion is not None:
             require_completion(completion)
-        with turn(device), current_device(device):
+        with turn(device):
             batch = self._batch_size(batch_size)
             given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = self._fed(given, batch, options)

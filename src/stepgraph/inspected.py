@@ -9,7 +9,7 @@ import torch
 from rich.console import Group, RenderableType
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph, Found, current_device
+from stepgraph.compiled import CompiledGraph, Found
 from stepgraph.compiler import memory
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
@@ -112,7 +112,7 @@ class InspectedGraph(CompiledGraph):
         """
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
         device = self._require_compiled("check_numerics")
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             chosen = self._chosen_batch("check_numerics", given, batch_size)
             program = self._programs.program(chosen.batch, self.trains)
@@ -147,7 +147,7 @@ class InspectedGraph(CompiledGraph):
             raise ArgumentError("profile", f"repeat is {repeat!r}", fix="give a whole number ≥ 1")
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
         device, found = self._require_compiled("profile"), []
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             chosen = self._chosen_batch("profile", given, batch_size)
             executable = self._programs.executable("step" if self.trains else "inference", chosen.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
@@ -12,6 +13,21 @@ _signal: Any = importlib.import_module("_signal")
 SIGINT, getsignal, signal = _signal.SIGINT, _signal.getsignal, _signal.signal
 
 
+class _Main:
+    """The thread that runs signal handlers; asked in every call, so looked up once, and again in a forked child."""
+
+    def __init__(self) -> None:
+        self.ident = main_thread().ident
+
+    def look_again(self) -> None:
+        self.ident = get_ident()
+
+
+_main = _Main()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_main.look_again)
+
+
 class Uninterrupted:
     """Holds an interrupt back while a block runs, then delivers it; a second one goes through at once.
 
@@ -19,11 +35,12 @@ class Uninterrupted:
     """
 
     __slots__ = ("_before", "_came")
+    _before: Any
+    _came: tuple[int, FrameType | None] | None
 
     def __enter__(self) -> None:
-        self._before: Any = None
-        self._came: tuple[int, FrameType | None] | None = None
-        if get_ident() == main_thread().ident:
+        self._before = self._came = None
+        if get_ident() == _main.ident:
             before = getsignal(SIGINT)
             if callable(before):  # the others, to ignore it or to end the process, interrupt no Python code
                 signal(SIGINT, self._note)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-_AS_IS: AbstractContextManager[Any] = nullcontext()
 _EXACT, _TF32 = "ieee", "tf32"
 
 
@@ -65,18 +64,25 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def running(device: torch.device) -> AbstractContextManager[Any]:
-    """Modes in which recorded operators run, beside inference mode; asked in every call, so it costs little."""
-    foreign = (
-        torch.is_autocast_enabled(device.type)
-        or torch._C._len_torch_function_stack()  # a default device is a mode on this stack
-        or _is_set_for_all()
-    )
-    return _neutral() if foreign else _AS_IS
+def reach(kind: str, open_to_switches: bool) -> bool:
+    """Whether the caller's modes would reach recorded operators, beside grad and inference mode.
+
+    This is asked in every call, and each question to PyTorch costs as much as a hundredth of a small step. So a program
+    says whether switches of the process can reach it at all; autocast always would.
+
+    Args:
+        kind: the type of the device.
+        open_to_switches: whether any operator goes by the default type or device, or by deterministic algorithms.
+    """
+    if torch.is_autocast_enabled(kind):
+        return True
+    # A default device is a mode on this stack.
+    return open_to_switches and (torch._C._len_torch_function_stack() > 0 or _is_set_for_all())
 
 
 @contextmanager
-def _neutral() -> Iterator[None]:
+def neutral() -> Iterator[None]:
+    """Modes in which operators run that the caller's would reach."""
     with ExitStack() as stack:
         _enter_neutral(stack)
         yield

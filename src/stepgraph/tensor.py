@@ -168,7 +168,7 @@ class Tensor:
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
         with surroundings.tracing():
             self._host = self._first_values(data, fill, random)
-        self._value = self._host
+        self.current = self._host  # the array behind the value: another one when the tensor was bound anew
         self._own: Array | None = None  # device memory that this tensor made for itself, and may write over
         self._missing = "it has never been given data"
 
@@ -205,14 +205,14 @@ class Tensor:
     @property
     def data(self) -> np.ndarray | None:
         """Host data, shared and not copied, or None. For a parameter on a GPU: as of the last synchronization."""
-        array = self._value if self._host is None else self._host
+        array = self.current if self._host is None else self._host
         return None if array is None else self._as_numpy(array)
 
     @property
     def memory(self) -> TensorData | None:
         """The host memory behind `data`, with what the caller's buffer holds past the tensor; None without data."""
         if self._host is None:
-            return None if self._value is None else TensorData(self._value.detach().cpu().contiguous())
+            return None if self.current is None else TensorData(self.current.detach().cpu().contiguous())
         start = self._host.storage_offset() * self._host.element_size()
         whole = torch.empty(0, dtype=torch.uint8).set_(self._host.untyped_storage())
         return TensorData(whole[start:])
@@ -220,23 +220,23 @@ class Tensor:
     @property
     def has_data(self) -> bool:
         """Whether there is a value to read."""
-        return self._value is not None
+        return self.current is not None
 
     @property
     def has_valid_numerics(self) -> bool:
         """False if any element is NaN or infinite; True without data."""
-        return self._value is None or bool(torch.isfinite(self._value).all())
+        return self.current is None or bool(torch.isfinite(self.current).all())
 
     def torch(self) -> Array:
         """The current value where it lives, shared and not copied."""
-        if self._value is None:
+        if self.current is None:
             raise StateError(
                 self.where,
                 f"there is no data: {self._missing}",
                 fix="execute first, or give it data with bind_and_write_data",
             )
         # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
-        return torch.from_dlpack(self._value) if self._value.is_inference() else self._value
+        return torch.from_dlpack(self.current) if self.current.is_inference() else self.current
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared where it lives there, else copied."""
@@ -258,8 +258,8 @@ class Tensor:
 
     def synchronize_data(self) -> None:
         """Brings the device's current value into `data`."""
-        if self._value is not None and self._host is not self._value:
-            self._host = self._value.cpu() if self._host is None else _copied(self._host, self._value)
+        if self.current is not None and self._host is not self.current:
+            self._host = self.current.cpu() if self._host is None else _copied(self._host, self.current)
 
     def synchronize_optimizer_data(self) -> None:
         """Brings the device's optimizer buffers into `optimizer_data`."""
@@ -320,7 +320,7 @@ class Tensor:
     def copy(self) -> Tensor:
         """A new tensor with its own id and label over the same data."""
         twin = Tensor(self.descriptor)
-        twin._host = twin._value = self._host if self._host is not None else self._value
+        twin._host = twin.current = self._host if self._host is not None else self.current
         twin.optimizer_data = list(self.optimizer_data)
         return twin
 
@@ -334,15 +334,10 @@ class Tensor:
 
     # What the compiler and the runtime do to a tensor. Users read `data`, `numpy()` or `torch()`.
 
-    @property
-    def current(self) -> Array | None:
-        """The array behind the value: another one when the tensor was bound anew."""
-        return self._value
-
     def on(self, device: Device) -> Array:
         """The value as it will be on `device`, copied where it is elsewhere; the tensor itself stays as it is."""
         value = self.torch()
-        if self.device is not None and self.device.torch != device.torch and self._value is not self._host:
+        if self.device is not None and self.device.torch != device.torch and self.current is not self._host:
             raise StateError(
                 self.where, f"it lives on {self.device}, the graph is compiled for {device}", fix="use one device"
             )
@@ -350,18 +345,18 @@ class Tensor:
 
     def settle(self, array: Array, device: Device) -> None:
         """Takes what `on` gave as the current value; the host keeps its own copy except on the CPU."""
-        if self._value is None or array.device != self._value.device:
-            self._value = self._own = array
+        if self.current is None or array.device != self.current.device:
+            self.current = self._own = array
         self.device = device
 
     def bind(self, array: Array, device: Device) -> None:
         """Takes `array` as data and writes it to `device`, into the buffer in use if this tensor made that itself."""
         if device.torch.type == "cpu":
-            self._value = array
-        elif self._own is not None and self._own is self._value and self._fits(self._own, array, device):
+            self.current = array
+        elif self._own is not None and self._own is self.current and self._fits(self._own, array, device):
             _copied(self._own, array)
         else:  # the value may be the caller's memory, or a result that somebody still reads
-            self._value = self._own = array.to(device.torch, copy=True)
+            self.current = self._own = array.to(device.torch, copy=True)
         self._host, self.is_bound, self.device = array, True, device
 
     @staticmethod
@@ -370,7 +365,7 @@ class Tensor:
 
     def hold(self, array: Array | None, missing: str = "it was not computed") -> None:
         """Takes a result as the current value, or forgets it and remembers why."""
-        self._value, self._host, self._missing = array, None, missing
+        self.current, self._host, self._missing = array, None, missing
 
     def _first_values(self, data: Any, fill: float | None, random: RandomInitializerType | None) -> Array | None:
         if sum(source is not None for source in (data, fill, random)) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import NOTHING, Answer, Found, current_device, logger, require_completion, results_of
+from stepgraph.compiled import NOTHING, Answer, Found, logger, require_completion, results_of
 from stepgraph.compiler.step import gradient
 from stepgraph.differentiated import DifferentiatedGraph
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
@@ -53,6 +53,7 @@ class TrainingGraph(DifferentiatedGraph):
     ) -> None:
         super().__init__(graphs, loss_layer, optimizer)
         self._updatable: list[bool] = []
+        self._takes_seeds = False
         self._state: TrainingState | None = None
         self._pending: Progress | None = None
 
@@ -213,14 +214,14 @@ class TrainingGraph(DifferentiatedGraph):
         device = self._require_compiled("execute")
         if completion is not None:
             require_completion(completion)
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             batch = self._batch_size(batch_size)
             given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = self._fed(given, batch, options)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            learning = not evaluating and self._has_seed(batch)
-            if learning and self._exchanges():
+            learning = not evaluating and (self._last_loss is not None or self._has_seed(batch))
+            if learning and len(self._linked) > 1 and self._exchanges():
                 raise StateError(
                     "TrainingGraph.execute",
                     "a linked graph would miss the gradients of this one",
@@ -242,10 +243,10 @@ class TrainingGraph(DifferentiatedGraph):
                     self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
                 return self._answer(binding.executable, found)
 
-            seeds = self._seeds(batch) if learning else {}
+            seeds = self._seeds(batch) if learning and self._takes_seeds else {}
             self._accept(feeds, batch, options)
             execution = self._launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
-        return self._announced(execution, options, completion)
+        return execution if completion is None and not options else self._announced(execution, options, completion)
 
     def execute_forward(
         self,
@@ -259,7 +260,7 @@ class TrainingGraph(DifferentiatedGraph):
         device = self._require_compiled("execute_forward")
         if completion is not None:
             require_completion(completion)
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             batch = self._batch_size(batch_size)
             feeds = self._fed({}, batch, options)
@@ -296,7 +297,7 @@ class TrainingGraph(DifferentiatedGraph):
         device = self._require_compiled("execute_gradient")
         if completion is not None:
             require_completion(completion)
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             batch = self._check_forward(batch_size)
             binding = self._bound("gradient", batch)
@@ -319,7 +320,7 @@ class TrainingGraph(DifferentiatedGraph):
         device = self._require_compiled("execute_optimizer_update")
         if completion is not None:
             require_completion(completion)
-        with turn(device), current_device(device):
+        with turn(device):
             self._refresh()
             if self._optimizer is None:
                 raise StateError(
@@ -381,7 +382,8 @@ class TrainingGraph(DifferentiatedGraph):
     def _build(self) -> None:
         """Traces and plans the step; refuses it where it does not fit. Nothing but this graph changes."""
         self._updatable = [t.is_updatable for t in self._held]
-        self._programs.executable("step", self._feeds.batch)
+        step = self._programs.executable("step", self._feeds.batch).step
+        self._takes_seeds = bool(step.seeded)
 
     def _rebuild(self) -> None:
         """The same with what is declared and linked now, where only details have changed since it was compiled."""

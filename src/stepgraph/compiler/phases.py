@@ -46,6 +46,11 @@ class Part:
         return sum(one.numel() for one in arrays if isinstance(one, torch.Tensor)) < TINY
 
     @cached_property
+    def is_open_to_switches(self) -> bool:
+        """Whether PyTorch's process-wide switches can reach an operator: default type or device, determinism."""
+        return any(_asks_switches(node) for node in self.nodes)
+
+    @cached_property
     def written(self) -> tuple[Key, ...]:
         """The arrays given to it that a run changes: parameters, statistics, optimizer state, random stream.
 
@@ -144,6 +149,22 @@ def _needed(program: Program, phases: Collection[str], ends: Sequence[fx.Node]) 
             chosen.add(node)
             stack += node.all_input_nodes
     return chosen
+
+
+def _asks_switches(node: fx.Node) -> bool:
+    """Whether an operator may do something else for another default type or device, or deterministically.
+
+    Those are operators of others, those that write where indices say, and those that make real numbers of none.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in ("aten", "stepgraph", "prims"):
+            return True
+        if any(word in target.name() for word in ("index", "scatter", "put", "cum", "embedding")):
+            return True
+    makes_real = any(array.is_floating_point() for array in arrays(node)) and node.kwargs.get("dtype") is None
+    read = [array for source in node.all_input_nodes for array in arrays(source)]
+    return makes_real and not any(array.is_floating_point() for array in read)
 
 
 def _is_free(node: fx.Node, changed: Collection[int | None]) -> bool:

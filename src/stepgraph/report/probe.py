@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from stepgraph import draw
-from stepgraph.compiled import current_device
 from stepgraph.compiler import memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.step import Fusion, gradient
@@ -46,7 +45,7 @@ class Probe:
         arrays = {**training._arrays(), **feeds, **training._seeds(batch.rows)}
         executable = self._executable(batch.rows)
         arrays |= {key: arrays[key].clone() for key in executable.part.written}
-        with turn(device), current_device(device), executable.settings():
+        with turn(device), executable.settings():
             found = executable.run(executable.bind(arrays).filled({}))
         return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}
 

@@ -64,6 +64,7 @@ class Executable:
         self._function: Function = self._first
         held = self._code.places
         self._places = Places(block or Block(), part.held, held, part.module) if part.held else None
+        self._surroundings = step.device.type, part.is_open_to_switches
         self._bound: tuple[list[torch.Tensor | None], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
@@ -185,7 +186,13 @@ class Executable:
             self._places.prepare()
         if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no mode matters
             return self._function(*given)
-        with surroundings.running(self.step.device), _InferenceMode(True):
+        if surroundings.reach(*self._surroundings):
+            with surroundings.neutral():
+                return self._run(given)
+        return self._run(given)
+
+    def _run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with _InferenceMode(True):
             return self._alone(given) if self.runs_alone and not self.is_fused else self._function(*given)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -258,19 +265,21 @@ class _Capture:
         like = None if index is None else executable.part.results[executable.part.outputs[index]]
         self.losses = Losses(like, step.device) if like is not None and like.numel() == 1 else None
         self.lending = Lending()
-        self.in_place: dict[Key, Any] = {}
+        self.in_place: dict[Key, int] = {}
+        self.orders: dict[Key, tuple[int, ...]] = {}
 
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
         if self.calls == FUSES_AT:
             self.executable.fuse_later()
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
-            self.in_place = {key: self._at(key, others) for _, key in binding.opened}
+            self._note(binding, others)
             with self.executable.settings():
                 if self.executable.tries:
                     algorithms.load(self.executable.part, self.executable.step.device)
                 return self.executable.run(binding.filled(others))
-        moved = [key for key, place in self.in_place.items() if self._at(key, others) != place]
+        moved = [key for key, place in self.in_place.items() if others[key].data_ptr() != place]
+        moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
             self._record(binding, others, moved)
         if self.copied:
@@ -282,10 +291,11 @@ class _Capture:
         self.graph.replay()
         return self.results
 
-    def _at(self, key: Key, others: Mapping[Key, torch.Tensor]) -> Any:
-        """Where an array is; one that an earlier part hands on may come in the same place and another order."""
-        array = others[key]
-        return array.data_ptr() if key in self.given else (array.data_ptr(), array.stride())
+    def _note(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> None:
+        """Where arrays are that are read in place; what an earlier part hands on may come there in another order."""
+        opened = [key for _, key in binding.opened if key not in self.copied]
+        self.in_place = {key: others[key].data_ptr() for key in opened}
+        self.orders = {key: others[key].stride() for key in opened if key not in self.given}
 
     def _record(self, binding: Binding, others: Mapping[Key, torch.Tensor], moved: Sequence[Key]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
@@ -293,7 +303,7 @@ class _Capture:
             if key in self.given:
                 self.copied[key] = others[key].clone()
         self.lending.call_in()
-        self.in_place = {key: self._at(key, others) for _, key in binding.opened if key not in self.copied}
+        self._note(binding, others)
         arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
         # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.

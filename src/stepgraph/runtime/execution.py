@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,35 @@ Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is 
 _turns: dict[torch.device | None, threading.RLock] = defaultdict(threading.RLock)
 
 
-def turn(device: Device | None) -> threading.RLock:
-    """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet."""
-    return _turns[None if device is None else device.torch]
+def turn(device: Device | None) -> AbstractContextManager[Any]:
+    """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet.
+
+    Streams and events belong to the device that is current, so a GPU is made so.
+    """
+    if device is None:
+        return _turns[None]
+    return _CudaTurn(device.torch) if device.is_cuda else _turns[device.torch]
+
+
+class _CudaTurn:
+    """A turn on a GPU."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._lock, self._place = _turns[place], place
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._elsewhere = None
+        if self._place.index != torch.cuda.current_device():
+            self._elsewhere = torch.cuda.device(self._place)
+            self._elsewhere.__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        try:
+            if self._elsewhere is not None:
+                self._elsewhere.__exit__(*given)
+        finally:
+            self._lock.release()
 
 
 class Execution:
@@ -69,21 +96,21 @@ class Execution:
                 self._events[0].record()
             else:
                 self._stream = torch._C._cuda_getCurrentRawStream(place.index)
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() if timed else 0.0
 
     def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:
         """Records what the call gave, and for which tensor; on a GPU the work may still be under way."""
         self._like, self._found, self._loss = like, found, loss
         if self._events:
             self._events[-1].record()
-        elif self._stream is None:
+        elif self._timed:
             self._elapsed = time.perf_counter() - self._started
 
     def fail(self, error: Exception) -> None:
         """Records that the work failed."""
         self.error = error
         self._events, self._stream = [], None
-        self._elapsed = time.perf_counter() - self._started
+        self._elapsed = time.perf_counter() - self._started if self._timed else None
 
     def announce(self, completion: Completion, waited: bool) -> None:
         """Calls `completion` exactly once, when the work is done; at once if the caller has waited for that."""

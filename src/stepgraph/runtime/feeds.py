@@ -118,7 +118,7 @@ class Feeds:
             if values is None:
                 values = _bound_before(key.owner, where)
             array = buffers.read(values, shape, data_type, where)
-            if indices is not None:
+            if indices is not None and key in indices.limits:
                 indices.require(key, array)
             found[key] = array if array.device == place else array.to(place, non_blocking=True)
         return found

@@ -17,7 +17,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self.found: dict[Key, torch.Tensor] = {}
-        self.shown: dict[Key, torch.Tensor] = {}
+        self.shown: Mapping[Key, torch.Tensor] = {}
         self.handles: dict[Key, Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.used = False
@@ -36,7 +36,7 @@ class Gradients:
 
     def show(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Makes gradients readable, and those that were not found unreadable."""
-        self.shown = {key: array for key, array in found.items() if key.kind != "value"}
+        self.shown = found
         for key, handle in self.handles.items():
             handle.hold(found.get(key), "the last pass did not compute it")
 

@@ -21,7 +21,7 @@ class Indices:
     """The index feeds of one batch size, checked before a call."""
 
     def __init__(self, step: Step, spoken: Mapping[Tensor, str]) -> None:
-        self._limits = {value(tensor): limit for tensor, limit in step.index_limits.items() if tensor in step.fed}
+        self.limits = {value(tensor): limit for tensor, limit in step.index_limits.items() if tensor in step.fed}
         self._spoken = spoken
         self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -31,39 +31,37 @@ class Indices:
         On a GPU looking means waiting for it, so that memory which is known and unchanged is not looked at again: most
         batches there are parts of one array.
         """
-        limit = self._limits.get(key)
-        if limit is None or (array.device.type != "cpu" and self._is_known(key, array)):
+        limit, elsewhere = self.limits[key], not array.is_cpu
+        if elsewhere and self._is_known(key, array):
             return
         if not _within(array, limit.extent):
             raise _refused(array, limit, self._spoken[key.owner])
-        if array.device.type != "cpu":
+        if elsewhere:
             self._remember(key, array, limit.extent)
 
     def require_all(self, arrays: Mapping[Key, torch.Tensor]) -> None:
         """The same for all feeds."""
-        for key in self._limits:
+        for key in self.limits:
             if key in arrays:
                 self.require(key, arrays[key])
 
     def _is_known(self, key: Key, array: torch.Tensor) -> bool:
-        seen, version = self._seen.get(key, (None, 0))
-        return seen is not None and seen() is _whole(array) and _version(array) == version
+        known = self._seen.get(key)
+        if known is None or array.is_inference():
+            return False
+        whole = known[0]()
+        return (whole is array or whole is _whole(array)) and array._version == known[1]
 
     def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
         whole = _whole(array)
-        if whole is array or _within(whole, extent):
-            self._seen[key] = weakref.ref(whole), _version(whole)
+        if not array.is_inference() and (whole is array or _within(whole, extent)):  # inference tensors count no writes
+            self._seen[key] = weakref.ref(whole), whole._version
 
 
 def _whole(array: torch.Tensor) -> torch.Tensor:
     """What an array is a part of."""
     base = array._base
     return array if base is None or base.dtype != array.dtype else base
-
-
-def _version(array: torch.Tensor) -> int:
-    """A number that grows when the memory is written to; inference tensors count nothing and are never known."""
-    return -1 if array.is_inference() else array._version
 
 
 def _within(array: torch.Tensor, extent: int) -> bool:

@@ -70,7 +70,7 @@ def _taps(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> A
 
 
 def _data_pytorch(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
-    source = torch.empty(tuple(size), dtype=g.dtype, memory_format=LAST)
+    source = torch.empty(tuple(size), dtype=g.dtype, device=g.device, memory_format=LAST)
     found = aten.convolution_backward(
         g, source, w, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
     )

@@ -127,7 +127,7 @@ def number_type(device: torch.device) -> torch.dtype:
 def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     # PyTorch adds ε after the bias correction; dividing it by the correction gives our formula.
     correction = math.sqrt(1 - n.beta2**n.time_step)
-    step = torch.scalar_tensor(n.time_step, dtype=torch.float32)
+    step = torch.scalar_tensor(n.time_step, dtype=torch.float32, device="cpu")
     largest = states[2] if len(states) == 3 else []
     fused, decay = (torch._fused_adamw_, n.regularization_scale) if n.decoupled else (torch._fused_adam_, n.decay)
     fused(
@@ -288,7 +288,9 @@ def _prepared(
             gradient = gradient.clamp(n.gradient_clip_min, n.gradient_clip_max)
     elif math.isfinite(n.maximum_clipping_norm):
         size = torch.linalg.vector_norm(gradient) if norm is None else norm
-        limit = SimpleNamespace(maximum_clipping_norm=torch.tensor(n.maximum_clipping_norm))
+        limit = SimpleNamespace(
+            maximum_clipping_norm=torch.tensor(n.maximum_clipping_norm, dtype=torch.float32, device="cpu")
+        )
         gradient = gradient * clipping_factor(size, limit)
     if n.gradient_rescale != 1:
         gradient = gradient * n.gradient_rescale

@@ -255,7 +255,7 @@ def _transformed(plan: _Plan, g: Array, x: Array, padding: Pair) -> Iterator[tup
 
 def _gradient(by: Filtering, g: Array, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> Array:
     plan = _Plan(by, x, w, padding, order)
-    found = torch.empty(w.shape, dtype=x.dtype, memory_format=order)
+    found = torch.empty(w.shape, dtype=x.dtype, device=x.device, memory_format=order)
     total = None
     slices = [slice(start, start + plan.some) for start in range(0, plan.outputs, plan.some)]
     for u, v in _transformed(plan, g, x, padding):
@@ -283,7 +283,7 @@ def _finish(by: Filtering, products: Array, found: Array) -> None:
 
 @cache
 def _back(by: Filtering, kind: torch.dtype) -> Array:
-    along = torch.tensor(by.back, dtype=kind)
+    along = torch.tensor(by.back, dtype=kind, device="cpu")
     return torch.kron(along, along) if by.is_square else along
 
 
