@@ -11,8 +11,8 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,32 +34,19 @@ _turns: dict[torch.device | None, threading.RLock] = defaultdict(threading.RLock
 def turn(device: Device | None) -> AbstractContextManager[Any]:
     """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet.
 
-    Streams and events belong to the device that is current, so a GPU is made so.
+    Streams and events belong to the device that is current, so another GPU is made so.
     """
     if device is None:
         return _turns[None]
-    return _CudaTurn(device.torch) if device.is_cuda else _turns[device.torch]
+    if device.is_cuda and device.torch.index != torch.cuda.current_device():
+        return _elsewhere(device.torch)
+    return _turns[device.torch]
 
 
-class _CudaTurn:
-    """A turn on a GPU."""
-
-    def __init__(self, place: torch.device) -> None:
-        self._lock, self._place = _turns[place], place
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._elsewhere = None
-        if self._place.index != torch.cuda.current_device():
-            self._elsewhere = torch.cuda.device(self._place)
-            self._elsewhere.__enter__()
-
-    def __exit__(self, *given: Any) -> None:
-        try:
-            if self._elsewhere is not None:
-                self._elsewhere.__exit__(*given)
-        finally:
-            self._lock.release()
+@contextmanager
+def _elsewhere(place: torch.device) -> Iterator[None]:
+    with _turns[place], torch.cuda.device(place):
+        yield
 
 
 class Execution:

@@ -31,8 +31,11 @@ class Indices:
         On a GPU looking means waiting for it, so that memory which is known and unchanged is not looked at again: most
         batches there are parts of one array.
         """
+        known = self._seen.get(key)
+        if known is not None and known[0]() is array and array._version == known[1]:
+            return
         limit, elsewhere = self.limits[key], not array.is_cpu
-        if elsewhere and self._is_known(key, array):
+        if elsewhere and self._is_part_of_known(key, array):
             return
         if not _within(array, limit.extent):
             raise _refused(array, limit, self._spoken[key.owner])
@@ -45,12 +48,11 @@ class Indices:
             if key in arrays:
                 self.require(key, arrays[key])
 
-    def _is_known(self, key: Key, array: torch.Tensor) -> bool:
+    def _is_part_of_known(self, key: Key, array: torch.Tensor) -> bool:
         known = self._seen.get(key)
         if known is None or array.is_inference():
             return False
-        whole = known[0]()
-        return (whole is array or whole is _whole(array)) and array._version == known[1]
+        return known[0]() is _whole(array) and array._version == known[1]
 
     def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
         whole = _whole(array)
