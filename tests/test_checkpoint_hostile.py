@@ -119,7 +119,7 @@ def test_senseless_descriptions_are_refused_as_checkpoints_and_change_nothing(
     seed: int, enemy: Enemy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dice = random.Random(seed)
-    for _ in range(50):
+    for _ in range(25):
         enemy.attack(dice)
     assert enemy.cases > 200 and enemy.refused > 50
     with capsys.disabled():

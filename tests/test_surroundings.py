@@ -139,8 +139,8 @@ def story(mode: Callable[[], AbstractContextManager[Any]], moment: str, folder: 
 
 
 MOMENTS = ("build", "compile", "first call", "new batch size", "save", "load", "restore")
-# Each mode around everything, and the two that did most harm around each call; the others in the deep checks.
-CELLS = [(name, "all") for name in MODES] + [(name, one) for name in ("inference_mode", "autocast") for one in MOMENTS]
+# Each mode around everything, and the one that did most harm around each call; the others in the deep checks.
+CELLS = [(name, "all") for name in MODES] + [("inference_mode", moment) for moment in MOMENTS]
 OTHERS = [(name, moment) for name in MODES for moment in MOMENTS if (name, moment) not in CELLS]
 
 
