@@ -292,7 +292,14 @@ def test_an_interrupt_waits_for_the_end_and_handlers_are_put_back() -> None:
 
 
 def test_a_thread_beside_the_main_one_needs_nothing() -> None:
-    in_threads(1, lambda _: Uninterrupted().__enter__())
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work(_: int) -> None:
+        with Uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    in_threads(1, work)
+    assert seen == [before] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_binding_writes_into_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,7 +267,7 @@ class _Run:
 
     @property
     def _watched(self) -> str:
-        """The number that tells which epoch is best."""
+        """The number by which the best epoch is chosen."""
         return self.settings.watch if self.test is None else f"validation {self.settings.watch}"
 
     def _is_better(self, value: float) -> bool:

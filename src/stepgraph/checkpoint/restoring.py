@@ -84,7 +84,7 @@ def understood(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # a hostile description may make any code raise anything
         said = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
         problem = f"its description cannot be followed ({type(error).__name__}: {said})"
         raise CheckpointError(f"{path}", problem, fix=OTHER) from error

@@ -111,7 +111,7 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
 
 
 def is_of_fit(name: str, note: Any) -> bool:
-    """Whether a note is what `fit` writes down; a program of one's own may call a note so, too."""
+    """Whether a note is what `fit` writes; a user's program may use the same name for a note of its own."""
     return name == "fit" and isinstance(note, dict) and {"place", "history"} <= note.keys()
 
 
