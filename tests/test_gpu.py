@@ -244,6 +244,28 @@ def test_fused_steps_equal_unfused_ones() -> None:
     assert executable.mode == "fused CUDA graph"
 
 
+@pytest.mark.parametrize("size", [(4, 7), (6, 12)])
+def test_fused_gradients_of_nearest_upsampling_are_those_of_the_cpu(size: tuple[int, int]) -> None:
+    """Triton adds up other pixels where the new size is no multiple of the old one; `hidden.py` keeps it out."""
+    x, y = sg.Tensor((2, 3, 3, 6)), sg.Tensor((2, 3, *size))
+    numbers = np.random.default_rng(4)
+    data = {name: numbers.standard_normal(one.shape).astype(np.float32) for name, one in (("x", x), ("y", y))}
+
+    def trained(device: sg.Device) -> list[np.ndarray]:
+        layer, graph = sg.LayerNormalizationLayer.create((3, 3, 6)), sg.Graph()
+        hidden = graph.node(sg.GroupNormalizationLayer(3, 1), graph.node(layer, x))
+        graph.node(sg.UpsampleLayer.nearest(size), hidden)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=1.0))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile(device, sg.GraphCompilationOptions.FUSE_LAYERS)
+        training.execute({"x": data["x"]}, {"y": data["y"]})
+        training.synchronize_updates()
+        return [tensor.data.copy() for tensor in layer.parameters.values()]
+
+    for on_gpu, on_cpu in zip(trained(gpu()), trained(sg.Device.cpu()), strict=True):
+        np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-5, atol=1e-6)
+
+
 def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureFixture) -> None:
     later, plain = Digits(gpu(), options=sg.GraphCompilationOptions.NONE), Digits(gpu())
     (executable,) = later.training._programs.executables.values()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import corrections
+from stepgraph.compiler import corrections, fusion, hidden, phases
 from stepgraph.compiler.passes import same_order
+from stepgraph.compiler.trace import trace
 from stepgraph.runtime.strides import laying_out
 
+aten = torch.ops.aten
 CPU = sg.Device.cpu()
 
 
@@ -143,3 +146,95 @@ def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:
         before = len(module.graph.nodes)
         corrections.correct(module.graph, torch.device("cpu"))
         assert len(module.graph.nodes) == before
+
+
+@pytest.mark.parametrize(("size", "is_kept_out"), [((4, 7), True), ((6, 9), True), ((6, 12), False), ((3, 6), False)])
+def test_gradients_of_nearest_upsampling_stay_out_of_fused_kernels(size: tuple[int, int], is_kept_out: bool) -> None:
+    """The pass alone; `test_gpu.py` shows the numbers."""
+    x = torch.randn(2, 3, 3, 6).requires_grad_()
+    module = recorded(lambda images: F.interpolate(images, size).square(), x)
+    expected = module(x)
+    hidden.hide(module.graph)
+    module.recompile()
+    own = torch.ops.stepgraph.upsample_nearest_backward.default
+    assert any(node.target is own for node in module.graph.nodes) == is_kept_out
+    assert torch.equal(module(x), expected)
+
+
+ONE_CHANNEL = {
+    "standard": ((2, 1, 6, 5), (3, 1, 3, 2), False, 1),
+    "one pixel": ((2, 4, 1, 1), (3, 4, 1, 1), False, 1),
+    "depthwise": ((2, 4, 6, 5), (4, 1, 3, 3), False, 4),
+    "transposed": ((2, 1, 6, 5), (1, 3, 2, 2), True, 1),
+}
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("case", ONE_CHANNEL)
+def test_convolutions_that_may_lie_either_way_are_hidden_from_the_compiler(
+    case: str, order: torch.memory_format
+) -> None:
+    """What takes their place gives the same numbers, with the strides that were recorded."""
+    shape, weights, transposed, groups = ONE_CHANNEL[case]
+    numbers = torch.Generator().manual_seed(3)
+    images, kernel = (torch.randn(one, generator=numbers).contiguous(memory_format=order) for one in (shape, weights))
+    biases = torch.randn(weights[1] if transposed else weights[0], generator=numbers)
+
+    def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [array.detach().requires_grad_() for array in arrays]
+        found = aten.convolution(*leaves, [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
+        return [found, *torch.autograd.grad(found.square().sum(), leaves)]
+
+    module = make_fx(function, tracing_mode="fake")(images, kernel, biases)
+    expected = module(images, kernel, biases)
+    (end,) = module.graph.find_nodes(op="output")
+    recorded = [node.meta["val"].stride() for node in end.args[0]]
+    hidden.hide(module.graph)
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert aten.convolution.default not in targets and aten.convolution_backward.default not in targets
+    found = module(images, kernel, biases)
+    assert [one.stride() for one in found] == recorded
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_convolutions_with_one_reading_stay_as_they_are() -> None:
+    module = recorded(lambda x: F.conv2d(x, x.new_ones(4, 3, 2, 2)), torch.randn(2, 3, 6, 5).requires_grad_())
+    hidden.hide(module.graph)
+    assert not any(str(node.target).startswith("stepgraph") for node in module.graph.nodes)
+    assert any(node.target is aten.convolution_backward.default for node in module.graph.nodes)
+
+
+def test_operators_hidden_from_the_compiler_are_described_as_they_are() -> None:
+    operators, settings = torch.ops.stepgraph, ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    x, weights = torch.randn(2, 1, 4, 7), torch.randn(3, 1, 2, 2)
+    gradient = torch.randn(2, 3, 3, 6)
+    for order in ((54, 18, 6, 1), (54, 1, 18, 3)):
+        check = torch.library.opcheck
+        check(operators.convolution.default, (x, weights, None, *settings, list(order)))
+        check(operators.upsample_nearest_backward.default, (torch.randn(2, 3, 4, 7), [4, 7], [2, 3, 3, 6], list(order)))
+    for which, order in ((0, (28, 28, 7, 1)), (1, (4, 1, 2, 1))):
+        check(operators.convolution_backward.default, (gradient, x, weights, None, *settings, which, list(order)))
+
+
+def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes for GPUs, compiled for the CPU: what the forward part hands on is read as it was recorded."""
+    monkeypatch.setattr(fusion, "is_on_cpu", lambda arrays: False)
+    monkeypatch.setattr(fusion, "SETTINGS", {})
+    x, y, graph = sg.Tensor((4, 1, 8, 6)), sg.Tensor((4, 3, 4, 3)), sg.Graph()
+    hidden = graph.node(sg.ConvolutionLayer.create(1, 2, 3, strides=2), x)
+    graph.node(sg.ConvolutionLayer.create(2, 3, 3), graph.node(sg.ActivationLayer.relu(), hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=1.0))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    step = replace(training._step(4, True), channels_last=True, chooses_kernels=False)
+    part = phases.split(trace(step)).forward
+    fused = fusion.fuse(part, step)
+    given = (node.meta["val"] for node in part.placeholders)
+    arrays = [torch.rand(one.shape).to(one.dtype).as_strided(one.shape, one.stride()) for one in given]
+    results = fused(*(array.clone() for array in arrays))
+    assert any(one.ndim == 4 and not one.is_contiguous() for one in results)
+    for found, expected, recorded in zip(results, part.module(*arrays), part.results.values(), strict=True):
+        assert found.stride() == recorded.stride()
+        torch.testing.assert_close(found, expected)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +53,7 @@ Found = dict[Key, torch.Tensor]
 # What a call results in: for which tensor, its array, and the loss.
 Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
 NOTHING: Answer = (None, None, None)
+current = attrgetter("current")
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class CompiledGraph(DeclaredGraph):
         self._checks_indices = False
         self._index_feeds: dict[int, Indices] = {}
         self._raising: set[int] = set()  # batch sizes for which operators find indices out of range by themselves
-        self._holding: set[Tensor] = set()
+        self._holding: tuple[tuple[Tensor, Key], ...] = ()
 
     def add_outputs(self, outputs: Names) -> None:
         """Names tensors that stay readable after a call, and that `outputs_data` may ask for.
@@ -323,7 +325,7 @@ class CompiledGraph(DeclaredGraph):
     def _accept(self, feeds: Found, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that nothing refuses any more."""
         if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
-            self._written, self._given = feeds, [tensor.current for tensor in self._feeds.tensors]
+            self._written, self._given = feeds, [*map(current, self._feeds.tensors)]
         step = None if self._optimizer is None else self._optimizer.time_step
         self._last = Call(batch, step, feeds)
 
@@ -347,11 +349,11 @@ class CompiledGraph(DeclaredGraph):
 
     def _bound(self, part: str, batch: int) -> Binding:
         """A part with the arrays that stay between calls, looked up anew where a tensor was bound to other memory."""
-        return self._programs.executable(part, batch).bound(self._memory(), self._arrays)
+        return self._programs.executable(part, batch).bound(self._memory, self._arrays)
 
-    def _memory(self) -> list[torch.Tensor | None]:
-        """What tells whether `_arrays` would find others than before."""
-        return [tensor.current for tensor in self._held]
+    def _memory(self) -> Iterable[Any]:
+        """What tells whether `_arrays` would find others than before; asked in every call."""
+        return map(current, self._held)
 
     def _arrays(self) -> Found:
         """Arrays that stay between calls."""
@@ -442,14 +444,14 @@ class CompiledGraph(DeclaredGraph):
         debugging = GraphCompilationOptions.DEBUG_LAYERS in self._options
         return [node for node in self._compiled if debugging and node.layer.is_debugging_enabled]
 
-    def _hold(self, results: Mapping[Tensor, torch.Tensor]) -> None:
+    def _hold(self, executable: Executable, found: Found) -> None:
         """Makes results readable through their tensors, and those of earlier calls unreadable."""
-        if self._holding != results.keys():
-            for tensor in self._holding - results.keys():
+        if self._holding is not executable.results:
+            for tensor in dict(self._holding).keys() - dict(executable.results).keys():
                 tensor.hold(None, "a whole call keeps its loss, last result and outputs; declare it with add_outputs")
-            self._holding = set(results)
-        for tensor, array in results.items():
-            tensor.hold(array)
+            self._holding = executable.results
+        for tensor, key in self._holding:
+            tensor.hold(found[key])
 
     def _answer(self, executable: Executable, found: Found) -> Answer:
         """The loss, or the last result without a loss."""

@@ -104,9 +104,8 @@ class InferenceGraph(InspectedGraph):
             self._check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Found) -> Answer:
-                results = results_of(found)
-                self._hold(results)
-                self._write_outputs(outputs_data, results)
+                self._hold(binding.executable, found)
+                self._write_outputs(outputs_data, results_of(found))
                 last = self._compiled[-1].results[0]
                 loss = None if self._last_loss is None else binding.executable.loss(found)
                 return last, binding.executable.result(found, value(last)), loss

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from stepgraph.compiled import NOTHING, Answer, Found, logger, require_completion, results_of
+from stepgraph.compiled import NOTHING, Answer, Found, current, logger, require_completion, results_of
 from stepgraph.compiler.step import gradient
 from stepgraph.differentiated import DifferentiatedGraph
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
@@ -26,6 +28,7 @@ from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 _NONE = ExecutionOptions.NONE
+_is_updatable = attrgetter("is_updatable")
 
 
 class TrainingGraph(DifferentiatedGraph):
@@ -232,15 +235,14 @@ class TrainingGraph(DifferentiatedGraph):
                 self._check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Found) -> Answer:
-                results = results_of(found)
-                self._hold(results)
+                self._hold(binding.executable, found)
                 if not evaluating:  # an evaluation leaves the passes before it alone
                     self._has_drawn()
                     self._forget_passes(found)
                 if learning and binding.executable.counts_steps:
                     self._training_state.updated()
                 if outputs_data:
-                    self._write_outputs(outputs_data, results | self._gradients.by_handle(found))
+                    self._write_outputs(outputs_data, results_of(found) | self._gradients.by_handle(found))
                 return self._answer(binding.executable, found)
 
             seeds = self._seeds(batch) if learning and self._takes_seeds else {}
@@ -269,12 +271,11 @@ class TrainingGraph(DifferentiatedGraph):
             self._check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Found) -> Answer:
-                results = results_of(found)
-                self._hold(results)
+                self._hold(binding.executable, found)
                 if not evaluating:  # an evaluation leaves the passes before it alone
                     self._has_drawn()
                     self._saved, self._forward_batch = feeds | found, batch
-                self._write_outputs(outputs_data, results)
+                self._write_outputs(outputs_data, results_of(found))
                 return self._answer(binding.executable, found)
 
             self._accept(feeds, batch, options)
@@ -381,7 +382,7 @@ class TrainingGraph(DifferentiatedGraph):
 
     def _build(self) -> None:
         """Traces and plans the step; refuses it where it does not fit. Nothing but this graph changes."""
-        self._updatable = [t.is_updatable for t in self._held]
+        self._updatable = [*map(_is_updatable, self._held)]
         step = self._programs.executable("step", self._feeds.batch).step
         self._takes_seeds = bool(step.seeded)
 
@@ -422,12 +423,12 @@ class TrainingGraph(DifferentiatedGraph):
         return self._state
 
     def _refresh(self) -> None:
-        if self._updatable != [t.is_updatable for t in self._held]:
+        if self._updatable != [*map(_is_updatable, self._held)]:
             self._again("other parameters are updatable", keeps_passes=True)
         self._training_state.refresh()
 
-    def _memory(self) -> list[torch.Tensor | None]:
-        return [*super()._memory(), *self._training_state.arrays.values()]
+    def _memory(self) -> Iterable[Any]:
+        return chain((self._training_state.arrays,), map(current, self._held))
 
     def _arrays(self) -> Found:
         return super()._arrays() | self._training_state.arrays

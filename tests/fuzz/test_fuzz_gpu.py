@@ -1,6 +1,7 @@
 """Random graphs of images, where layouts in memory differ most: on CUDA they train as on the CPU, in full float32.
 
 STEPGRAPH_FUZZ_SEED=154 STEPGRAPH_FUZZ_COUNT=1 pytest -m gpu tests/fuzz/test_fuzz_gpu.py     one seed
+STEPGRAPH_FUZZ_FUSED=300 pytest -m gpu -n 8 tests/fuzz/test_fuzz_gpu.py -k fused            fuses all of them
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Options = sg.GraphCompilationOptions
 SEED = int(os.environ.get("STEPGRAPH_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("STEPGRAPH_FUZZ_COUNT", "300"))
 GROUP = 25  # graphs of one test
-FUSED = 8  # graphs that are fused, which takes seconds each
+FUSED_GROUP = 5  # of one test that fuses them, which takes seconds each
+FUSED = int(os.environ.get("STEPGRAPH_FUZZ_FUSED", "40"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +64,18 @@ def failures(seeds: range, options: Options) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("first", range(SEED, SEED + COUNT, GROUP))
-def test_graphs_of_images_train_like_on_the_cpu(first: int) -> None:
-    found = failures(range(first, min(first + GROUP, SEED + COUNT)), Options.DISABLE_LAYER_FUSION)
+def groups(count: int, size: int) -> list[range]:
+    """So many seeds, in groups for one test each."""
+    return [range(first, min(first + size, SEED + count)) for first in range(SEED, SEED + count, size)]
+
+
+@pytest.mark.parametrize("seeds", groups(COUNT, GROUP), ids=str)
+def test_graphs_of_images_train_like_on_the_cpu(seeds: range) -> None:
+    found = failures(seeds, Options.DISABLE_LAYER_FUSION)
     assert not found, "\n\n".join(found)
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + min(FUSED, COUNT)))
-def test_fused_graphs_of_images_train_like_on_the_cpu(seed: int) -> None:
-    found = failures(range(seed, seed + 1), Options.FUSE_LAYERS)
+@pytest.mark.parametrize("seeds", groups(min(FUSED, COUNT), FUSED_GROUP), ids=str)
+def test_fused_graphs_of_images_train_like_on_the_cpu(seeds: range) -> None:
+    found = failures(seeds, Options.FUSE_LAYERS)
     assert not found, "\n\n".join(found)

@@ -16,6 +16,7 @@ from torch import fx
 
 from stepgraph.compiler import kernels
 from stepgraph.compiler.attention import tile_attention
+from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.modules import Module
@@ -45,7 +46,7 @@ def fuse(part: Part, step: Step) -> Function:
 
     module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    on_cpu = all(array.device.type == "cpu" for array in arrays)
+    on_cpu = is_on_cpu(arrays)
     out_of_place(module.graph)
     if on_cpu:
         spell_out_small_products(module.graph)
@@ -60,8 +61,10 @@ def fuse(part: Part, step: Step) -> Function:
     if step.tiles_convolutions:
         tile_weight_gradients(module.graph)
     join_products(module.graph)
+    if not on_cpu:
+        hide(module.graph)
     kernels.take_apart(module.graph)
-    _keep_strides(module.graph)
+    _keep_strides(module.graph, part)
     module.recompile()
     generated: list[Any] = []
 
@@ -76,12 +79,18 @@ def fuse(part: Part, step: Step) -> Function:
     return Replay(function, generated[0].current_callable) if on_cpu and len(generated) == 1 else function
 
 
-def _keep_strides(graph: fx.Graph) -> None:
+def is_on_cpu(arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether all arrays are on the CPU; the other passes are for GPUs."""
+    return all(array.device.type == "cpu" for array in arrays)
+
+
+def _keep_strides(graph: fx.Graph, part: Part) -> None:
     """Results lie in memory as they did before the graph was changed: what reads them was made for that."""
-    (end,) = (node for node in graph.nodes if node.op == "output")
+    (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
-        laid_out = [graph.call_function(_laid_out, (one, one.meta["val"].stride())) for one in end.args[0]]
-    end.args = (laid_out,)
+        results = zip(end.args[0], part.results.values(), strict=True)
+        ordered = [graph.call_function(_laid_out, (one, recorded.stride())) for one, recorded in results]
+    end.args = (ordered,)
 
 
 def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

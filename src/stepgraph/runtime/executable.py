@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from stepgraph.runtime.results import Lending, Lent
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
+_END = (object(),)  # behind the last array: fewer or more arrays are others, too
 _InferenceMode: Any = torch._C._InferenceMode  # `torch.inference_mode` without the Python around it
 
 
@@ -60,12 +62,14 @@ class Executable:
 
     def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
         self.part, self.step = part, step
+        self._outputs = tuple(enumerate(part.outputs))
+        self.results = tuple((key.owner, key) for key in part.outputs if key.kind == "value")
         self._code = _generated(part)
         self._function: Function = self._first
         held = self._code.places
         self._places = Places(block or Block(), part.held, held, part.module) if part.held else None
         self._surroundings = step.device.type, part.is_open_to_switches
-        self._bound: tuple[list[torch.Tensor | None], Binding] | None = None
+        self._bound: tuple[list[Any], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = False
@@ -89,11 +93,11 @@ class Executable:
             return "under way"
         return "never" if self.step.fusion is Fusion.NEVER else "not yet"
 
-    def bound(self, memory: list[torch.Tensor | None], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
+    def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
         """The arrays that stay between calls, looked up anew where any of `memory` is another than before."""
         known = self._bound
-        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
-            known = self._bound = memory, self.bind(arrays())
+        if known is None or not all(map(is_, known[0], chain(memory(), _END))):
+            known = self._bound = [*memory(), *_END], self.bind(arrays())
         return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
@@ -113,7 +117,7 @@ class Executable:
             raise ExecutionError(
                 self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
             ) from error
-        return dict(zip(self.part.outputs, found, strict=True))
+        return {key: found[index] for index, key in self._outputs}
 
     @cached_property
     def counts_steps(self) -> bool:

@@ -85,7 +85,9 @@ class Feeds:
     def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
         """Data by tensor; refuses names that were not declared."""
         found: dict[Tensor, Any] = {}
-        for data, (kind, names, fed) in zip((inputs, labels, weights), self._groups, strict=True):
+        given = inputs, labels, weights
+        for index, kind, names, fed in self._groups:
+            data = given[index]
             if data is None:
                 continue
             if type(data) is not dict and not isinstance(data, Mapping):
@@ -100,10 +102,11 @@ class Feeds:
         return found
 
     @cached_property
-    def _groups(self) -> tuple[tuple[str, Names, Names], ...]:
+    def _groups(self) -> tuple[tuple[int, str, Names, Names], ...]:
         """What is declared, by kind; and what of it is fed."""
         groups = (("inputs", self.inputs), ("loss labels", self.labels), ("loss label weights", self.weights))
-        return tuple((kind, names, {n: t for n, t in names.items() if t in self.tensors}) for kind, names in groups)
+        fed = ({n: t for n, t in names.items() if t in self.tensors} for _, names in groups)
+        return tuple((index, *group, next(fed)) for index, group in enumerate(groups))
 
     def arrays(
         self, given: Mapping[Tensor, Any], batch: int, device: Device, indices: Indices | None = None

@@ -47,6 +47,7 @@ class TrainingState:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        # Replaced as a whole: who knows the dictionary knows the arrays.
         self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
         self._trainable: tuple[Tensor, ...] = ()
@@ -168,7 +169,7 @@ class TrainingState:
         for i, array in enumerate(buffers):
             mine = self.arrays.get(state(tensor, i))
             if mine is None:  # of a parameter that is frozen now
-                self.arrays[state(tensor, i)] = array.to(self.device.torch, copy=True)
+                self.arrays = {**self.arrays, state(tensor, i): array.to(self.device.torch, copy=True)}
             else:
                 mine.copy_(array)
         self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(buffers))])
@@ -203,7 +204,7 @@ class TrainingState:
             self._check(tensor)
             for i, data in enumerate(tensor.optimizer_data):
                 bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
-                self.arrays[state(tensor, i)] = bound.to(self.device.torch)
+                self.arrays = {**self.arrays, state(tensor, i): bound.to(self.device.torch)}
 
     def _check(self, tensor: Tensor) -> None:
         assert self.optimizer is not None

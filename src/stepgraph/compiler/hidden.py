@@ -1,0 +1,123 @@
+"""Operators that PyTorch's compiler cannot look into: it calls them as they are, and takes their strides as given.
+
+They stand in for operators that it gets wrong on a GPU. Each says what is wrong and where it was seen; it can go when
+every supported PyTorch is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+BIASES = 2  # which of the gradients of a convolution
+
+
+def hide(graph: fx.Graph) -> None:
+    """Hides operators that PyTorch's compiler for GPUs gets wrong."""
+    for node in list(graph.nodes):
+        if node.target is aten.upsample_nearest2d_backward.default:
+            _hide_upsampling(node)
+        elif node.target is aten.convolution.default and _may_lie_either_way(*node.args[:2]):
+            _replace(node, "convolution", *node.args)
+        elif node.target is aten.convolution_backward.default and _may_lie_either_way(*node.args[:3]):
+            _hide_convolution_backward(node)
+    graph.eliminate_dead_code()
+
+
+def _hide_upsampling(node: fx.Node) -> None:
+    """Triton 3.6: fused with a sum over pixels, it adds up others where the new size is no multiple of the old one.
+
+    `torch.compile` alone shows it, from 3×6 to 4×7.
+    """
+    gradient, size, shape = node.args[:3]
+    assert isinstance(size, list | tuple)
+    assert isinstance(shape, list | tuple)
+    if any(new % old for new, old in zip(size, shape[2:], strict=True)):
+        _replace(node, "upsample_nearest_backward", gradient, size, shape)
+
+
+def _hide_convolution_backward(node: fx.Node) -> None:
+    for one in list(node.users):  # `getitem`, one for each gradient
+        which = one.args[1]
+        if which == BIASES:
+            gradient = node.args[0]
+            assert isinstance(gradient, fx.Node)
+            others = [axis for axis in range(gradient.meta["val"].ndim) if axis != 1]
+            with node.graph.inserting_before(one):
+                total = node.graph.call_function(aten.sum.dim_IntList, (gradient, others))
+            total.meta = one.meta
+            one.replace_all_uses_with(total)
+        else:
+            _replace(one, "convolution_backward", *node.args[:-1], which)
+
+
+def _replace(node: fx.Node, name: str, *arguments: Any) -> None:
+    """Puts an operator in another's place; its result lies in memory as that one's was recorded to."""
+    operator = getattr(torch.ops.stepgraph, name).default
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(operator, (*arguments, list(node.meta["val"].stride())))
+    new.meta = node.meta
+    node.replace_all_uses_with(new)
+
+
+def _may_lie_either_way(*nodes: Any) -> bool:
+    """Whether strides leave open if channels lie first or last, as where there is one channel.
+
+    PyTorch's compiler, its fakes and cuDNN then each go by strides that mean nothing, and come to different ends.
+    """
+    arrays = (node.meta["val"] for node in nodes)
+    both = torch.contiguous_format, torch.channels_last
+    return any(one.ndim == 4 and all(one.is_contiguous(memory_format=order) for order in both) for one in arrays)
+
+
+def _convolution(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    biases: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    order: list[int],
+) -> torch.Tensor:
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    return _ordered(aten.convolution(x, weights, biases, *settings), order)
+
+
+def _convolution_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    which: int,
+    order: list[int],
+) -> torch.Tensor:
+    settings = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
+    mask = [which == 0, which == 1, False]
+    return _ordered(aten.convolution_backward(gradient, x, weights, *settings, mask)[which], order)
+
+
+def _upsample_nearest_backward(
+    gradient: torch.Tensor, size: list[int], shape: list[int], order: list[int]
+) -> torch.Tensor:
+    return _ordered(aten.upsample_nearest2d_backward(gradient, size, shape), order)
+
+
+def _ordered(found: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return found if list(found.stride()) == order else found.new_empty_strided(found.shape, order).copy_(found)
+
+
+for _function in (_convolution, _convolution_backward, _upsample_nearest_backward):
+    # PyTorch has fakes of what they call, so that each is its own.
+    torch.library.custom_op(f"stepgraph::{_function.__name__[1:]}", _function, mutates_args=()).register_fake(_function)
