@@ -10,8 +10,8 @@ from typing import Any
 
 import griffe
 
-LAYER = "stepgraph.layer.Layer"
-MARKERS = {"stepgraph.layer.statistic", "stepgraph.layer.constant"}
+LAYER = "stepgraph.layers.layer.Layer"
+MARKERS = {"stepgraph.layers.layer.statistic", "stepgraph.layers.layer.constant"}
 ENUMERATIONS = {"RawEnum", "IntFlag"}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.interrupts import Uninterrupted
+from stepgraph.system.interrupts import Uninterrupted
 
 CPU = sg.Device.cpu()
 
@@ -308,7 +308,7 @@ def test_binding_writes_into_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     first, second = (torch.empty(3, device="meta") for _ in range(2))
     tensor = sg.Tensor((3,))
     written: list[Any] = []
-    monkeypatch.setattr("stepgraph.tensor._copied", lambda target, source: written.append(target) or target)
+    monkeypatch.setattr("stepgraph.tensors.tensor._copied", lambda target, source: written.append(target) or target)
     tensor.bind(first, place)
     assert tensor.torch() is not first
     own = tensor.torch()

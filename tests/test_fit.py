@@ -238,8 +238,8 @@ def test_lines_and_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     assert all(word in lines[0] for word in ("loss", "accuracy", "validation loss", "rate 0.01"))
-    monkeypatch.setattr("stepgraph.progress.Plain.pause", 0.0)
-    monkeypatch.setattr("stepgraph.progress.Bar.pause", 0.0)
+    monkeypatch.setattr("stepgraph.fitting.progress.Plain.pause", 0.0)
+    monkeypatch.setattr("stepgraph.fitting.progress.Bar.pause", 0.0)
     monkeypatch.setattr(sg.fit.__globals__["_Run"], "seldom", (1, 0.0))
     sg.fit(network(), arrays(), **settings | {"progress": "plain"})
     lines = capsys.readouterr().out.splitlines()

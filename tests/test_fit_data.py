@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.data import Batch, ahead
+from stepgraph.fitting.data import Batch, ahead
 from tests.fit_runs import BATCH, FEATURES, ROWS, arrays, network, parameters
 
 

@@ -22,8 +22,8 @@ from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion, value
+from stepgraph.graphs.settings import fusion_of
 from stepgraph.layers import attention as attention_layer
-from stepgraph.settings import fusion_of
 
 OPTIONS = sg.GraphCompilationOptions
 aten = torch.ops.aten

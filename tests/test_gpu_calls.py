@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.surroundings import Precision
+from stepgraph.system.surroundings import Precision
 
 pytestmark = pytest.mark.gpu
 UNFUSED = sg.GraphCompilationOptions.DISABLE_LAYER_FUSION

@@ -8,7 +8,7 @@ import torch
 from sklearn import metrics as reference
 
 import stepgraph as sg
-from stepgraph.metrics import Tally, by_name
+from stepgraph.fitting.metrics import Tally, by_name
 
 GENERATOR = np.random.default_rng(0)
 SCORES = GENERATOR.standard_normal((50, 4)).astype(np.float32)

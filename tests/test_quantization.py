@@ -11,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, StateError, StepgraphError
-from stepgraph.quantization import QUANTIZED, dequantize, quantize
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.quantization import QUANTIZED
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType
 
 INT8, UINT8, INT32, FLOAT32 = DataType.INT8, DataType.UINT8, DataType.INT32, DataType.FLOAT32
 ENDS = {INT8: (-128, 127), UINT8: (0, 255), INT32: (-(2**31), 2**31 - 1)}
+
+
+def quantize(x: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+    return x.quantized(*arguments, **settings)
+
+
+def dequantize(y: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+    return y.dequantized(*arguments, **settings)
 
 
 def tensor(values: Any, data_type: DataType = FLOAT32) -> Tensor:

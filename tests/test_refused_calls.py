@@ -11,7 +11,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.runtime import executable as executables
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 CPU = sg.Device.cpu()
 ROWS = 8

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.data import Batch
+from stepgraph.fitting.data import Batch
 from stepgraph.report import budget, facts, page, structure
 from stepgraph.report.budget import Budget
 from stepgraph.report.distribution import BINS, COUNTED, distribution

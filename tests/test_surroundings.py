@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.surroundings import Precision
+from stepgraph.system.surroundings import Precision
 
 ROWS, SHORT = 12, 5
 DATA = np.random.default_rng(0).standard_normal((ROWS, 6)).astype(np.float32)

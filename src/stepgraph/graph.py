@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from stepgraph import buffers, draw
+from stepgraph import draw
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, user_line
-from stepgraph.layer import Layer, join
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
+from stepgraph.layers.layer import Layer, join
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
-from stepgraph.tensor import Tensor, require_device
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor, require_device
 from stepgraph.types import ReductionType
 
 

@@ -10,15 +10,15 @@ from stepgraph.types import (
     ReductionType as ReductionType,
 )
 from stepgraph.random import get_seed as get_seed, set_seed as set_seed
-from stepgraph.buffers import TensorData as TensorData
+from stepgraph.tensors.buffers import TensorData as TensorData
 from stepgraph.device import Device as Device
-from stepgraph.tensor import (
+from stepgraph.tensors.tensor import (
     Tensor as Tensor,
     TensorDescriptor as TensorDescriptor,
     TensorOptimizerDeviceData as TensorOptimizerDeviceData,
     TensorParameter as TensorParameter,
 )
-from stepgraph.layer import Layer as Layer, Scope as Scope, constant as constant, statistic as statistic
+from stepgraph.layers.layer import Layer as Layer, Scope as Scope, constant as constant, statistic as statistic
 from stepgraph.layers.activation import (
     ActivationDescriptor as ActivationDescriptor,
     ActivationLayer as ActivationLayer,
@@ -90,16 +90,16 @@ from stepgraph.optimizers import (
     SGDOptimizer as SGDOptimizer,
 )
 from stepgraph.graph import Graph as Graph
-from stepgraph.training import TrainingGraph as TrainingGraph
-from stepgraph.inference import InferenceGraph as InferenceGraph
+from stepgraph.graphs.training import TrainingGraph as TrainingGraph
+from stepgraph.graphs.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
 from stepgraph.runtime.profile import Profile as Profile
 from stepgraph.runtime.numerics import NumericsReport as NumericsReport
-from stepgraph.fit import evaluate as evaluate, fit as fit
-from stepgraph.history import History as History
-from stepgraph.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
-from stepgraph.schedule import WarmupCosine as WarmupCosine
-from stepgraph.portable import load as load, save as save
+from stepgraph.fitting.fit import evaluate as evaluate, fit as fit
+from stepgraph.fitting.history import History as History
+from stepgraph.fitting.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
+from stepgraph.fitting.schedule import WarmupCosine as WarmupCosine
+from stepgraph.graphs.portable import load as load, save as save
 from stepgraph.checkpoint.files import latest as latest
 from stepgraph.checkpoint.report import RestoreReport as RestoreReport
 from stepgraph.errors import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.layer import Layer
+from stepgraph.layers.layer import Layer
 
 Source = Callable[[np.random.Generator], np.ndarray]
 

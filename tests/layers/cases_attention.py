@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.attention import MultiheadAttentionDescriptor, MultiheadAttentionLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from tests.layers import cases_dropout
 from tests.layers.case import Bad, Case, Source, normal
 

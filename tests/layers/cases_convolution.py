@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.convolution import ConvolutionDescriptor, ConvolutionLayer, ConvolutionType
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import PaddingPolicy
 from tests.layers.case import Bad, Case, normal
 

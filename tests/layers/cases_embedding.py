@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.embedding import EmbeddingDescriptor, EmbeddingLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from tests.layers.case import Bad, Case, Source
 
 ROWS, WIDTH = 7, 3

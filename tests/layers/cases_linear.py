@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.convolution import ConvolutionDescriptor
 from stepgraph.layers.linear import FullyConnectedLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import RandomInitializerType
 from tests.layers.case import Bad, Case, normal
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.layer_normalization import GroupNormalizationLayer, LayerNormalizationLayer
 from stepgraph.layers.normalization import BatchNormalizationLayer, InstanceNormalizationLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from tests.layers.case import Bad, Case, Source
 
 CHANNELS = 3

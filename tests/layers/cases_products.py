@@ -7,7 +7,7 @@ import torch
 
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.products import GramMatrixLayer, MatMulDescriptor, MatMulLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from tests.layers.case import Bad, Case, normal
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from stepgraph.errors import DataTypeError, ShapeError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.recurrent import LSTMDescriptor, LSTMLayer, LSTMResultMode
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from tests.layers.case import Bad, Case, normal
 
 Function = Callable[[Any], Any]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
 from stepgraph.layers.activation import ACTIVATIONS, ActivationDescriptor, ActivationLayer, ActivationType
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.softmax import SOFTMAX, SoftmaxLayer, SoftmaxOperation
 
 A = ActivationLayer

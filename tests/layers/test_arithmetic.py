@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
 from stepgraph.layers.arithmetic import BINARY, UNARY, ArithmeticLayer, ArithmeticOperation
+from stepgraph.layers.layer import Scope
 
 INFINITE = [math.inf, -math.inf, math.nan]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.layer import Scope
 from stepgraph.layers.attention import MultiheadAttentionDescriptor, MultiheadAttentionLayer
+from stepgraph.layers.layer import Scope
 from tests.layers.cases_attention import E, attended, attention
 
 DOUBLE = torch.float64

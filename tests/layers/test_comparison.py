@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import mutually_broadcastable_shapes
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
 from stepgraph.layers.comparison import BINARY, LOGICAL, UNARY, ComparisonLayer, ComparisonOperation
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.layers.layer import Scope
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType
 from tests.layers.cases_comparison import by_sign, by_truth_table
 

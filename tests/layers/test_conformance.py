@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph.layers
 import stepgraph.random
-from stepgraph.layer import Layer, Scope
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.layers.layer import Layer, Scope
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, PaddingPolicy, RawEnum, ReductionType
 from tests.layers.case import Bad, Case
 

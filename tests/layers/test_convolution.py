@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Scope
 from stepgraph.layers.convolution import CONVOLUTIONS, ConvolutionDescriptor, ConvolutionLayer, ConvolutionType
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.layers.layer import Scope
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import PaddingPolicy, RandomInitializerType
 from tests.layers.cases_convolution import Setting
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
 from stepgraph.layers.dropout import DropoutLayer
+from stepgraph.layers.layer import Scope
 
 X = torch.randn(64, 50, generator=torch.Generator().manual_seed(1)).abs() + 0.1  # no zeros of its own
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepgraph as sg
-from stepgraph.data import Batch
-from stepgraph.layer import Scope
+from stepgraph.fitting.data import Batch
 from stepgraph.layers.embedding import EmbeddingDescriptor, EmbeddingLayer
+from stepgraph.layers.layer import Scope
 from stepgraph.report.probe import Probe
 from tests.layers.cases_embedding import ROWS, WIDTH, embedding
 

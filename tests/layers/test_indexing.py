@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
+from stepgraph.layers.layer import Scope
 from stepgraph.types import ReductionType
 
 SCOPE = Scope({})

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.loss import CLASSES, ELEMENTS, LOSSES, SAMPLES, LossDescriptor, LossLayer, LossType
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import ReductionType
 
 SCOPE = Scope({})

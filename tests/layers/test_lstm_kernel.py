@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.lstm_kernel import lstm, lstm_gradient, sequence_lengths
 from tests.layers.cases_recurrent import Setting
 from tests.layers.test_recurrent import arrays, assert_all_close, run, sources

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import stepgraph as sg
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.layer_normalization import GroupNormalizationLayer, LayerNormalizationLayer
 from stepgraph.layers.normalization import BatchNormalizationLayer, InstanceNormalizationLayer
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from tests.layers.cases_normalization import by_groups, over_last, with_batch_statistics
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.padding import PADDINGS, PaddingLayer, PaddingType
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from tests.layers.cases_padding import Sides, padded
 
 NAMES = {"ZERO": "constant", "CONSTANT": "constant", "REFLECT": "reflect", "SYMMETRIC": "symmetric"}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.pooling import POOLINGS, PoolingDescriptor, PoolingLayer, PoolingType
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import PaddingPolicy
 from tests.layers.cases_pooling import Setting, distinct
 

@@ -13,9 +13,9 @@ from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.errors import ArgumentError, DataTypeError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.products import GramMatrixLayer, MatMulDescriptor, MatMulLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from tests.layers.cases_products import product
 
 

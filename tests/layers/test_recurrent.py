@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import ArgumentError, ShapeError, StateError
-from stepgraph.layer import Scope
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.recurrent import LSTMDescriptor, LSTMLayer, LSTMResultMode
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from tests.layers.cases_recurrent import ACTIVATIONS, USUAL, Setting
 
 

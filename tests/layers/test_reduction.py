@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.reduction import REDUCTIONS, ReductionLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType, ReductionType
 
 ARGUMENTS = {ReductionType.ARG_MAX, ReductionType.ARG_MIN}

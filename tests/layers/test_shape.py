@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import stepgraph as sg
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.shape import SliceLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.upsample import SampleMode, UpsampleLayer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from tests.layers.cases_upsample import linear, nearest
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepgraph as sg
-from stepgraph.buffers import TensorData
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.layers.loss import LossDescriptor, LossLayer, LossType
 from stepgraph.layers.yolo import YOLOLossDescriptor, YOLOLossLayer
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import ReductionType
 from tests.layers.cases_yolo import ANCHORS, differing, predicted_iou, scene, yolo
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from stepgraph.errors import CheckpointError, DataTypeError, StepgraphError, reason
-from stepgraph.layer import Layer
+from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 _OURS = "stepgraph"
 Kind = TypeVar("Kind")

@@ -24,7 +24,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, StorageError, reason
-from stepgraph.storage import as_path, open_regular, read_regular, storage, whole
+from stepgraph.system.storage import as_path, open_regular, read_regular, storage, whole
 
 FORMAT, VERSION = "stepgraph", 1
 DESCRIPTION = "graph.json"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph import surroundings
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Encoder, Numbered
 from stepgraph.checkpoint.report import Mismatch, RestoreReport
@@ -26,14 +25,15 @@ from stepgraph.checkpoint.structure import (
 from stepgraph.device import Device
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
-from stepgraph.interrupts import Uninterrupted
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.state import Progress
-from stepgraph.tensor import Tensor
+from stepgraph.system import surroundings
+from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from stepgraph.compiled import CompiledGraph
+    from stepgraph.graphs.compiled import CompiledGraph
 
 OTHER = "use another checkpoint"
 

@@ -16,7 +16,7 @@ from stepgraph.errors import DataTypeError, reason
 from stepgraph.runtime.execution import turn
 
 if TYPE_CHECKING:
-    from stepgraph.compiled import CompiledGraph
+    from stepgraph.graphs.compiled import CompiledGraph
 
 
 def save(graph: CompiledGraph, path: Any, keep: int | None, notes: Mapping[str, Any] | None) -> Path:

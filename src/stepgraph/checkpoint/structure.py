@@ -14,14 +14,14 @@ from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, un
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.graph import Node
-from stepgraph.layer import Layer
+from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer, OptimizerDescriptor
 from stepgraph.runtime.state import Progress
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType
 
 if TYPE_CHECKING:
-    from stepgraph.compiled import CompiledGraph
+    from stepgraph.graphs.compiled import CompiledGraph
 
 
 def layers_of(graphs: Iterable[CompiledGraph]) -> list[Layer]:

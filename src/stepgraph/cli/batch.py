@@ -12,7 +12,7 @@ import torch
 
 from stepgraph.errors import DataError, DataTypeError, StorageError, UnknownNameError, reason
 from stepgraph.layers.embedding import EmbeddingLayer
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType
 
 Batch = dict[str, np.ndarray | torch.Tensor]

@@ -13,7 +13,7 @@ from stepgraph.errors import StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from stepgraph.training import TrainingGraph
+    from stepgraph.graphs.training import TrainingGraph
 
 HELP = "train a small network and show what stepgraph is, in seconds"
 BATCH, SEEN, UNSEEN, RATE = 64, 3000, 1000, 1e-2

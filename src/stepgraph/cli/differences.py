@@ -14,7 +14,7 @@ import torch
 from stepgraph import draw
 from stepgraph.checkpoint.structure import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 
 class What(NamedTuple):

@@ -18,7 +18,7 @@ from stepgraph import __version__
 from stepgraph.compiler.kernels import measure
 from stepgraph.device import Device
 from stepgraph.errors import StorageError
-from stepgraph.storage import read_regular
+from stepgraph.system.storage import read_regular
 from stepgraph.types import DeviceType
 
 INSTALL = "https://pytorch.org/get-started/locally"

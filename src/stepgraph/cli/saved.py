@@ -117,8 +117,8 @@ def is_of_fit(name: str, note: Any) -> bool:
 
 def fit_notes(notes: Mapping[str, Any]) -> str:
     """What `fit` wrote down, in a line."""
-    from stepgraph.history import real
-    from stepgraph.progress import told
+    from stepgraph.fitting.progress import told
+    from stepgraph.system.storage import real
 
     place, history = notes["place"], notes["history"]
     line = f"{place['epoch']} epochs, {place['step']} updates"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from stepgraph import draw
 from stepgraph.errors import OBEYED, readable
-from stepgraph.history import plain
+from stepgraph.system.storage import plain
 
 _UNLIMITED = 10_000
 

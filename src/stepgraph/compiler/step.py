@@ -14,8 +14,8 @@ from stepgraph.compiler import tiles
 from stepgraph.errors import ShapeError, StepgraphError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
-from stepgraph.surroundings import FULL, Precision
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.system.surroundings import FULL, Precision
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
 class Key(NamedTuple):

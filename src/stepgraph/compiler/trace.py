@@ -15,7 +15,6 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph import surroundings
 from stepgraph.compiler import corrections, kernels, passes
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
@@ -24,7 +23,8 @@ from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, g
 from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.errors import StateError
 from stepgraph.layers import lstm_kernel
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.system import surroundings
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 # PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
 recording = threading.RLock()

@@ -37,9 +37,9 @@ from stepgraph.compiler.step import (
 )
 from stepgraph.errors import ExecutionError, StepgraphError, reason
 from stepgraph.graph import Node
-from stepgraph.layer import Scope
+from stepgraph.layers.layer import Scope
 from stepgraph.optimizers import global_norm
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 Arrays = dict[Key, torch.Tensor]
 

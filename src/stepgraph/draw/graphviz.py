@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepgraph.draw.names import extents, flows, kind, unique_names
 from stepgraph.errors import readable
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node

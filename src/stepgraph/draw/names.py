@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import RawEnum
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
-    from stepgraph.layer import Layer
+    from stepgraph.layers.layer import Layer
 
 
 def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:

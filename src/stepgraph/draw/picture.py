@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from stepgraph.draw.layout import Edge, Layout, layered, spread
 from stepgraph.draw.names import extents, flows, kind, unique_names, variant
 from stepgraph.errors import readable
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
-    from stepgraph.layer import Layer
+    from stepgraph.layers.layer import Layer
 
 _HEIGHT, _ROW, _MARGIN = 40, 78, 12
 _LONGEST = 26  # letters of a name that are shown

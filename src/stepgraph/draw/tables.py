@@ -15,7 +15,7 @@ from stepgraph.errors import readable, readable_lines
 
 if TYPE_CHECKING:
     from stepgraph.graph import Node
-    from stepgraph.layer import Layer
+    from stepgraph.layers.layer import Layer
 
 
 COLUMNS = ("layer", "kind", "sources", "result", "parameters")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.types import RawEnum
 
 

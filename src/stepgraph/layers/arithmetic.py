@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.layers.layer import Layer, Scope
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import RawEnum
 
 

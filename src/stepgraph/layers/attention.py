@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.shape import require_same_type
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.window import Pair, Size, WindowDescriptor, require_images, require_room
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import PaddingPolicy, RandomInitializerType, RawEnum
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 
 
 class DropoutLayer(Layer):

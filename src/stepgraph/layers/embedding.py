@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.random import initialize
-from stepgraph.tensor import MAX_DIMENSIONS, Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import MAX_DIMENSIONS, Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _INDEX_TYPES = (DataType.INT32, DataType.INT64)

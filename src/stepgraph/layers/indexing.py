@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import MovingLayer, require_dimension, require_same_type, whole_number
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType, ReductionType
 
 

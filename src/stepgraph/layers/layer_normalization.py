@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.normalization import gamma_beside, require_channel_counts, require_channels, require_epsilon
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
 class GroupNormalizationLayer(Layer):

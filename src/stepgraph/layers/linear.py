@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.convolution import ConvolutionDescriptor
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import RandomInitializerType
 
 

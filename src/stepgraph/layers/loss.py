@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope, constant
 from stepgraph.layers.labels import label_shape, weight_shape
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.layers.layer import Layer, Scope, constant
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import RawEnum, ReductionType
 
 

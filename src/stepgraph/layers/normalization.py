@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope, statistic
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.layers.layer import Layer, ParameterOf, Scope, statistic
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
 class BatchNormalizationLayer(Layer):

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import whole_number
 from stepgraph.layers.window import Pair, require_images
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import RawEnum
 
 Sizes = int | Sequence[int]

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ShapeError
-from stepgraph.layer import Layer, Scope
 from stepgraph.layers.convolution import convolve
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.window import Pair, Size, WindowDescriptor, extent, require_images, require_room
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import PaddingPolicy, RawEnum
 
 

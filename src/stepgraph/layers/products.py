@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import require_broadcast, require_same_type
 from stepgraph.layers.window import require_images
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 
 
 @dataclass(frozen=True)

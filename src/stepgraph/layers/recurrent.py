@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_cudnn import cudnn_computes, run_cudnn
 from stepgraph.layers.lstm_kernel import lstm, sequence_lengths
 from stepgraph.layers.lstm_steps import lstm_steps, running
 from stepgraph.random import initialize
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType, RawEnum
 
 Array = torch.Tensor

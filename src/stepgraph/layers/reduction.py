@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import require_dimension, whole_number
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import DataType, ReductionType
 
 Dimensions = int | Sequence[int]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
-from stepgraph.layer import Layer, Scope
-from stepgraph.tensor import MAX_DIMENSIONS, TensorDescriptor
+from stepgraph.layers.layer import Layer, Scope
+from stepgraph.tensors.tensor import MAX_DIMENSIONS, TensorDescriptor
 from stepgraph.types import DataType
 
 

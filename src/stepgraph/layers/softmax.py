@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from stepgraph.errors import ArgumentError
-from stepgraph.layer import Layer, Scope
+from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.shape import require_dimension, whole_number
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import RawEnum
 
 

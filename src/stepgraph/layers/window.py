@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layer import Layer
-from stepgraph.tensor import TensorDescriptor
+from stepgraph.layers.layer import Layer
+from stepgraph.tensors.tensor import TensorDescriptor
 from stepgraph.types import PaddingPolicy
 
 Pair = tuple[int, int]

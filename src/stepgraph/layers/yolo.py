@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from stepgraph.buffers import TensorData
 from stepgraph.errors import ArgumentError, DataError, ShapeError
-from stepgraph.layer import Scope, constant
 from stepgraph.layers.labels import label_shape, weight_shape
+from stepgraph.layers.layer import Scope, constant
 from stepgraph.layers.loss import LossDescriptor, LossLayer, LossType
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import ReductionType
 
 BOX = 5  # channels of an anchor before its classes: x, y, width, height, confidence

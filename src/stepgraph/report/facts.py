@@ -16,7 +16,7 @@ import torch
 from stepgraph.device import Device
 from stepgraph.errors import working_directory
 from stepgraph.optimizers import Optimizer, RegularizationType
-from stepgraph.surroundings import Precision
+from stepgraph.system.surroundings import Precision
 
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api[-_]?key|auth)")
 HIDDEN = "…"

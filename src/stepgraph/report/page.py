@@ -17,7 +17,7 @@ from typing import Any
 from stepgraph.errors import readable
 from stepgraph.report.run import Run
 from stepgraph.report.view import name, view
-from stepgraph.storage import storage
+from stepgraph.system.storage import storage
 
 FILE = "report.html"
 SCRIPTS = (

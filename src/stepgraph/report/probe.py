@@ -7,7 +7,9 @@ training goes on bit for bit as if nobody had looked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +19,24 @@ from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.step import Fusion, gradient
 from stepgraph.compiler.trace import Program
 from stepgraph.compiler.walk import FORWARD, GRADIENT
-from stepgraph.data import Batch
 from stepgraph.errors import MemoryLimitError
+from stepgraph.graphs.training import TrainingGraph
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.profile import Profile
-from stepgraph.tensor import Tensor
-from stepgraph.training import TrainingGraph
+from stepgraph.tensors.tensor import Tensor
+
+
+class Batch(Protocol):
+    """Data of one call: inputs, labels and label weights, each by name."""
+
+    @property
+    def parts(self) -> tuple[Mapping[str, Any], ...]:
+        """Inputs, labels and label weights."""
+
+    @property
+    def rows(self) -> int:
+        """The batch size."""
 
 
 class Probe:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.errors import ArgumentError, RunError, StorageError
-from stepgraph.history import plain
-from stepgraph.storage import open_regular, read_regular, storage
+from stepgraph.system.storage import open_regular, plain, read_regular, storage
 
 FORMAT, VERSION = "stepgraph run", 1
 FILE = "run.jsonl"

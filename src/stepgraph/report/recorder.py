@@ -18,15 +18,14 @@ from typing import Any
 import torch
 
 from stepgraph import draw
-from stepgraph.data import Batch
 from stepgraph.errors import RunError, StepgraphError, StorageError, readable, reason
+from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report import facts, page, structure
 from stepgraph.report.budget import Budget
 from stepgraph.report.distribution import distribution, short
-from stepgraph.report.probe import Probe
+from stepgraph.report.probe import Batch, Probe
 from stepgraph.report.record import Record, check_new
 from stepgraph.report.run import Run
-from stepgraph.training import TrainingGraph
 
 logger = logging.getLogger("stepgraph")
 PAGE_SECONDS = 10.0  # the page is made again after an epoch if it is older than this

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepgraph.errors import RunError, StorageError, reason
 from stepgraph.report.record import FILE, LARGEST, check_header
-from stepgraph.storage import open_regular, storage, whole
+from stepgraph.system.storage import open_regular, storage, whole
 
 BELOW = 6  # runs that an error names
 

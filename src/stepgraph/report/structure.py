@@ -8,8 +8,8 @@ from stepgraph import draw
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import Step
 from stepgraph.graph import Node
-from stepgraph.tensor import Tensor
-from stepgraph.training import TrainingGraph
+from stepgraph.graphs.training import TrainingGraph
+from stepgraph.tensors.tensor import Tensor
 
 HOLDERS = 40
 

@@ -30,7 +30,7 @@ from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.graph import Node
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.trial import Trial
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 _Mark = tuple[Key, bool]  # an array of a trial, as it was before, or after what the step changes
 _GRADIENTS = ("gradient", "source gradient", "user gradient")

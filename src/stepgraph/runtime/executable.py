@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph import surroundings
 from stepgraph.compiler import fusion, kernels
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
@@ -34,6 +33,7 @@ from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.block import Block, Places
 from stepgraph.runtime.losses import Loss, Losses
 from stepgraph.runtime.results import Lending, Lent
+from stepgraph.system import surroundings
 
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing

@@ -22,7 +22,7 @@ from stepgraph.device import Device
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
-from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph import buffers
 from stepgraph.compiler.step import Key, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, StepgraphError, UnknownNameError
 from stepgraph.graph import Node
 from stepgraph.runtime.indices import Indices
-from stepgraph.tensor import Tensor
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType
 
 MOST = 64  # batch sizes whose feeds are remembered

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stepgraph import buffers
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
 from stepgraph.compiler.trace import Program
-from stepgraph.tensor import Tensor
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
 
 
 class Gradients:

@@ -14,7 +14,7 @@ import torch
 
 from stepgraph.compiler.step import Key, Limit, Step, value
 from stepgraph.errors import DataError
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 
 class Indices:

@@ -11,7 +11,7 @@ from stepgraph.graph import Node
 from stepgraph.runtime.blame import Origin, Search
 from stepgraph.runtime.finite import Contents
 from stepgraph.runtime.trial import Trial
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 FIXES = {
     "input": "clean the data of this batch; no layer is at fault",

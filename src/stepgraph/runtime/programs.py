@@ -14,9 +14,9 @@ from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Fusion, Key, Step, value
 from stepgraph.compiler.trace import Program, trace
 from stepgraph.compiler.walk import FORWARD
-from stepgraph.interrupts import Uninterrupted
 from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
+from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
 WHOLE = ("step", "inference")  # parts that run a call in one piece

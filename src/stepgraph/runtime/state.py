@@ -8,7 +8,6 @@ from operator import is_
 
 import torch
 
-from stepgraph.buffers import TensorData
 from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
@@ -16,7 +15,8 @@ from stepgraph.errors import ArgumentError, DataError
 from stepgraph.graph import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
-from stepgraph.tensor import Tensor, TensorOptimizerDeviceData
+from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
 FIRST_SCALE = 2.0**16  # as large as float16 goes; it halves until gradients are finite
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import StorageError
-from stepgraph.storage import read_regular
+from stepgraph.system.storage import read_regular
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`

@@ -8,7 +8,7 @@ from typing import Any
 from stepgraph.errors import ArgumentError, DataTypeError
 from stepgraph.graph import Graph, Node
 from stepgraph.runtime.feeds import Feeds, Names
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 
 
 class DeclaredGraph(Graph):

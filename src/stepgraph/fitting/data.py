@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph import buffers
-from stepgraph.compiled import CompiledGraph
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, StateError, UnknownNameError
-from stepgraph.tensor import Tensor
+from stepgraph.graphs.compiled import CompiledGraph
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
 
 KINDS = ("input", "loss label", "loss label weight")
 GIVE = "give arrays (inputs, labels), a dictionary of arrays, or an iterable of such batches"

@@ -9,9 +9,8 @@ that stands for zero. Halves go to the even neighbor. Everything is found in flo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,16 +18,34 @@ import torch
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError
 from stepgraph.types import DataType
 
-if TYPE_CHECKING:
-    from stepgraph.tensor import Tensor
-
-    Numbers: TypeAlias = float | Tensor | np.ndarray | torch.Tensor | Sequence[float]
-
+Array = torch.Tensor
 QUANTIZED = (DataType.INT8, DataType.UINT8, DataType.INT32)
 
 
-def quantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> Tensor:
-    """A new tensor with `round(scale * x + bias)`; what does not fit the type becomes its nearest number.
+class Values(Protocol):
+    """Numbers of one type with a shape: a tensor, as far as this module needs one."""
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents."""
+
+    @property
+    def data_type(self) -> DataType:
+        """The type of its numbers."""
+
+    def torch(self) -> Array:
+        """The numbers."""
+
+
+Numbers = float | Values | np.ndarray | torch.Tensor | Sequence[float]
+
+
+def quantize(tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> torch.Tensor:
+    """`round(scale * x + bias)`; what does not fit the type becomes its nearest number.
 
     Args:
         tensor: float32, with data; infinities become the ends of the type, NaN is refused.
@@ -38,9 +55,8 @@ def quantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, a
         axis: the dimension along which scales and biases differ; None for one pair for all.
 
     Example:
-        >>> from stepgraph.tensor import Tensor
         >>> x = Tensor((4,), data=np.array([1, 2, 3, 4], np.float32))
-        >>> quantize(x, DataType.INT32, scale=[1, 10, 100, 1000], bias=0, axis=0).data
+        >>> x.quantized(DataType.INT32, scale=[1, 10, 100, 1000], bias=0, axis=0).data
         array([   1,   20,  300, 4000], dtype=int32)
     """
     target = _type(tensor.where, data_type, QUANTIZED, "quantized to")
@@ -53,11 +69,13 @@ def quantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, a
         )
     limits = torch.iinfo(target.torch)
     y = (factor * x + zero).round_().clamp_(limits.min, limits.max)
-    return _new(tensor, target, y)
+    return y.to(target.torch)
 
 
-def dequantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> Tensor:
-    """A new tensor with `(y - bias) / scale`, for the scale and bias that `quantize` was given.
+def dequantize(
+    tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None
+) -> torch.Tensor:
+    """`(y - bias) / scale`, for the scale and bias that `quantize` was given.
 
     Args:
         tensor: int8, uint8 or int32, with data.
@@ -67,21 +85,15 @@ def dequantize(tensor: Tensor, data_type: Any, *, scale: Numbers, bias: Numbers,
         axis: the dimension along which scales and biases differ; None for one pair for all.
 
     Example:
-        >>> from stepgraph.tensor import Tensor
         >>> y = Tensor((3,), "uint8", data=np.array([118, 128, 148], np.uint8))
-        >>> dequantize(y, DataType.FLOAT32, scale=20.0, bias=128).data
+        >>> y.dequantized(DataType.FLOAT32, scale=20.0, bias=128).data
         array([-0.5,  0. ,  1. ], dtype=float32)
     """
     target = _type(tensor.where, data_type, (DataType.FLOAT32,), "dequantized to")
     _type(tensor.where, tensor.data_type, QUANTIZED, "dequantized from")
     factor, zero = _along(tensor, "scale", scale, axis), _along(tensor, "bias", bias, axis)
     y = tensor.torch().detach().cpu().double()
-    return _new(tensor, target, (y - zero) / factor)
-
-
-def _new(tensor: Tensor, data_type: DataType, values: torch.Tensor) -> Tensor:
-    descriptor = dataclasses.replace(tensor.descriptor, data_type=data_type)
-    return type(tensor)(descriptor, data=values.to(data_type.torch))
+    return ((y - zero) / factor).to(target.torch)
 
 
 def _type(where: str, given: Any, allowed: Sequence[DataType], verb: str) -> DataType:
@@ -92,7 +104,7 @@ def _type(where: str, given: Any, allowed: Sequence[DataType], verb: str) -> Dat
     return kind
 
 
-def _along(tensor: Tensor, name: str, given: Numbers, axis: int | None) -> torch.Tensor:
+def _along(tensor: Values, name: str, given: Numbers, axis: int | None) -> torch.Tensor:
     """The scale or bias as float64, shaped so that it broadcasts along `axis`."""
     values = _numbers(tensor.where, name, given)
     if not values.isfinite().all() or (name == "scale" and (values == 0).any()):
@@ -115,7 +127,7 @@ def _along(tensor: Tensor, name: str, given: Numbers, axis: int | None) -> torch
         raise ShapeError(
             tensor.where,
             f"the {name} has shape {list(values.shape)}, axis {axis} of the tensor has {shape[axis]} indices",
-            tensor=tensor.descriptor,
+            tensor=f"{tensor.data_type.debug_description} {list(shape)}",
             fix=f"give {shape[axis]} numbers, or one number for all",
         )
     return values.reshape([shape[axis] if i == axis % rank else 1 for i in range(rank)])

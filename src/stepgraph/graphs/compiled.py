@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from stepgraph import buffers, draw, surroundings
+from stepgraph import draw
 from stepgraph.checkpoint import restoring, saving
 from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.phases import Part
 from stepgraph.compiler.step import Key, Step, layer_tensors, value
-from stepgraph.declared import DeclaredGraph
 from stepgraph.device import Device
 from stepgraph.errors import (
     ArgumentError,
@@ -31,8 +30,9 @@ from stepgraph.errors import (
     UnknownNameError,
 )
 from stepgraph.graph import Graph, Node
-from stepgraph.interrupts import Uninterrupted
-from stepgraph.layer import Layer
+from stepgraph.graphs.declared import DeclaredGraph
+from stepgraph.graphs.settings import ChosenDevice, chosen, fusion_of, require_options
+from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
@@ -43,9 +43,11 @@ from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.programs import Programs
 from stepgraph.runtime.state import Progress
-from stepgraph.settings import ChosenDevice, chosen, fusion_of, require_options
-from stepgraph.surroundings import Precision
-from stepgraph.tensor import Tensor
+from stepgraph.system import surroundings
+from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.system.surroundings import Precision
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")

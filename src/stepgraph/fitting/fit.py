@@ -23,18 +23,18 @@ import torch
 from stepgraph.checkpoint.codec import of_kind
 from stepgraph.checkpoint.files import as_path, check_keep, latest, read, read_description
 from stepgraph.checkpoint.restoring import understood
-from stepgraph.data import Source, source
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
-from stepgraph.history import History, plain, real
-from stepgraph.metrics import Metric, Tally, by_name
-from stepgraph.progress import Quiet, display
+from stepgraph.fitting.data import Source, source
+from stepgraph.fitting.history import History
+from stepgraph.fitting.metrics import Metric, Tally, by_name
+from stepgraph.fitting.progress import Quiet, display
+from stepgraph.fitting.schedule import Schedule, WarmupCosine
+from stepgraph.fitting.trained import Trained, read_losses, until
+from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
 from stepgraph.runtime.losses import Loss
-from stepgraph.schedule import Schedule, WarmupCosine
-from stepgraph.storage import require_writable
-from stepgraph.trained import Trained, read_losses, until
-from stepgraph.training import TrainingGraph
+from stepgraph.system.storage import plain, real, require_writable
 
 Metrics = Metric | Sequence[Metric] | Mapping[str, Metric]
 

@@ -7,17 +7,17 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from stepgraph import buffers
 from stepgraph.compiler.step import gradient
-from stepgraph.data import Batch, Source, ahead
 from stepgraph.errors import DataTypeError, StateError
+from stepgraph.fitting.data import Batch, Source, ahead
+from stepgraph.fitting.metrics import Metric, Tally
+from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.loss import LossLayer
-from stepgraph.metrics import Metric, Tally
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.losses import Loss
-from stepgraph.tensor import Tensor
-from stepgraph.training import TrainingGraph
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions, ReductionType
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph.compiled import Found
 from stepgraph.compiler.step import STREAM, Key, gradient, source_gradient, value
 from stepgraph.errors import UnknownNameError
-from stepgraph.layer import Layer
-from stepgraph.recipe import TrainingRecipe, require_tensor
+from stepgraph.graphs.compiled import Found
+from stepgraph.graphs.recipe import TrainingRecipe, require_tensor
+from stepgraph.layers.layer import Layer
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
 

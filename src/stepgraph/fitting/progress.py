@@ -15,7 +15,7 @@ from rich.text import Text
 
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, readable
-from stepgraph.history import shown
+from stepgraph.fitting.history import shown
 
 MODES = ("auto", "rich", "plain", "quiet")
 BAR_SECONDS, LINE_SECONDS = 0.5, 10.0

@@ -15,17 +15,17 @@ from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Numbered, by_name, of_kind
 from stepgraph.checkpoint.restoring import check_buffers, understood
 from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_tensor
-from stepgraph.compiled import CompiledGraph
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, DeviceError, MemoryLimitError
 from stepgraph.graph import Graph, make_node
-from stepgraph.inference import InferenceGraph
-from stepgraph.layer import join
+from stepgraph.graphs.compiled import CompiledGraph
+from stepgraph.graphs.inference import InferenceGraph
+from stepgraph.graphs.settings import limited, mixed, require_options
+from stepgraph.graphs.training import TrainingGraph
+from stepgraph.layers.layer import join
 from stepgraph.optimizers import Optimizer
-from stepgraph.settings import limited, mixed, require_options
-from stepgraph.tensor import Tensor, TensorParameter
-from stepgraph.training import TrainingGraph
+from stepgraph.tensors.tensor import Tensor, TensorParameter
 from stepgraph.types import DataType, GraphCompilationOptions
 
 _COMPILATION = ("options", "compute_type", "tf32", "memory_limit")

@@ -10,18 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from stepgraph import buffers, surroundings
-from stepgraph.buffers import TensorData
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
-from stepgraph.quantization import dequantize, quantize
 from stepgraph.random import initialize, new_array
+from stepgraph.system import surroundings
+from stepgraph.tensors import buffers
+from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.quantization import dequantize, quantize
 from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
@@ -309,13 +310,17 @@ class Tensor:
         self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
     ) -> Tensor:
         """`round(scale * x + bias)` in int8, uint8 or int32, saturating; with `axis`, one pair for each slice."""
-        return quantize(self, data_type, scale=scale, bias=bias, axis=axis)
+        return self._like(quantize(self, data_type, scale=scale, bias=bias, axis=axis))
 
     def dequantized(
         self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
     ) -> Tensor:
         """`(y - bias) / scale` in float32: the way back from `quantized`."""
-        return dequantize(self, data_type, scale=scale, bias=bias, axis=axis)
+        return self._like(dequantize(self, data_type, scale=scale, bias=bias, axis=axis))
+
+    def _like(self, array: Array) -> Tensor:
+        """A new tensor of this shape, with other numbers."""
+        return Tensor(replace(self.descriptor, data_type=DataType.of(array.dtype)), data=array)
 
     def copy(self) -> Tensor:
         """A new tensor with its own id and label over the same data."""

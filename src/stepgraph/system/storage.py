@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -110,3 +111,21 @@ def require_writable(folder: Path) -> None:
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """Values as JSON has them: NaN and infinities as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def real(value: Any) -> Any:
+    """The numbers that `plain` wrote."""
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, dict):
+        return {name: real(one) for name, one in value.items()}
+    return [real(one) for one in value] if isinstance(value, list) else value

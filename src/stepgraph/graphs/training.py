@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import NOTHING, Answer, Found, current, logger, require_completion, results_of
 from stepgraph.compiler.step import gradient
-from stepgraph.differentiated import DifferentiatedGraph
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
-from stepgraph.layer import Layer
+from stepgraph.graphs.compiled import NOTHING, Answer, Found, current, logger, require_completion, results_of
+from stepgraph.graphs.differentiated import DifferentiatedGraph
+from stepgraph.graphs.recipe import checked, require_tensor
+from stepgraph.graphs.settings import SAME_DEVICE, ChosenDevice, limited, mixed, tf32_allowed
+from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer, number
-from stepgraph.recipe import checked, require_tensor
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.settings import SAME_DEVICE, ChosenDevice, limited, mixed, tf32_allowed
-from stepgraph.surroundings import Precision
-from stepgraph.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
+from stepgraph.system.surroundings import Precision
+from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 _NONE = ExecutionOptions.NONE

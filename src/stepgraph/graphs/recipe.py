@@ -12,11 +12,11 @@ from stepgraph.compiler.step import Step
 from stepgraph.device import Device
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.graph import Graph, Node, make_node
-from stepgraph.inspected import InspectedGraph
-from stepgraph.layer import Layer
+from stepgraph.graphs.inspected import InspectedGraph
+from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.programs import PASSES
-from stepgraph.tensor import Tensor
+from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions
 
 

@@ -26,11 +26,11 @@ from typing import Any, ClassVar, dataclass_transform
 
 import torch
 
-from stepgraph import surroundings
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
-from stepgraph.interrupts import Uninterrupted
 from stepgraph.random import keep_mask, uniform
-from stepgraph.tensor import Tensor, TensorDescriptor, TensorParameter
+from stepgraph.system import surroundings
+from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
 
 _LIVE = {"label", "is_debugging_enabled", "device_type", "layer_id", "owner"}

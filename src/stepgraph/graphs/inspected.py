@@ -9,11 +9,11 @@ import torch
 from rich.console import Group, RenderableType
 
 from stepgraph import draw
-from stepgraph.compiled import CompiledGraph, Found
 from stepgraph.compiler import memory
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
 from stepgraph.errors import ArgumentError, NumericsError, StateError
+from stepgraph.graphs.compiled import CompiledGraph, Found
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.description import described
 from stepgraph.runtime.executable import Binding, Executable

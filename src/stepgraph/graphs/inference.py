@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiled import Answer, Found, require_completion, results_of
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.step import STREAM, value
-from stepgraph.inspected import InspectedGraph
+from stepgraph.graphs.compiled import Answer, Found, require_completion, results_of
+from stepgraph.graphs.inspected import InspectedGraph
+from stepgraph.graphs.settings import SAME_DEVICE, ChosenDevice, mixed, tf32_allowed
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.settings import SAME_DEVICE, ChosenDevice, mixed, tf32_allowed
-from stepgraph.surroundings import Precision
+from stepgraph.system.surroundings import Precision
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -12,6 +11,7 @@ from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.errors import UnknownNameError
+from stepgraph.system.storage import plain, real
 
 _TIMES = ("rate", "seconds")
 
@@ -111,21 +111,3 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:.2f}" if name == "seconds" else f"{value:.4g}" if name == "rate" else f"{value:.4f}"
-
-
-def plain(value: Any) -> Any:
-    """Values as JSON has them: NaN and infinities as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list) else value
-
-
-def real(value: Any) -> Any:
-    """The numbers that `plain` wrote."""
-    if isinstance(value, str):
-        return float(value)
-    if isinstance(value, dict):
-        return {name: real(one) for name, one in value.items()}
-    return [real(one) for one in value] if isinstance(value, list) else value

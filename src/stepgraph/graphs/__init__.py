@@ -1,0 +1,1 @@
+"""Graphs that are compiled and executed: training and inference."""

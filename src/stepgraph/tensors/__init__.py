@@ -1,0 +1,1 @@
+"""Tensors: what they are, the memory behind them, and their quantized form."""
