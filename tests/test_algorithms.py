@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part
 from stepgraph.runtime import algorithms
 
 

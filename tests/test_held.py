@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import stepgraph as sg
 from stepgraph.compiler import held
+from stepgraph.compiler.program import notes
 from tests.test_memory import measured_peak
 
 OPTIONS = sg.GraphCompilationOptions
@@ -98,7 +99,7 @@ def test_operators_of_several_results_write_into_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(held, "LEAST", 1 << 20)
     holding, losses = recurrent(**settings)
     (executable,) = holding._programs.executables.values()
-    counts = {(node.target, len(node.meta["held"])) for node in executable.part.nodes if "held" in node.meta}
+    counts = {(node.target, len(offsets)) for node in executable.part.nodes if (offsets := notes(node).offsets)}
     assert {(torch.ops.stepgraph.lstm.default, 3), (torch.ops.stepgraph.lstm_gradient.default, 1)} <= counts
     monkeypatch.setattr(held, "LARGE", 1 << 40)
     plain, right = recurrent(**settings)
@@ -146,4 +147,4 @@ def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.Mo
     training = network()
     assert bytes_held(training) == 0
     nodes = training._programs.executable("step", BATCH).part.nodes
-    assert not any("held" in node.meta for node in nodes)
+    assert not any(notes(node).offsets for node in nodes)

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import stepgraph as sg
 from stepgraph.compiler import corrections, fusion, hidden, phases
 from stepgraph.compiler.passes import same_order
+from stepgraph.compiler.program import fake
 from stepgraph.compiler.trace import trace
 from stepgraph.runtime.strides import laying_out
 
@@ -142,7 +143,7 @@ def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:
         corrections.correct(module.graph, torch.device("cuda"))
         clones = [node for node in module.graph.nodes if node.target is torch.ops.aten.clone.default]
         assert len(clones) == expected
-        assert all(node.meta["val"].is_contiguous() for node in clones)
+        assert all(fake(node).is_contiguous() for node in clones)
         before = len(module.graph.nodes)
         corrections.correct(module.graph, torch.device("cpu"))
         assert len(module.graph.nodes) == before
@@ -188,7 +189,7 @@ def test_convolutions_that_may_lie_either_way_are_hidden_from_the_compiler(
     module = make_fx(function, tracing_mode="fake")(images, kernel, biases)
     expected = module(images, kernel, biases)
     (end,) = module.graph.find_nodes(op="output")
-    recorded = [node.meta["val"].stride() for node in end.args[0]]
+    recorded = [fake(node).stride() for node in end.args[0]]
     hidden.hide(module.graph)
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
@@ -231,7 +232,7 @@ def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatc
     step = replace(training._step(4, True), channels_last=True, chooses_kernels=False)
     part = phases.split(trace(step)).forward
     fused = fusion.fuse(part, step)
-    given = (node.meta["val"] for node in part.placeholders)
+    given = (fake(node) for node in part.placeholders)
     arrays = [torch.rand(one.shape).to(one.dtype).as_strided(one.shape, one.stride()) for one in given]
     results = fused(*(array.clone() for array in arrays))
     assert any(one.ndim == 4 and not one.is_contiguous() for one in results)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,15 @@ from tests.test_checkpoint_hostile import one_batch
 # Paths
 
 
+@cache
+def trained() -> sg.TrainingGraph:
+    """One for all: a refused call leaves nothing behind."""
+    return compiled(network())
+
+
 def uses(path: Any) -> dict[str, Callable[[], Any]]:
     """All that takes a path."""
-    training = compiled(network())
+    training = trained()
     return {
         "save": lambda: training.save(path),
         "series": lambda: training.save(path, keep=2),

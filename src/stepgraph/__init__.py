@@ -23,9 +23,12 @@ else:
         return names
 
     def __getattr__(name: str) -> _typing.Any:
+        from importlib.util import find_spec
+
         if name == "__all__":  # for `from stepgraph import *`
             return sorted(_load())
-        if name.startswith("_") or name not in _load():
+        # For a module, `from stepgraph import module` goes on and imports it.
+        if name.startswith("_") or find_spec(f"stepgraph.{name}") is not None or name not in _load():
             raise AttributeError(f"module 'stepgraph' has no attribute '{name}'", name=name)
         return globals()[name]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from stepgraph.compiler.program import fake
 from stepgraph.errors import ArgumentError, DataTypeError
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.products import GramMatrixLayer, MatMulDescriptor, MatMulLayer
@@ -62,7 +63,7 @@ def operators(layer: MatMulLayer, x: tuple[int, ...], y: tuple[int, ...]) -> lis
     """Names and result shapes of the operators that compute something."""
     traced = make_fx(lambda x, y: forward(layer, x, y))(torch.zeros(x), torch.zeros(y))
     called = [node for node in traced.graph.nodes if node.op == "call_function"]
-    names = [(str(node.target).split(".")[1], tuple(node.meta["val"].shape)) for node in called]
+    names = [(str(node.target).split(".")[1], tuple(fake(node).shape)) for node in called]
     return [one for one in names if one[0] in ("mm", "bmm", "mul", "clone", "copy")]
 
 

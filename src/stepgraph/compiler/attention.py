@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake, inherit
 from stepgraph.layers.attention import fits_tiles
 
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ def tile_attention(graph: fx.Graph) -> None:
             given = _named(node)
             sources = [given[name] for name in ("query", "key", "value")]
             plain = all(given.get(name, value) == value for name, value in PLAIN.items())
-            if plain and fits_tiles(*(one.meta["val"] for one in sources)):
+            if plain and fits_tiles(*(fake(one) for one in sources)):
                 _replace(node, sources, given)
     graph.eliminate_dead_code()
 
@@ -43,11 +44,11 @@ def _replace_seeds(node: fx.Node) -> None:
     """Random numbers of a dropout that is not there: a gradient pass on its own still hands them on."""
     for result in list(node.users):
         if result.args[1] in (2, 3):
-            seed = result.meta["val"]
+            seed = fake(result)
             with node.graph.inserting_before(node):
                 settings = {"dtype": seed.dtype, "device": seed.device}
                 zeros = node.graph.call_function(aten.zeros.default, (list(seed.shape),), settings)
-            zeros.meta = dict(result.meta)
+            inherit(zeros, result)
             result.replace_all_uses_with(zeros)
 
 

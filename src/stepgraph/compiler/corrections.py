@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.passes import same_order
+from stepgraph.compiler.program import fake, inherit
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def _correct_average(node: fx.Node) -> None:
     images, padding = node.args[1], node.args[4]
     assert isinstance(images, fx.Node)
     assert isinstance(padding, list | tuple)
-    if any(padding) and images.meta["val"].is_contiguous(memory_format=torch.channels_last):
+    if any(padding) and fake(images).is_contiguous(memory_format=torch.channels_last):
         _read_in_order(node, 1)
 
 
@@ -36,7 +37,7 @@ def _correct_normalization(node: fx.Node) -> None:
     gradient, images = node.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(images, fx.Node)
-    if 1 in images.meta["val"].shape[2:] and not same_order(gradient.meta["val"], images.meta["val"]):
+    if 1 in fake(images).shape[2:] and not same_order(fake(gradient), fake(images)):
         _read_in_order(node, 0)
         _read_in_order(node, 1)
 
@@ -45,10 +46,9 @@ def _read_in_order(node: fx.Node, position: int) -> None:
     """Lets an operator read a copy of one argument, with its last extent innermost."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
-    array = source.meta["val"]
+    array = fake(source)
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
     with array.fake_mode:
         val = torch.empty(array.shape, dtype=array.dtype, device=array.device)
-    copy.meta = {**node.meta, "val": val}
-    node.update_arg(position, copy)
+    node.update_arg(position, inherit(copy, node, val))

@@ -20,8 +20,8 @@ from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_activations, join_products
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.phases import Part
 from stepgraph.compiler.pooling import compare_places
+from stepgraph.compiler.program import Part, fake
 from stepgraph.compiler.relu_gradients import read_less
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
@@ -45,7 +45,7 @@ def fuse(part: Part, step: Step) -> Function:
     from torch._inductor.inductor_prims import force_stride_order
 
     module = Module(part.module, copy.deepcopy(part.module.graph))
-    arrays = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    arrays = [fake(node) for node in module.graph.nodes if node.op == "placeholder"]
     on_cpu = is_on_cpu(arrays)
     out_of_place(module.graph)
     if on_cpu:

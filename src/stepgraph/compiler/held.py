@@ -8,42 +8,22 @@ is born.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.kernels import operators, products
-from stepgraph.compiler.phases import Part
-from stepgraph.layers import lstm_kernel
+from stepgraph.compiler.operators import operator
+from stepgraph.compiler.program import Part, fake, fakes, note, notes, storages
 
-aten = torch.ops.aten
 LARGE = 1 << 18  # bytes; smaller ones an allocator keeps at hand
 MOST = 512  # results, the largest: finding places takes time with the square of their number
 ALIGNED = 64  # bytes
 LEAST = 1 << 22  # bytes in all, for which this is done: small steps are over before memory is given back
 WORTH = 1.05  # how much more a step may need than without
-
-# Adding one is an entry here: the operator, the one that writes into given memory, and how it calls that. Where there
-# are several results, all of them arrays, that is a list with None for those that are not held.
-OUT: dict[Any, tuple[Callable[..., Any], str]] = {
-    aten.mm.default: (aten.mm.out, "out"),
-    aten.bmm.default: (aten.bmm.out, "out"),
-    aten.addmm.default: (aten.addmm.out, "out"),
-    aten.add.Tensor: (aten.add.out, "out"),
-    aten.mul.Tensor: (aten.mul.out, "out"),
-    aten.relu.default: (aten.relu.out, "out"),
-    aten.gelu.default: (aten.gelu.out, "out"),
-    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
-    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
-    aten._softmax.default: (aten._softmax.out, "out"),
-    **{way: (way, "out") for way in (*products.INTO, operators.gelu_backward_by_parts)},
-    torch.ops.stepgraph.lstm.default: (lstm_kernel.run, "out"),
-    torch.ops.stepgraph.lstm_gradient.default: (lstm_kernel.run_gradient, "out"),
-}
 
 
 class Place(NamedTuple):
@@ -68,12 +48,12 @@ def hold(part: Part) -> Part:
         return part
     places = _placed(lives)
     for life, place in zip(lives, places, strict=True):
-        life.node.meta.setdefault("held", {})[life.storage] = place
+        note(life.node, offsets={**notes(life.node).offsets, life.storage: place})
     held = replace(part, held=max(place + life.size for life, place in zip(lives, places, strict=True)))
     if memory.peak(held) <= enough:
         return held
     for life in lives:
-        life.node.meta.pop("held", None)
+        note(life.node, offsets={})
     return part
 
 
@@ -84,7 +64,7 @@ def _candidates(part: Part) -> list[_Life]:
     found = []
     for one, (birth, size, _) in births.items():
         node, inside = nodes[birth], deaths[one] < len(nodes) - 1
-        if inside and size >= LARGE and node.target in OUT and _by_storage(node)[one].is_contiguous():
+        if inside and size >= LARGE and operator(node).out is not None and _by_storage(node)[one].is_contiguous():
             found.append(_Life(node, one, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
     return sorted(found, key=lambda life: -life.size)[:MOST]
 
@@ -111,15 +91,16 @@ def write_there(graph: fx.Graph) -> dict[str, Place]:
     """Lets operators write into memory that is held for them: where that is, by the name they know it by."""
     names: dict[str, Place] = {}
     for node in list(graph.nodes):
-        if "held" not in node.meta:
+        if not notes(node).offsets:
             continue
         given: list[fx.Node | None] = []
-        for one, array in zip(memory.storages(node), memory.arrays(node), strict=True):
-            offset = node.meta["held"].get(one)
+        for one, array in zip(storages(node), fakes(node), strict=True):
+            offset = notes(node).offsets.get(one)
             given.append(None if offset is None else _name(node, Place(array, offset), names))
-        operator, keyword = OUT[node.target]
-        there = given if isinstance(node.meta["val"], tuple | list) else given[0]
-        node.target, node.kwargs = operator, node.kwargs | {keyword: there}
+        out = operator(node).out
+        assert out is not None
+        there = given if isinstance(fake(node), tuple | list) else given[0]
+        node.target, node.kwargs = out.function, node.kwargs | {out.keyword: there}
     return names
 
 
@@ -130,4 +111,4 @@ def _name(node: fx.Node, place: Place, names: dict[str, Place]) -> fx.Node:
 
 
 def _by_storage(node: fx.Node) -> dict[int, torch.Tensor]:
-    return dict(zip(memory.storages(node), memory.arrays(node), strict=True))
+    return dict(zip(storages(node), fakes(node), strict=True))

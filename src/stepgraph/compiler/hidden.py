@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake, inherit
+
 aten = torch.ops.aten
 BIASES = 2  # which of the gradients of a convolution
 
@@ -45,11 +47,10 @@ def _hide_convolution_backward(node: fx.Node) -> None:
         if which == BIASES:
             gradient = node.args[0]
             assert isinstance(gradient, fx.Node)
-            others = [axis for axis in range(gradient.meta["val"].ndim) if axis != 1]
+            others = [axis for axis in range(fake(gradient).ndim) if axis != 1]
             with node.graph.inserting_before(one):
                 total = node.graph.call_function(aten.sum.dim_IntList, (gradient, others))
-            total.meta = one.meta
-            one.replace_all_uses_with(total)
+            one.replace_all_uses_with(inherit(total, one))
         else:
             _replace(one, "convolution_backward", *node.args[:-1], which)
 
@@ -58,9 +59,8 @@ def _replace(node: fx.Node, name: str, *arguments: Any) -> None:
     """Puts an operator in another's place; its result lies in memory as that one's was recorded to."""
     operator = getattr(torch.ops.stepgraph, name).default
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(operator, (*arguments, list(node.meta["val"].stride())))
-    new.meta = node.meta
-    node.replace_all_uses_with(new)
+        new = node.graph.call_function(operator, (*arguments, list(fake(node).stride())))
+    node.replace_all_uses_with(inherit(new, node))
 
 
 def _may_lie_either_way(*nodes: Any) -> bool:
@@ -68,7 +68,7 @@ def _may_lie_either_way(*nodes: Any) -> bool:
 
     PyTorch's compiler, its fakes and cuDNN then each go by strides that mean nothing, and come to different ends.
     """
-    arrays = (node.meta["val"] for node in nodes)
+    arrays = (fake(node) for node in nodes)
     both = torch.contiguous_format, torch.channels_last
     return any(one.ndim == 4 and all(one.is_contiguous(memory_format=order) for order in both) for one in arrays)
 

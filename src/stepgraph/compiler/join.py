@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.passes import writes
+from stepgraph.compiler.program import fake, inherit, writes
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
@@ -38,7 +38,7 @@ def join_products(graph: fx.Graph) -> None:
     products: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _weights(node) is not None:
-            products[node.target, _viewed(node.args[-2]), node.meta["val"].dtype].append(node)
+            products[node.target, _viewed(node.args[-2]), fake(node).dtype].append(node)
     for members in products.values():
         weights = tuple(filter(None, map(_weights, members)))
         if len(set(weights)) == len(members) > 1:
@@ -56,7 +56,7 @@ def join_activations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         product: Any = node.args[0] if node.target is aten.relu.default else None
         plain = product is not None and product.target is aten.addmm.default and not product.kwargs
-        if plain and len(product.users) == 1 and product.args[0].meta["val"].ndim == 1:
+        if plain and len(product.users) == 1 and fake(product.args[0]).ndim == 1:
             node.target, node.args = torch.ops.stepgraph.sum_and_relu.default, product.args
             graph.erase_node(product)
 
@@ -82,7 +82,7 @@ def _join_forward(
         sums = [graph.call_function(aten.cat.default, ([one.args[0] for one in members],))] if first.args[:-2] else []
         source: Any = first.args[-2]
         whole = graph.call_function(first.target, (*sums, source, turned))  # type: ignore[arg-type]
-        parts = _split(graph, whole, 1, [one.meta["val"].shape[0] for one in weights])
+        parts = _split(graph, whole, 1, [fake(one).shape[0] for one in weights])
     _replace(members, parts)
     _date(order, order[first], (joint, turned, *sums, whole, *parts))
     return _Family(source, weights, joint)
@@ -92,16 +92,16 @@ def _join_weight_gradients(
     graph: fx.Graph, family: _Family, order: dict[fx.Node, int]
 ) -> tuple[tuple[fx.Node, ...], fx.Node] | None:
     """The gradients `gᵢᵀ x` as one product; the `gᵢ` and `[g₁ g₂ …]`, where there is one for each weight."""
-    shapes = {one.meta["val"].shape for one in family.weights}
+    shapes = {fake(one).shape for one in family.weights}
     members = {
         node.args[0].args[0]: node
         for node in graph.nodes
         if node.target is aten.mm.default
-        and "val" in node.meta
-        and "val" in node.args[1].meta
+        and fake(node) is not None
+        and fake(node.args[1]) is not None
         and _viewed(node.args[1]) == _viewed(family.source)
         and node.args[0].target is aten.t.default
-        and node.meta["val"].shape in shapes
+        and fake(node).shape in shapes
     }
     if len(members) != len(family.weights):
         return None
@@ -112,11 +112,11 @@ def _join_weight_gradients(
             joint = graph.call_function(aten.cat.default, (list(members), 1))
         else:
             members = dict(sorted(members.items(), key=lambda member: _place(member[0])))
-            whole, rows = _write_together(graph, attention, order), len(next(iter(members)).meta["val"])
+            whole, rows = _write_together(graph, attention, order), len(fake(next(iter(members))))
             joint = graph.call_function(aten.view.default, (whole, [rows, -1]))
         turned = graph.call_function(aten.t.default, (joint,))
         whole = graph.call_function(aten.mm.default, (turned, family.source))
-        parts = _split(graph, whole, 0, [one.meta["val"].shape[1] for one in members])
+        parts = _split(graph, whole, 0, [fake(one).shape[1] for one in members])
     _date(order, order[last], (joint, turned, whole, *parts))
     _replace(list(members.values()), parts)
     return tuple(members), joint
@@ -128,7 +128,7 @@ def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
     sources = {one.args[0] for one in origins if one.target is operator.getitem}
     (found,) = sources if len(sources) == 1 else (None,)
     is_attention = isinstance(found, fx.Node) and str(found.target) == "stepgraph.attend_gradients.default"
-    alike = len({one.meta["val"].shape for one in origins}) == 1
+    alike = len({fake(one).shape for one in origins}) == 1
     return found if is_attention and alike and len(set(origins)) == 3 else None  # type: ignore[return-value]
 
 
@@ -175,7 +175,7 @@ def _join_source_gradient(
             right = graph.call_function(aten.cat.default, (weights,))
             _date(order, order[family.joint], [right])
         new = graph.call_function(aten.mm.default, (joint, right))
-        made = [new, graph.call_function(aten.view.default, (new, list(total.meta["val"].shape)))]
+        made = [new, graph.call_function(aten.view.default, (new, list(fake(total).shape)))]
         for one in rest:
             made.append(graph.call_function(aten.add.Tensor, (made[-1], one)))
     _date(order, order[total], made)
@@ -191,7 +191,7 @@ def _weights(node: fx.Node) -> fx.Node | None:
 
 def _viewed(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
     """What an array is, under whatever name: its source and its shape."""
-    return _root(node), tuple(node.meta["val"].shape)
+    return _root(node), tuple(fake(node).shape)
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -239,7 +239,7 @@ def _split(graph: fx.Graph, whole: fx.Node, axis: int, sizes: Sequence[int]) -> 
 
 def _replace(olds: Sequence[fx.Node], news: Sequence[fx.Node]) -> None:
     for old, new in zip(olds, news, strict=True):
-        new.meta = dict(old.meta)
+        inherit(new, old)
         old.replace_all_uses_with(new)
 
 

@@ -16,9 +16,9 @@ import torch
 from stepgraph.compiler import phases, recompute
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.program import Phase, Program, fake, notes
 from stepgraph.compiler.step import Fusion, Step, gradient, value
-from stepgraph.compiler.trace import Program, trace
-from stepgraph.compiler.walk import FORWARD, GRADIENT
+from stepgraph.compiler.trace import trace
 
 FIRST, LAST = "channels first", "channels last"
 GAIN = 0.96  # for a whole step less is much
@@ -31,7 +31,7 @@ def traced(step: Step) -> Program:
     if not _is_open(first):
         return first
     operator = f"layout {_digest(first)}"
-    arguments = [node.meta["val"] for node in first.inputs.values()]
+    arguments = [fake(node) for node in first.inputs.values()]
     known = measure.remembered(operator, (FIRST, LAST), arguments)
     if known == FIRST:
         return first
@@ -43,7 +43,7 @@ def traced(step: Step) -> Program:
 
 def _digest(program: Program) -> str:
     """What tells one program from others with the same inputs: its operators, with the extents of what they give."""
-    found = (node.meta.get("val") for node in program.nodes)
+    found = (fake(node) for node in program.nodes)
     shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in found]
     targets = [getattr(node.target, "__qualname__", str(node.target)) for node in program.nodes]
     return hashlib.sha256(repr(list(zip(targets, shapes, strict=True))).encode()).hexdigest()[:16]
@@ -54,7 +54,7 @@ def _is_open(program: Program) -> bool:
     step = program.step
     if step.device.type != "cpu" or not step.chooses_kernels or step.fusion is Fusion.FIRST or step.channels_last:
         return False
-    names = [node.meta.get(measure.WAY, ("",))[0] for node in program.nodes]
+    names = [(notes(node).implementation or ("",))[0] for node in program.nodes]
     return step.compute_type is None and "convolution" in names and "max_pool2d_with_indices" in names
 
 
@@ -64,7 +64,7 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
     results = [value(node.results[0]) for node in step.losses or step.nodes[-1:]]
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
-    part = phases.extract(program, {FORWARD, GRADIENT}, wanted)
+    part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
     if step.memory_limit is not None:  # trying must not need more than the step may
         part = recompute.fit(step, part, step.memory_limit)
     part = in_place(part)

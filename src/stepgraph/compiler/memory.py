@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler.phases import Part, arrays, storage, storages
+from stepgraph.compiler.program import Part, Phase, fakes, notes, storage, storages
 from stepgraph.compiler.step import Step, value
-from stepgraph.compiler.trace import layer_of, phase_of
-from stepgraph.compiler.walk import FORWARD, GRADIENT
 
-_KINDS = {FORWARD: "activations", GRADIENT: "gradients"}
+_KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
 _HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "gradients"}
 
 
@@ -127,11 +125,11 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
     for one, (birth, size, kind) in births.items():
         if birth <= now <= deaths[one]:
             kind = "workspace" if deaths[one] == birth else kind
-            found[layer_of(nodes[birth]), phase_of(nodes[birth]), kind] += size
+            found[notes(nodes[birth]).layer, notes(nodes[birth]).phase, kind] += size
     if idle := part.held - _used(part, now):
         found["held for other results", "", "workspace"] += idle
-    if inside := nodes[now].meta.get("workspace", 0):
-        found[layer_of(nodes[now]), phase_of(nodes[now]), "workspace"] += inside
+    if inside := notes(nodes[now]).workspace:
+        found[notes(nodes[now]).layer, notes(nodes[now]).phase, "workspace"] += inside
     return sorted(((*made, size) for made, size in found.items()), key=lambda row: -row[3])
 
 
@@ -144,7 +142,7 @@ def _used(part: Part, now: int) -> int:
 
 def is_held(one: int, node: fx.Node) -> bool:
     """Whether a storage that an operator makes has its place in memory that is held (see `held.py`)."""
-    return one in node.meta.get("held", ())
+    return one in notes(node).offsets
 
 
 def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
@@ -158,7 +156,7 @@ def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, in
         for used in node.all_input_nodes:
             for one in storages(used):
                 deaths[same.get(one, one)] = time
-        if "in_place" in node.meta:
+        if notes(node).in_place:
             (former,) = storages(node.args[0])
             same |= dict.fromkeys(storages(node), same.get(former, former))
         if node.op == "call_function":
@@ -169,7 +167,7 @@ def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, in
     return births, deaths
 
 
-def timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
+def timeline(part: Part) -> list[tuple[str, Phase, dict[str, int]]]:
     """Live bytes by kind at each operator. Of memory that is held, what nobody uses is workspace."""
     nodes = list(part.module.graph.nodes)
     births, deaths = lifetimes(part)
@@ -185,15 +183,15 @@ def timeline(part: Part) -> list[tuple[str, str, dict[str, int]]]:
         for kind, size in changes[time].items():
             live[kind] += size
         if node.op == "call_function":
-            inside = {"workspace": live["workspace"] + node.meta.get("workspace", 0)}
-            found.append((layer_of(node), phase_of(node), {**live, **inside}))
+            inside = {"workspace": live["workspace"] + notes(node).workspace}
+            found.append((notes(node).layer, notes(node).phase, {**live, **inside}))
     return found
 
 
 def _kind(node: fx.Node) -> str:
-    return _KINDS.get(phase_of(node), "workspace")
+    return _KINDS.get(notes(node).phase, "workspace")
 
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of the memory behind each of an operator's results."""
-    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in arrays(node)}
+    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in fakes(node)}

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake, mutates
+
 aten = torch.ops.aten
 
 
@@ -33,24 +35,6 @@ def simplify(module: fx.GraphModule) -> None:
     for node in reversed(stands_in):
         if not mutates(node):
             graph.erase_node(node)
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether an operator changes one of its arguments in place."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """The arrays that an operator changes in place."""
-    if not mutates(node):
-        return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    changed = [given[one.name] for one in arguments if one.alias_info is not None and one.alias_info.is_write
-               and one.name in given]  # fmt: skip
-    arrays = (one for value in changed for one in (value if isinstance(value, list | tuple) else [value]))
-    return [one for one in arrays if isinstance(one, fx.Node)]
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
@@ -82,7 +66,7 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
-    array = node.meta["val"]
+    array = fake(node)
     return tuple(array.shape), array.stride(), array.dtype
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from stepgraph.compiler.program import fake, note, notes, set_fake
+
 aten = torch.ops.aten
 Array = torch.Tensor
 POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
@@ -66,7 +68,7 @@ def _sum_pooled(node: fx.Node) -> None:
         biases[0].replace_all_uses_with(total)
         node.graph.erase_node(biases[0])
         node.update_arg(len(node.args) - 1, [*mask[:2], False])
-        node.meta = node.meta | {"val": (*node.meta["val"][:2], None)}
+        set_fake(node, (*fake(node)[:2], None))
 
 
 def compare_places(graph: fx.Graph) -> None:
@@ -75,7 +77,7 @@ def compare_places(graph: fx.Graph) -> None:
         if node.target is POOL_GRADIENT:
             g, x, window, *settings, places = cast(Any, node.args)
             if has_separate_windows(x, window, *settings):
-                node.target, node.args = spread, (g, places, list(x.meta["val"].shape[2:]), window)
+                node.target, node.args = spread, (g, places, list(fake(x).shape[2:]), window)
 
 
 def has_separate_windows(
@@ -88,7 +90,7 @@ def has_separate_windows(
 ) -> bool:
     """Whether no pixel lies in two windows of a pool, and every window is full."""
     plain = not any(padding) and all(rate == 1 for rate in dilation) and not ceil
-    return plain and list(stride or window) == list(window) and x.meta["val"].ndim == 4
+    return plain and list(stride or window) == list(window) and fake(x).ndim == 4
 
 
 def spread(g: Array, places: Array, extents: Sequence[int], window: Sequence[int]) -> Array:
@@ -110,7 +112,7 @@ def _call(like: fx.Node, target: Any, arguments: tuple[Any, ...], after: fx.Node
     """A new operator of the same layer and phase."""
     with like.graph.inserting_after(after):
         node = like.graph.call_function(target, arguments)
-    values: Any = fx.map_arg(arguments, lambda one: one.meta["val"])
-    node.meta = {key: value for key, value in like.meta.items() if key == "custom"}
-    node.meta["val"] = target(*values)
+    values: Any = fx.map_arg(arguments, fake)
+    note(node, layer=notes(like).layer, phase=notes(like).phase)
+    set_fake(node, target(*values))
     return node

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import notes
 from stepgraph.compiler.step import Step
 from stepgraph.errors import ArgumentError
 
@@ -23,7 +24,7 @@ def refuse_random(graph: fx.Graph, step: Step) -> None:
     """Raises at the first recorded operator that draws from PyTorch's generator, with the layer it belongs to."""
     for node in graph.nodes:
         if is_random(node):
-            name = str(node.meta.get("custom", {}).get("layer", ""))
+            name = notes(node).layer
             where = next((one.where for one in step.nodes if step.names.get(one.layer, one.layer.label) == name), name)
             raise ArgumentError(
                 where,

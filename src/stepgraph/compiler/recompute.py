@@ -21,22 +21,12 @@ from torch.utils import _pytree as pytree
 from stepgraph.compiler import memory
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.operators import operator
 from stepgraph.compiler.passes import mutates
-from stepgraph.compiler.phases import Part, storage
+from stepgraph.compiler.program import Part, Phase, fake, inherit, notes, storage
 from stepgraph.compiler.step import Step
-from stepgraph.compiler.trace import phase_of
-from stepgraph.compiler.walk import FORWARD
 
 aten = torch.ops.aten
-# What takes long: recomputed only where dropping everything else is not enough.
-PRODUCTS = {
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
-}  # fmt: skip
-
-
 SMALL = 1 << 12  # bytes that are not worth it
 PASSES = 4  # times each cut between segments is looked at
 
@@ -135,7 +125,8 @@ def _largest_at_peak(part: Part, original: Part, known: Collection[int], excess:
 
 def _cuts(part: Part) -> list[int]:
     """Results through which everything passes that later layers of the forward pass read, in order."""
-    nodes = [node for node in part.module.graph.nodes if node.op == "call_function" and phase_of(node) == FORWARD]
+    calls = (node for node in part.module.graph.nodes if node.op == "call_function")
+    nodes = [node for node in calls if notes(node).phase == Phase.FORWARD]
     waiting = {storage(node) for node in _waiting(part)}
     last: dict[int, int] = {}
     for time, node in enumerate(nodes):
@@ -157,25 +148,26 @@ def _waiting(part: Part) -> Iterator[fx.Node]:
     """Results of the forward pass that the gradient pass reads."""
     entering = {storage(node) for node in part.module.graph.nodes if node.op == "placeholder"}
     for node in part.nodes:
-        crosses = phase_of(node) == FORWARD and any(_is_later(user) for user in node.users)
-        own = isinstance(node.meta.get("val"), torch.Tensor) and storage(node) not in entering
+        crosses = notes(node).phase == Phase.FORWARD and any(_is_later(user) for user in node.users)
+        own = isinstance(fake(node), torch.Tensor) and storage(node) not in entering
         if crosses and own and _size(node) > SMALL:
             yield node
 
 
 def _size(node: fx.Node) -> int:
-    return node.meta["val"].untyped_storage().nbytes()
+    return fake(node).untyped_storage().nbytes()
 
 
 def _is_later(node: fx.Node) -> bool:
-    return node.op != "output" and phase_of(node) != FORWARD
+    return node.op != "output" and notes(node).phase != Phase.FORWARD
 
 
 def _is_costly(node: fx.Node) -> bool:
     """Whether this operator is a product; what stands in for one is a function of our own."""
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
-    return target in PRODUCTS or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
+    known = isinstance(maker, fx.Node) and operator(maker).is_costly
+    return known or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
 
 
 def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
@@ -255,26 +247,20 @@ class _Again:
     def _repeat(self, node: fx.Node, user: fx.Node) -> None:
         with self.graph.inserting_before(user):
             twin = self.graph.node_copy(node, lambda one: self.copies.get(one, one))
-        twin.meta = dict(node.meta) | {"custom": dict(user.meta.get("custom", {}), layer=_layer(node))}
-        twin.meta["val"] = _described(twin, node)
-        twin.meta["computed again"] = True
+        inherit(twin, node, _described(twin, node), phase=notes(user).phase, recomputed=True)
         self.copies[node] = twin
-
-
-def _layer(node: fx.Node) -> Any:
-    return node.meta.get("custom", {}).get("layer", "")
 
 
 def _described(twin: fx.Node, node: fx.Node) -> Any:
     """The second result without memory, in storage of its own, or its sources' where it is a view: plans go by it."""
     source = twin.args[0]
     if node.target is getitem and isinstance(source, fx.Node):
-        return source.meta["val"][twin.args[1]]
-    if isinstance(node.meta["val"], torch.Tensor) and storage(node) in map(storage, node.all_input_nodes):
-        arguments, settings = fx.map_arg((twin.args, twin.kwargs), lambda one: one.meta["val"])
-        with node.meta["val"].fake_mode:  # type: ignore[attr-defined]
+        return fake(source)[twin.args[1]]
+    if isinstance(fake(node), torch.Tensor) and storage(node) in map(storage, node.all_input_nodes):
+        arguments, settings = fx.map_arg((twin.args, twin.kwargs), fake)
+        with fake(node).fake_mode:
             return node.target(*arguments, **settings)  # type: ignore[operator]
-    return pytree.tree_map_only(torch.Tensor, _anew, node.meta["val"])
+    return pytree.tree_map_only(torch.Tensor, _anew, fake(node))
 
 
 def _anew(array: Any) -> torch.Tensor:

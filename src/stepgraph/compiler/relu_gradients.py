@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.pooling import RELU, RELU_GRADIENT
+from stepgraph.compiler.program import fake, inherit
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -49,8 +50,8 @@ def mask_again(g: Array, x: Array, w: Array, b: Array, mean: Array, inverse_devi
 
 def _write_once(node: fx.Node, keep: Any) -> None:
     with node.graph.inserting_after(node):
-        kept = node.graph.call_function(keep, (node, list(node.meta["val"].stride())))
-    kept.meta = dict(node.meta)
+        kept = node.graph.call_function(keep, (node, list(fake(node).stride())))
+    inherit(kept, node)
     node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
 
 
@@ -61,7 +62,7 @@ def _normalization(result: fx.Node) -> fx.Node | None:
         return None
     found = source.args[0]
     x, w, b = found.args[:3]
-    return found if w is not None and b is not None and x.meta["val"].ndim == 4 and found.args[5] else None
+    return found if w is not None and b is not None and fake(x).ndim == 4 and found.args[5] else None
 
 
 def _result(node: fx.Node, index: int) -> fx.Node:
@@ -70,5 +71,5 @@ def _result(node: fx.Node, index: int) -> fx.Node:
             return user
     with node.graph.inserting_after(node):
         found = node.graph.call_function(operator.getitem, (node, index))
-    found.meta = dict(node.meta) | {"val": node.meta["val"][index]}
+    inherit(found, node, fake(node)[index])
     return found

@@ -18,6 +18,7 @@ from stepgraph.compiler.convolution_sums import convolve, convolve_and_pool, poo
 from stepgraph.compiler.kernels import channels_first
 from stepgraph.compiler.kernels.convolution import applies
 from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
+from stepgraph.compiler.program import fake, inherit
 
 aten = torch.ops.aten
 Pair = Sequence[int]
@@ -39,7 +40,7 @@ def spell_out_small_convolutions(graph: fx.Graph) -> None:
 
 
 def _is_small(x: Any, w: Any, dilation: Pair = (1, 1), transposed: bool = False, groups: int = 1) -> bool:
-    source, weights = x.meta["val"], w.meta["val"]
+    source, weights = fake(x), fake(w)
     return applies(source, weights, dilation, transposed, groups) and weights[0].numel() <= MOST
 
 
@@ -103,7 +104,7 @@ def _join_gradients(old: fx.Node, places: fx.Node, window: Pair, *, rectified: b
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
-    new.meta = dict(old.meta)
+    inherit(new, old)
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 

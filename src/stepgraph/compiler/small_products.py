@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake, inherit
+
 aten = torch.ops.aten
 Array = torch.Tensor
 MOST = 1 << 14  # multiplications up to which a plain loop takes less time than the call
@@ -31,14 +33,14 @@ def spell_out_small_products(graph: fx.Graph) -> None:
                 total = graph.call_function(aten.sum.dim_IntList, (products, [1]))
                 for one in added:
                     total = graph.call_function(aten.add.Tensor, (total, one))
-            total.meta = dict(node.meta)
+            inherit(total, node)
             node.replace_all_uses_with(total)
             graph.erase_node(node)
 
 
 def _terms(node: fx.Node) -> int:
     operands: Any = node.args[-2:]
-    a, b = (one.meta["val"] for one in operands)
+    a, b = (fake(one) for one in operands)
     return math.prod(a.shape) * b.shape[1]
 
 
@@ -50,7 +52,7 @@ def spell_out_narrow_products(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs:
-            a, b = (one.meta["val"] for one in node.args[-2:])
+            a, b = (fake(one) for one in node.args[-2:])
             if a.dtype is not torch.float32:
                 continue
             if b.shape[1] <= NARROW and a.shape[1] <= ROW and a.stride(1) == 1:

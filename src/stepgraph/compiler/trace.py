@@ -8,51 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import corrections, kernels, passes
+from stepgraph.compiler import corrections, kernels, operators, passes
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.pooling import pool_first
+from stepgraph.compiler.program import Program, adopt_tags, has_notes
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
-from stepgraph.compiler.walk import FORWARD, run
+from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
-from stepgraph.layers import lstm_kernel
 from stepgraph.system import surroundings
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 # PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
 recording = threading.RLock()
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A traced step: operators with their layer and phase, and which array is which."""
-
-    module: fx.GraphModule
-    inputs: dict[Key, fx.Node]
-    outputs: dict[Key, fx.Node]
-    step: Step
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The operators, in order."""
-        return [node for node in self.module.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-def layer_of(node: fx.Node) -> str:
-    """Name of the layer an operator belongs to."""
-    return str(node.meta.get("custom", {}).get("layer", ""))
-
-
-def phase_of(node: fx.Node) -> str:
-    """Phase an operator belongs to."""
-    return str(node.meta.get("custom", {}).get("phase", FORWARD))
 
 
 def trace(step: Step) -> Program:
@@ -89,6 +63,7 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         recorded = make_fx(function, tracing_mode="fake")(*fakes)
     forget_source(recorded)
+    adopt_tags(recorded.graph)
     refuse_random(recorded.graph, step)
     return Module(recorded, recorded.graph), outputs
 
@@ -98,13 +73,12 @@ def _prepare(module: fx.GraphModule, step: Step) -> None:
     passes.simplify(module)
     _require_phases(module.graph)
     corrections.correct(module.graph, step.device)
-    kernels.note_workspace(module.graph)
-    lstm_kernel.note_workspace(module.graph)
     if step.chooses_kernels:
         pool_first(module.graph)
     # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.
     if step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu"):
         kernels.choose_kernels(module, step.device)
+    operators.note_workspaces(module.graph)
 
 
 def _require_gradients(program: Program) -> None:
@@ -137,7 +111,7 @@ def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
 def _require_phases(graph: fx.Graph) -> None:
     """Every operator belongs to a phase: parts of a step are cut by it."""
     for node in graph.nodes:
-        if node.op == "call_function" and "phase" not in node.meta.get("custom", {}):
+        if node.op == "call_function" and not has_notes(node):
             raise AssertionError(f"{node.format_node()} was recorded outside of any phase")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.fx import traceback
 
 from stepgraph.compiler import kernels
+from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
@@ -43,7 +44,6 @@ from stepgraph.tensors.tensor import Tensor
 
 Arrays = dict[Key, torch.Tensor]
 
-FORWARD, GRADIENT, UPDATE = "forward", "gradient", "update"
 SMALL = 1 << 16  # elements below which a parameter waits to be updated with others
 GROWTH_INTERVAL = 2000  # finite steps after which the loss scale is doubled
 LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24  # beyond them the scale is left alone: 0 and infinity would stay for good
@@ -56,7 +56,7 @@ def run(step: Step, arrays: Arrays) -> Arrays:
         walk.forward(index, node)
     walk.store_updates()
     if walk.drew:
-        with _tagged("random stream", FORWARD):
+        with _tagged("random stream", Phase.FORWARD):
             arrays[STREAM][1].add_(1)
     if step.differentiates:
         walk.seed()
@@ -98,7 +98,7 @@ class _Walk:
         sources = tuple(self._leaf(t, t in step.active and t not in node.labels) for t in node.arguments)
         by_parameter = set(step.differentiated(node)) if step.training else set()
         own = {t: self._leaf(t, t in by_parameter and t not in step.stopped) for t in layer_tensors(node)}
-        with self._tag(node, FORWARD):
+        with self._tag(node, Phase.FORWARD):
             computed = self._compute_type(node)
             statistics = set(node.layer.statistics.values())
             # A statistic changes when the forward pass ends; what the gradient may need of it is its value now.
@@ -123,7 +123,7 @@ class _Walk:
     def store_updates(self) -> None:
         """Stores statistics once every layer has run: a forward pass that fails leaves them as they were."""
         for tensor, new in self.updates.items():
-            with _tagged(self.step.names.get(tensor, "statistics"), FORWARD):
+            with _tagged(self.step.names.get(tensor, "statistics"), Phase.FORWARD):
                 self.arrays[value(tensor)].copy_(new)
             del self.values[tensor]
 
@@ -144,18 +144,18 @@ class _Walk:
     def seed(self) -> None:
         """Starts the walk back: one for each loss value, and what comes from outside."""
         for node in self.step.losses:
-            with self._tag(node, GRADIENT):
+            with self._tag(node, Phase.GRADIENT):
                 self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
         for tensor in self.step.seeded:
             self.claimed.add(self.arrays[user_gradient(tensor)].untyped_storage()._cdata)
-            with _tagged("user gradient", GRADIENT):
+            with _tagged("user gradient", Phase.GRADIENT):
                 given = self._scaled(self.arrays[user_gradient(tensor)])
                 self.open[tensor].append(given.to(self._value(tensor).dtype))
 
     def backward(self, index: int, node: Node) -> None:
         visit = self.visits[index]
         self.visits[index] = _Visit((), {}, ())  # the layer's own graph is not needed again
-        with self._tag(node, GRADIENT):
+        with self._tag(node, Phase.GRADIENT):
             cotangents = {i: self._total(t) for i, t in enumerate(node.results) if t in self.open}
             reached = [i for i in cotangents if visit.results[i].requires_grad]
             if reached:
@@ -206,7 +206,7 @@ class _Walk:
     # Update
 
     def _total_parameter(self, tensor: Tensor) -> None:
-        with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
+        with _tagged(self.step.names.get(tensor, tensor.label), Phase.GRADIENT):
             self._total(tensor)
             self._own(gradient(tensor))
         if self.step.optimizer is None:
@@ -229,17 +229,17 @@ class _Walk:
         """Closes gradients of inputs, and updates what has waited for others."""
         for tensor in (*self.step.feeds, *self.step.held):
             if tensor in self.open and gradient(tensor) not in self.found:
-                with _tagged(self.step.names.get(tensor, tensor.label), GRADIENT):
+                with _tagged(self.step.names.get(tensor, tensor.label), Phase.GRADIENT):
                     self._total(tensor)
         optimizer = self.step.optimizer
         if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
             return
-        with _tagged("optimizer", UPDATE):
+        with _tagged("optimizer", Phase.UPDATE):
             gradients = [self.found[gradient(t)] for t in self.waiting]
             finite = torch.stack([g.isfinite().all() for g in gradients]).all() if self.step.scales_loss else None
             norm = global_norm(gradients, self._numbers()) if optimizer.needs_global_norm else None
         self._update(self.waiting, norm, finite)
-        with _tagged("optimizer", UPDATE):
+        with _tagged("optimizer", Phase.UPDATE):
             steps = self.arrays[NUMBERS][optimizer.live.index("time_step")]
             steps.add_(1 if finite is None else finite)
             if finite is not None:
@@ -258,7 +258,7 @@ class _Walk:
         # PyTorch's compiler makes one kernel of small updates and what is before them; large ones have a kernel.
         spelled_out = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
         found: dict[str, Any] = {"norm": norm, "finite": finite, "spelled_out": spelled_out}
-        with _tagged(name, UPDATE), torch.no_grad():
+        with _tagged(name, Phase.UPDATE), torch.no_grad():
             numbers = self.arrays[NUMBERS]
             kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, **found)
 
@@ -266,11 +266,11 @@ class _Walk:
         """The optimizer's numbers by name, looked up once in a run."""
         assert self.step.optimizer is not None
         if self.named is None:
-            with _tagged("optimizer", UPDATE):
+            with _tagged("optimizer", Phase.UPDATE):
                 self.named = kernels.named(self.step.optimizer, self.arrays[NUMBERS])
         return self.named
 
-    def _tag(self, node: Node, phase: str) -> Any:
+    def _tag(self, node: Node, phase: Phase) -> Any:
         return _tagged(self.step.names.get(node.layer, node.layer.label), phase)
 
 
@@ -309,5 +309,5 @@ def _called(node: Node, sources: Sequence[torch.Tensor], scope: Scope) -> tuple[
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
-def _tagged(layer: str, phase: str) -> Any:
-    return traceback.annotate({"layer": layer, "phase": phase})
+def _tagged(layer: str, phase: Phase) -> Any:
+    return traceback.annotate(tag(layer, phase))

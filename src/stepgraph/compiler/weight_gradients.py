@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.convolution import bias_gradient, separate
+from stepgraph.compiler.program import fake
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -40,7 +41,7 @@ def _of_source(*arguments: Any) -> Array:
 
 def _fits(g: Any, x: Any, w: Any, biases: Any, *others: Any) -> bool:
     *settings, mask = others
-    source, (outputs, inputs, *taps) = x.meta["val"], w.meta["val"].shape
+    source, (outputs, inputs, *taps) = fake(x), fake(w).shape
     plain = mask[1] and settings == [STRIDE, PADDING, DILATION, TRANSPOSED, FURTHER_PADDING, GROUPS]
     known = source.dtype is torch.float32 and taps == [3, 3] and source.is_contiguous(memory_format=torch.channels_last)
     return plain and known and outputs in CHANNELS and inputs in CHANNELS

@@ -17,7 +17,7 @@ from stepgraph import draw
 from stepgraph.checkpoint import restoring, saving
 from stepgraph.checkpoint.report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part
 from stepgraph.compiler.step import Key, Step, layer_tensors, value
 from stepgraph.device import Device
 from stepgraph.errors import (

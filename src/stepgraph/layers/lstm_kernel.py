@@ -14,10 +14,9 @@ until a sequence's own last step is reached.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx
 
 from stepgraph.errors import ArgumentError
 
@@ -172,14 +171,6 @@ def _(
     reverse: bool,
 ) -> tuple[Array, Array]:
     return torch.empty_like(gates), cells.new_empty(cells.shape[1:])
-
-
-def note_workspace(graph: fx.Graph) -> None:
-    """Tells the memory plan what both operators need while they run: turned weights, and `∂h/∂c` of all steps."""
-    needed = {torch.ops.stepgraph.lstm.default: 2, torch.ops.stepgraph.lstm_gradient.default: 1}
-    for node in graph.nodes:
-        if node.target in needed:
-            node.meta["workspace"] = cast(Any, node.args[needed[node.target]]).meta["val"].nbytes
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Array, ...]) -> None:

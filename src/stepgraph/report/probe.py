@@ -16,9 +16,8 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import memory, phases, recompute
 from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.program import Phase, Program
 from stepgraph.compiler.step import Fusion, gradient
-from stepgraph.compiler.trace import Program
-from stepgraph.compiler.walk import FORWARD, GRADIENT
 from stepgraph.errors import MemoryLimitError
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.runtime.executable import Executable
@@ -75,7 +74,7 @@ class Probe:
         if self._made is None or self._made[0] is not program:
             step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # few runs are not worth it
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
-            part = phases.extract(program, {FORWARD, GRADIENT}, wanted)
+            part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
             if step.memory_limit is not None:
                 part = recompute.fit(step, part, step.memory_limit)
                 _require_within(step.memory_limit, memory.plan(step, part).total)

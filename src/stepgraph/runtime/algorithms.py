@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part, fake
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
@@ -32,7 +32,7 @@ def load(part: Part, device: torch.device) -> None:
 @torch.inference_mode()
 def _run(convolutions: list[fx.Node], device: torch.device) -> None:
     def empty(node: fx.Node) -> Any:
-        array = node.meta["val"]
+        array = fake(node)
         return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=device)
 
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -44,5 +44,5 @@ def _run(convolutions: list[fx.Node], device: torch.device) -> None:
 
 
 def _kind(node: fx.Node) -> Any:
-    array = node.meta["val"]
+    array = fake(node)
     return tuple(array.shape), array.stride(), array.dtype

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from stepgraph.compiler.program import Phase
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
@@ -26,7 +27,6 @@ from stepgraph.compiler.step import (
     user_gradient,
     value,
 )
-from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.graph import Node
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.trial import Trial
@@ -203,7 +203,7 @@ class Search:
         key, after = mark
         gradients = key.kind in _GRADIENTS
         written = after and key.owner in self.step.trainable_set
-        phase = UPDATE if written or key.kind == "state" else GRADIENT if gradients else FORWARD
+        phase = Phase.UPDATE if written or key.kind == "state" else Phase.GRADIENT if gradients else Phase.FORWARD
         given = not after and (key.kind in ("state", "user gradient") or (key.kind == "value" and not self._made(key)))
         return Origin(key, after, self._node(mark), phase, given)
 

@@ -6,9 +6,8 @@ from collections import defaultdict
 
 import torch
 
-from stepgraph.compiler.kernels import WAY
+from stepgraph.compiler.program import Program, notes
 from stepgraph.compiler.step import Fusion, Step
-from stepgraph.compiler.trace import Program, layer_of
 from stepgraph.runtime.executable import FUSES_AT, Executable
 
 WIDTH = 96  # letters of a line about kernels
@@ -57,14 +56,14 @@ def _kernels(program: Program) -> list[str]:
         return ["PyTorch's own, none chosen by measuring (DETERMINISTIC)"]
     chosen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node in program.nodes:
-        if WAY in node.meta:
-            operator, way = node.meta[WAY]
-            chosen[operator][way].append(layer_of(node))
+        if found := notes(node).implementation:
+            operator, way = found
+            chosen[operator][way].append(notes(node).layer)
     aten = torch.ops.aten
     on_gpu = program.step.device.type == "cuda"
     if on_gpu and any(node.target is aten.convolution.default for node in program.nodes):
         chosen["convolution"]["cuDNN's fastest"] = [
-            layer_of(node) for node in program.nodes if node.target is aten.convolution.default
+            notes(node).layer for node in program.nodes if node.target is aten.convolution.default
         ]
     if not chosen:
         return ["PyTorch's own; nothing here has another way to choose"]
@@ -107,6 +106,6 @@ def _fused(executable: Executable) -> str:
 
 def _runs(executable: Executable) -> str:
     part = executable.part
-    again = sum(1 for node in part.nodes if "computed again" in node.meta)
+    again = sum(1 for node in part.nodes if notes(node).recomputed)
     text = f"{executable.mode}, {len(part.nodes)} operators"
     return f"{text}, {again} of them computed again to save memory" if again else text

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.compiler import fusion, kernels
+from stepgraph.compiler import fusion, operators
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part, notes
 from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, Step, value
-from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.block import Block, Places
@@ -168,7 +167,7 @@ class Executable:
             trace = trace.tb_next
         name = "" if trace is None else self._code.source.splitlines()[trace.tb_lineno - 1].split("=")[0].strip()
         node = next((node for node in self.part.nodes if node.name == name), None)
-        return "execute" if node is None else f"{layer_of(node)} ({phase_of(node)} pass)"
+        return "execute" if node is None else f"{notes(node).layer} ({notes(node).phase} pass)"
 
     def settings(self) -> AbstractContextManager[None]:
         """How PyTorch's libraries are to compute this step.
@@ -236,7 +235,7 @@ class _Code:
 
 def _generated(part: Part) -> _Code:
     """The code of a part; it calls operators without their Python wrapper."""
-    graph = kernels.call_directly(part.module.graph)
+    graph = operators.call_directly(part.module.graph)
     places = write_there(graph)
     code = graph.python_code("self")
     names = dict(code.globals)

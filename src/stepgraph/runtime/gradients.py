@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from stepgraph.compiler.program import Program, fake
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
-from stepgraph.compiler.trace import Program
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 
@@ -65,7 +65,7 @@ def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[G
     """Gradients from outside: written by the user or handed over by linked graphs, else zero, or one to start from."""
     found = {}
     for tensor in program.step.seeded:
-        like = program.outputs[value(tensor)].meta["val"]
+        like = fake(program.outputs[value(tensor)])
         handed = [other.found[gradient(tensor)] for other in others if gradient(tensor) in other.found]
         if tensor in written and written[tensor].has_data:
             mine = written[tensor]
@@ -79,7 +79,7 @@ def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[G
 
 def starts_at(tensor: Tensor, program: Program) -> bool:
     """Whether the walk back starts at `tensor` by itself: one number that stands for the loss."""
-    return tensor in program.step.starts and program.outputs[value(tensor)].meta["val"].numel() == 1
+    return tensor in program.step.starts and fake(program.outputs[value(tensor)]).numel() == 1
 
 
 def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tensor]) -> dict[Key, torch.Tensor]:

@@ -14,14 +14,12 @@ from rich.table import Table
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part, Phase, notes
 from stepgraph.compiler.step import Key
-from stepgraph.compiler.trace import layer_of, phase_of
-from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime.strides import Layouts
 
-PHASES = (FORWARD, GRADIENT, UPDATE)
+PHASES = tuple(Phase)
 COLUMNS = ("layer", *PHASES, "all", "share", "memory")
 
 
@@ -57,14 +55,15 @@ class Profile:
         """One entry a layer, largest time first; what is done for a layer's parameters counts for the layer."""
         seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         memory: dict[str, int] = defaultdict(int)
-        known = {layer for layer, phase, _, _ in self.rows if phase == FORWARD}
+        known = {layer for layer, phase, _, _ in self.rows if phase == Phase.FORWARD}
         for name, phase, spent, size in self.rows:
             owner = name.rpartition(".")[0]
             layer = owner if owner in known and name not in known else name
             seconds[layer][phase] += spent
             memory[layer] += size
         costs = [
-            LayerCost(layer, by[FORWARD], by[GRADIENT], by[UPDATE], memory[layer]) for layer, by in seconds.items()
+            LayerCost(layer, memory=memory[layer], **{phase: by[phase] for phase in Phase})
+            for layer, by in seconds.items()
         ]
         return tuple(sorted(costs, key=lambda cost: -cost.seconds))
 
@@ -142,7 +141,7 @@ class _Clock(fx.Interpreter):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if n.op == "call_function":
-            cost = self.cost[layer_of(n), phase_of(n)]
+            cost = self.cost[notes(n).layer, notes(n).phase]
             cost[0] += time.perf_counter() - start
             cost[1] += sum(
                 a.nbytes

@@ -10,10 +10,9 @@ from stepgraph.compiler import layout, memory, phases, recompute
 from stepgraph.compiler.held import hold
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part, Phase, Program
 from stepgraph.compiler.step import Fusion, Key, Step, value
-from stepgraph.compiler.trace import Program, trace
-from stepgraph.compiler.walk import FORWARD
+from stepgraph.compiler.trace import trace
 from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
@@ -130,7 +129,7 @@ class Programs:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept())}
             case "forward only":
-                return {part: phases.extract(program, {FORWARD}, [k for k in self._kept() if k.kind == "value"])}
+                return {part: phases.extract(program, {Phase.FORWARD}, [k for k in self._kept() if k.kind == "value"])}
             case _:
                 three = phases.split(program)
                 return {"forward": three.forward, "gradient": three.gradient, "update": three.update}

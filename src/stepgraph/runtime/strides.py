@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.passes import same_order
-from stepgraph.compiler.trace import layer_of
+from stepgraph.compiler.program import fake, notes
 
 _STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
 LAID = "_laid_out"
@@ -45,7 +45,7 @@ class Layouts:
     def laid_out(self, name: str, found: Any) -> Any:
         """A result in the order in which it was recorded."""
         node = self._nodes.get(name)
-        believed = None if node is None else node.meta.get("val")
+        believed = None if node is None else fake(node)
         if isinstance(found, tuple | list) and isinstance(believed, tuple | list):
             pairs = zip(found, believed, strict=True)
             return type(found)(self._ordered(name, one, other) for one, other in pairs)
@@ -55,6 +55,6 @@ class Layouts:
         if not isinstance(real, torch.Tensor) or not isinstance(believed, torch.Tensor) or same_order(real, believed):
             return real
         node = self._nodes[name]
-        self.surprises[name] = f"{layer_of(node)}: {node.target} gives {real.stride()}, not {believed.stride()}"
+        self.surprises[name] = f"{notes(node).layer}: {node.target} gives {real.stride()}, not {believed.stride()}"
         laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
         return laid.copy_(real)

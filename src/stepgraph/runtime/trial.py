@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from stepgraph.compiler import phases
-from stepgraph.compiler.phases import Part
+from stepgraph.compiler.program import Part, Program
 from stepgraph.compiler.step import Fusion, Key, Step
-from stepgraph.compiler.trace import Program
 from stepgraph.runtime.executable import Executable
 
 Arrays = Mapping[Key, torch.Tensor]

@@ -15,6 +15,7 @@ from torch import fx
 from stepgraph.compiler.kernels import channels_first as first
 from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with, taps
+from stepgraph.compiler.program import fake, inherit, set_fake
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -30,13 +31,12 @@ def is_last(x: Array) -> bool:
 def turn_gradient(node: fx.Node) -> None:
     """Gives the gradient of a pool or of ReLU the order of its images; PyTorch would go through both in two orders."""
     g, x, *_ = cast(Any, node.args)
-    if is_last(x.meta["val"]) and not is_last(g.meta["val"]):
+    if is_last(fake(x)) and not is_last(fake(g)):
         with node.graph.inserting_before(node):
             turned = node.graph.call_function(aten.clone.default, (g,), {"memory_format": LAST})
-        turned.meta = dict(g.meta) | {"val": g.meta["val"].contiguous(memory_format=LAST)}
-        turned.meta["custom"] = node.meta.get("custom", {})
+        inherit(turned, node, fake(g).contiguous(memory_format=LAST))
         node.replace_input_with(g, turned)
-        node.meta["val"] = node.meta["val"].contiguous(memory_format=LAST)
+        set_fake(node, fake(node).contiguous(memory_format=LAST))
 
 
 def _pytorch(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:

@@ -12,8 +12,9 @@ from torch import fx
 
 from stepgraph.compiler.kernels import channels_first, channels_last, winograd
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
-from stepgraph.compiler.kernels.measure import FEWEST, WAY, fastest
+from stepgraph.compiler.kernels.measure import FEWEST, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, spare, windows
+from stepgraph.compiler.program import fake, inherit, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -29,16 +30,16 @@ def choose_forward(node: fx.Node) -> None:
     if not applies(source, weights, dilation, transposed, groups):
         return
     result = _turned_around(node) or node
-    layout = _layout(result.meta["val"])
+    layout = _layout(fake(result))
     ways = forward_ways(layout, source)
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
     way = fastest(f"convolution{_spoken(layout)}", ways, arguments)
-    node.meta[WAY] = ("convolution", way)
+    note(node, implementation=("convolution", way))
     if way == "pytorch":
         return
-    result.meta = {**result.meta, WAY: node.meta[WAY], "custom": node.meta.get("custom", {})}
+    inherit(result, node, fake(result))
     result.target, result.args, result.kwargs = ways[way], (x, w, b, stride, padding), {}
-    result.meta["workspace"] = workspace(layout, way, source, weights, stride, padding)
+    note(result, workspace=workspace(layout, way, source, weights, stride, padding))
     if result is not node:
         node.graph.erase_node(node)
 
@@ -47,7 +48,7 @@ def _turned_around(node: fx.Node) -> fx.Node | None:
     """What puts the channels of the result last, where nothing else reads it: some ways give it like that."""
     user = next(iter(node.users))
     turns = user.target is aten.clone.default and user.kwargs.get("memory_format") is LAST
-    return user if turns and len(node.users) == 1 and not node.meta["val"].is_cuda else None
+    return user if turns and len(node.users) == 1 and not fake(node).is_cuda else None
 
 
 def choose_backward(node: fx.Node) -> None:
@@ -73,13 +74,13 @@ def choose_backward(node: fx.Node) -> None:
         }
         found = separate(node, calls)
         if 0 in found:
-            found[0].meta[WAY] = ("convolution data", data)
-            found[0].meta["workspace"] = _data_workspace(layout, data, gradient, source, weights, padding)
+            needed = _data_workspace(layout, data, gradient, source, weights, padding)
+            note(found[0], implementation=("convolution data", data), workspace=needed)
         if 1 in found:
-            found[1].meta[WAY] = ("convolution weights", kernel)
-            found[1].meta["workspace"] = workspace(layout, kernel, source, weights, stride, padding)
+            needed = workspace(layout, kernel, source, weights, stride, padding)
+            note(found[1], implementation=("convolution weights", kernel), workspace=needed)
     else:
-        node.meta[WAY] = ("convolution gradients", "pytorch")
+        note(node, implementation=("convolution gradients", "pytorch"))
 
 
 def _layout(images: Array) -> Any:
@@ -96,10 +97,10 @@ def separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> di
     found = {}
     results = {user.args[1]: user for user in node.users}
     for index, (way, arguments) in calls.items():
-        if index in results and node.meta["val"][index] is not None:
+        if index in results and fake(node)[index] is not None:
             with node.graph.inserting_before(node):
                 found[index] = node.graph.call_function(way, arguments)
-            found[index].meta = dict(node.meta) | {"val": node.meta["val"][index]}
+            inherit(found[index], node, fake(node)[index])
             results[index].replace_all_uses_with(found[index])
     for user in results.values():
         node.graph.erase_node(user)
@@ -126,7 +127,7 @@ def _enough(images: Array) -> int:
 
 
 def _array(node: Any) -> Any:
-    return None if node is None else node.meta["val"]
+    return None if node is None else fake(node)
 
 
 def bias_gradient(g: Array) -> Array:

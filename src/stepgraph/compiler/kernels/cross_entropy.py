@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import WAY, fastest
+from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.program import fake, inherit, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -57,15 +58,15 @@ class _Loss:
 def choose(node: fx.Node) -> None:
     """Puts the fastest way in the place of a cross entropy whose gradient ends at this operator."""
     found = _match(node)
-    if found is None or node.meta["val"].numel() < LARGE:
+    if found is None or fake(node).numel() < LARGE:
         return
-    x, labels = found.x.meta["val"], found.settings[0].meta["val"]
-    seed = cast(fx.Node, found.inner.args[0]).meta["val"]
+    x, labels = fake(found.x), fake(found.settings[0])
+    seed = fake(cast(fx.Node, found.inner.args[0]))
     seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be one number for all
     ways = WAYS if found.is_closed else {name: way for name, way in WAYS.items() if name != "softmax"}
     arguments = (x, seed, labels, None, *found.settings[2:])
     way = fastest("cross entropy", ways, arguments, below=x.shape[1])
-    node.meta[WAY] = ("cross entropy", way)
+    note(node, implementation=("cross entropy", way))
     if way != "pytorch":
         REPLACE[way](found)
 
@@ -82,14 +83,14 @@ def _match(outer: fx.Node) -> _Loss | None:
     x, *how = logarithms.args
     loss = total.args[0]
     pair = loss.target is FORWARD[inner.target] and loss.args == (logarithms, *inner.args[2:6])
-    plain = axis == 1 and how == [1, False] and x.meta["val"].dtype is kind and kind in (torch.float32, torch.float64)
+    plain = axis == 1 and how == [1, False] and fake(x).dtype is kind and kind in (torch.float32, torch.float64)
     return _Loss(logarithms, loss, inner, outer) if pair and plain else None
 
 
 def _replace_gradient(found: _Loss) -> None:
     outer = found.outer
     outer.target, outer.args = gradient_of_logarithms, (found.inner.args[0], found.logarithms, *found.settings)
-    outer.meta["workspace"] = _scratch(found)
+    note(outer, workspace=_scratch(found))
     outer.graph.erase_node(found.inner)
 
 
@@ -97,12 +98,12 @@ def _replace_all(found: _Loss) -> None:
     graph = found.outer.graph
     with graph.inserting_before(found.logarithms):
         softmax = graph.call_function(aten._softmax.default, (found.x, 1, False))
-    softmax.meta = dict(found.logarithms.meta)
+    inherit(softmax, found.logarithms)
     with graph.inserting_before(found.loss):
         loss = graph.call_function(losses, (found.x, softmax, *found.settings))
-    loss.meta = dict(found.loss.meta) | {"val": found.loss.meta["val"][0], "workspace": _scratch(found)}
+    inherit(loss, found.loss, fake(found.loss)[0], workspace=_scratch(found))
     found.outer.target, found.outer.args = gradient_of_softmax, (found.inner.args[0], softmax, *found.settings)
-    found.outer.meta["workspace"] = _scratch(found)
+    note(found.outer, workspace=_scratch(found))
     graph.erase_node(found.inner)
     for result in list(found.loss.users):
         result.replace_all_uses_with(loss)  # the other result has no reader left
@@ -113,8 +114,8 @@ def _replace_all(found: _Loss) -> None:
 
 def _scratch(found: _Loss) -> int:
     """Bytes of what there is beside arguments and results: a few numbers for each label."""
-    labels = found.settings[0].meta["val"]
-    return labels.numel() * (4 * found.x.meta["val"].element_size() + 2 * labels.element_size())
+    labels = fake(found.settings[0])
+    return labels.numel() * (4 * fake(found.x).element_size() + 2 * labels.element_size())
 
 
 # Parts of the ways, with x [n, classes, …] and labels t [n, …]

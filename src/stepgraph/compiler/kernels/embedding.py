@@ -54,14 +54,12 @@ def words(arguments: Sequence[Any]) -> int:
     return int(arguments[2])
 
 
-def _rows(arguments: Sequence[Array], _: int) -> int:
+def workspace(arguments: Sequence[Any], _: int) -> int:
     """Rows in one piece, where they are not."""
-    g, indices = arguments
+    g, indices = arguments[:2]
     return (0 if g.is_contiguous() else g.nbytes) + (0 if indices.is_contiguous() else indices.nbytes)
 
 
-# Bytes a way needs beside its arguments and its result. Sorting has words and places, each twice.
-SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
-    by_index: _rows,
-    by_scatter: lambda arguments, result: _rows(arguments, result) + 5 * 8 * arguments[1].numel(),
-}
+def workspace_of_sorting(arguments: Sequence[Any], results: int) -> int:
+    """Words and their positions, each twice, besides."""
+    return workspace(arguments, results) + 5 * 8 * arguments[1].numel()

@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import WAY, fastest
+from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.program import fake, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -25,20 +26,20 @@ def applies(node: fx.Node) -> bool:
     """Whether a node multiplies numbers in half precision, and enough of them to be worth it."""
     if node.target not in WAYS or node.kwargs:
         return False
-    arrays = [one.meta["val"] for one in node.all_input_nodes]
+    arrays = [fake(one) for one in node.all_input_nodes]
     return all(a.dtype in HALF for a in arrays) and max(a.numel() for a in arrays) >= LARGE
 
 
 def choose(node: fx.Node) -> None:
     """Puts the fastest way in the operator's place."""
     own, other = cast(Any, node.target), WAYS[cast(Any, node.target)]
-    settings = [one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args]
+    settings = [fake(one) if isinstance(one, fx.Node) else one for one in node.args]
     way = fastest(str(own), {"pytorch": own, "float32": other}, settings)
-    node.meta[WAY] = (str(own).split(".")[1], way)
+    note(node, implementation=(str(own).split(".")[1], way))
     if way == "float32":
         node.target = other
-        arrays = [one.meta["val"] for one in node.all_input_nodes] + _arrays(node.meta["val"])
-        node.meta["workspace"] = 2 * sum(one.nbytes for one in arrays)  # all of them once more, twice as wide
+        arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
+        note(node, workspace=2 * sum(one.nbytes for one in arrays))  # all of them once more, twice as wide
 
 
 def _arrays(found: Any) -> list[Array]:

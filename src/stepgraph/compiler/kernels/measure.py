@@ -29,7 +29,6 @@ DRAWN = 65521  # numbers, repeated where more are needed: drawing all would take
 # no row is like another
 GAIN = 0.9  # share of the reference's time that another way must stay below
 LARGEST = 2**26  # bytes of the file of choices; one is about 200
-WAY = "way"  # where an operator notes what it computes and which way was chosen, for those who look at the program
 Way = Callable[..., Any]
 
 

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake
+
 aten = torch.ops.aten
 Array = torch.Tensor
 FAR = 16  # times the variance: larger squares would lose more than a digit of it
@@ -78,7 +80,7 @@ def fits(node: fx.Node) -> bool:
     """Whether images in one piece are normalized by their own statistics, `γ` and `β` included."""
     backward = node.target is aten.native_batch_norm_backward.default
     given, settings = cast(Any, (node.args[:3], node.args[3:]))
-    arrays = [one.meta["val"] for one in given if isinstance(one, fx.Node)]
+    arrays = [fake(one) for one in given if isinstance(one, fx.Node)]
     images = arrays[:2] if backward else arrays[:1]
     plain = len(arrays) == 3 and settings[:2] == (None, None) and all(_is_plain(one) for one in images)
     training, wanted = (settings[4], settings[6][0]) if backward else (settings[2], True)
@@ -89,11 +91,7 @@ def _is_plain(images: Array) -> bool:
     return images.ndim > 2 and images.is_contiguous() and images.dtype in (torch.float32, torch.float64)
 
 
-def _rows(arguments: Sequence[Array], _: int) -> int:
+def workspace(arguments: Sequence[Any], _: int) -> int:
     """A number for each channel of each image, at most two at once."""
     x = arguments[0]
     return 2 * x.shape[0] * x.shape[1] * x.element_size()
-
-
-# Bytes a way needs beside its arguments and its results.
-SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {normalize_by_rows: _rows, gradients_by_rows: _rows}

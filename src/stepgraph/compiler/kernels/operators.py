@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import embedding, normalization, products
-from stepgraph.compiler.kernels.measure import GAIN, WAY, fastest, fewer
+from stepgraph.compiler.kernels.measure import GAIN, fastest, fewer
+from stepgraph.compiler.program import fake, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -24,26 +25,19 @@ LARGE = 1 << 14  # elements from which another way can make a difference
 
 def choose(node: fx.Node) -> None:
     """Puts the fastest way in the operator's place."""
-    operator, arrays = cast(Any, node.target), [one.meta["val"] for one in node.all_input_nodes]
+    operator, arrays = cast(Any, node.target), [fake(one) for one in node.all_input_nodes]
     real = operator in INDICES or all(a.dtype.is_floating_point for a in arrays)
     if not real or max(a.numel() for a in arrays) < LARGE or not _fits(node):
         return
-    settings = tuple(one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args)
+    settings = tuple(fake(one) if isinstance(one, fx.Node) else one for one in node.args)
     ways = {name: _with(way, **node.kwargs) for name, way in WAYS[operator].items()}
     below = INDICES[operator](settings) if operator in INDICES else 1
     settings = FEWER[operator](settings) if operator in FEWER else settings
     gain = GAINS[operator](settings) if operator in GAINS else GAIN
     way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below, gain=gain)
-    node.meta[WAY] = (str(operator).split(".")[1], way)
+    note(node, implementation=(str(operator).split(".")[1], way))
     if way != next(iter(ways)):  # the operator itself needs no detour, and others know it
         node.target = WAYS[operator][way]
-        scratch = SCRATCH.get(node.target, lambda *_: 0)
-        node.meta["workspace"] = scratch(arrays, sum(one.nbytes for one in _results(node)))
-
-
-def _results(node: fx.Node) -> list[Array]:
-    found = node.meta["val"]
-    return [one for one in (found if isinstance(found, tuple | list) else [found]) if one is not None]
 
 
 # Sums over the first of two axes, as bias gradients are
@@ -81,7 +75,7 @@ def _tanh_by_sigmoid(x: Array) -> Array:
 # Maxima of windows, and where they are
 
 
-def _max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
+def max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
     """Channels last, several of them are compared at once; the images are turned around and back for that."""
     y, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *window)
     return y.contiguous(), indices.contiguous()
@@ -95,7 +89,7 @@ WAYS: dict[Any, dict[str, Way]] = {
     aten.tanh.default: {"pytorch": aten.tanh.default, "sigmoid": _tanh_by_sigmoid},
     aten.max_pool2d_with_indices.default: {
         "pytorch": aten.max_pool2d_with_indices.default,
-        "channels last": _max_pool_channels_last,
+        "channels last": max_pool_channels_last,
     },
     aten.embedding_dense_backward.default: embedding.WAYS,
     aten.native_batch_norm.default: normalization.FORWARD,
@@ -115,16 +109,6 @@ FEWER: dict[Any, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
     aten.max_pool2d_with_indices.default: fewer,
 }
 
-# Bytes a way needs beside its arguments and results, from these arguments and the bytes of the results.
-SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
-    **products.SCRATCH,
-    **embedding.SCRATCH,
-    **normalization.SCRATCH,
-    gelu_backward_by_parts: lambda arguments, _: arguments[0].nbytes,
-    _max_pool_channels_last: lambda arguments, results: max(arguments[0].nbytes, results),
-}
-
-
 FITS: dict[Any, Callable[[fx.Node], bool]] = {
     aten.mm.default: products.fits,
     aten.addmm.default: products.fits,
@@ -139,7 +123,7 @@ def _fits(node: fx.Node) -> bool:
     if node.target in FITS:
         return FITS[node.target](node)
     x, *settings = cast(Any, node.args)
-    array = x.meta["val"]
+    array = fake(x)
     if node.target is aten.sum.dim_IntList:
         return array.ndim == 2 and list(settings[0]) == [0] and "dtype" not in node.kwargs
     return node.target is not aten.max_pool2d_with_indices.default or (array.ndim == 4 and array.is_contiguous())

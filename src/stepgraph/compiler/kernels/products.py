@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.program import fake
+
 aten = torch.ops.aten
 Array = torch.Tensor
 ON_ARM = platform.machine() == "aarch64"
@@ -74,14 +76,12 @@ SUMS: dict[str, Callable[..., Array]] = {
     "right copied": sum_of_right_copied,
     "turned": turned_sum,
 }
-# Ways that write into given memory.
-INTO = (of_left_copied, of_right_copied, added_after, sum_of_right_copied, sum_by_convolution)
 
 
 def fits(node: fx.Node) -> bool:
     """Whether an operand is turned at all, and nothing is scaled."""
     operands: Any = node.args[-2:]
-    a, b = (one.meta["val"] for one in operands)
+    a, b = (fake(one) for one in operands)
     return not node.kwargs and not (a.is_contiguous() and b.is_contiguous())
 
 
@@ -92,18 +92,3 @@ def gain(arguments: Sequence[Array]) -> float:
     """
     _, a, b = arguments
     return 1.05 if ON_ARM and a.is_contiguous() and b.t().is_contiguous() else 0.97
-
-
-def _copied(operand: Array) -> int:
-    """What is in one piece already is not copied."""
-    return 0 if operand.is_contiguous() else operand.nbytes
-
-
-# Bytes each way needs beside its operands and its result.
-SCRATCH: dict[Any, Callable[[Sequence[Array], int], int]] = {
-    of_left_copied: lambda operands, _: _copied(operands[-2]),
-    of_right_copied: lambda operands, _: _copied(operands[-1]),
-    sum_of_right_copied: lambda operands, _: _copied(operands[-1]),
-    turned: lambda _, result: result,
-    turned_sum: lambda _, result: result,
-}

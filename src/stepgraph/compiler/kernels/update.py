@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -249,13 +249,11 @@ def _(*_: object) -> None:
     return None
 
 
-def note_workspace(graph: fx.Graph) -> None:
-    """Tells the memory plan what updates need while they run."""
-    for node in graph.nodes:
-        if node.target is torch.ops.stepgraph.update_by_rule_.default:
-            parameters, optimizer = cast(Any, (node.args[0], node.args[6]))
-            count = AT_ONCE.get(_optimizers[optimizer].rule, MOST_AT_ONCE)
-            node.meta["workspace"] = count * max(parameter.meta["val"].nbytes for parameter in parameters)
+def workspace(arguments: Sequence[Any], _: int) -> int:
+    """Bytes that `update_by_rule_` needs inside."""
+    parameters, optimizer = arguments[0], arguments[6]
+    count = AT_ONCE.get(_optimizers[optimizer].rule, MOST_AT_ONCE)
+    return count * max(parameter.nbytes for parameter in parameters)
 
 
 def take_apart(graph: fx.Graph) -> None:

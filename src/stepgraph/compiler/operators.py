@@ -1,0 +1,150 @@
+"""One row per operator: how it writes into given memory, what it needs inside, what computing it again costs.
+
+Passes ask this table. An operator without a row has none of this: its results are new arrays, it needs nothing worth
+counting besides them, and it is cheap.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels import embedding, normalization, products
+from stepgraph.compiler.kernels import operators as implementations
+from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
+from stepgraph.compiler.program import fake, fakes, note
+from stepgraph.layers import lstm_kernel
+from stepgraph.random import draw_mask, draw_uniform
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+Workspace = Callable[[Sequence[Any], int], int]
+
+
+class Out(NamedTuple):
+    """The variant of an operator that writes into given memory, and the keyword that takes it.
+
+    Where there are several results, all of them arrays, that is a list with None for those that are not given.
+    """
+
+    function: Callable[..., Any]
+    keyword: str = "out"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What passes know about an operator.
+
+    Args:
+        out: the variant that writes into given memory.
+        in_place: the variant that writes over its first argument.
+        workspace: bytes it needs inside, from its arguments (arrays without memory) and the bytes of its results.
+        is_costly: whether it is computed again only where dropping everything else is not enough.
+        direct: for an operator of our own, the Python function behind it. A compiled step calls it without PyTorch's
+            dispatcher, which would take longer than most of them.
+    """
+
+    out: Out | None = None
+    in_place: Any = None
+    workspace: Workspace | None = None
+    is_costly: bool = False
+    direct: Callable[..., Any] | None = None
+
+
+def _threshold_backward(g: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
+    return aten.threshold_backward.grad_input(g, x, threshold, grad_input=g)
+
+
+def _copied(position: int) -> Workspace:
+    """A copy of one argument, where it is not in one piece already."""
+    return lambda given, _: 0 if given[position].is_contiguous() else given[position].nbytes
+
+
+def _like(position: int) -> Workspace:
+    """As much as one argument."""
+    return lambda given, _: given[position].nbytes
+
+
+def _like_results(_: Sequence[Any], results: int) -> int:
+    return results
+
+
+TABLE: dict[Any, Operator] = {
+    # PyTorch's
+    aten.add.Tensor: Operator(out=Out(aten.add.out), in_place=aten.add_.Tensor),
+    aten.addmm.default: Operator(out=Out(aten.addmm.out), is_costly=True),
+    aten.baddbmm.default: Operator(is_costly=True),
+    aten.bmm.default: Operator(out=Out(aten.bmm.out), is_costly=True),
+    aten.convolution.default: Operator(is_costly=True),
+    aten.div.Tensor: Operator(in_place=aten.div_.Tensor),
+    aten.gelu.default: Operator(out=Out(aten.gelu.out)),
+    aten.gelu_backward.default: Operator(out=Out(aten.gelu_backward.grad_input, "grad_input")),
+    aten.mm.default: Operator(out=Out(aten.mm.out), is_costly=True),
+    aten.mul.Tensor: Operator(out=Out(aten.mul.out), in_place=aten.mul_.Tensor),
+    aten.relu.default: Operator(out=Out(aten.relu.out), in_place=aten.relu_.default),
+    aten.sigmoid.default: Operator(in_place=aten.sigmoid_.default),
+    aten._scaled_dot_product_efficient_attention.default: Operator(is_costly=True),
+    aten._scaled_dot_product_flash_attention.default: Operator(is_costly=True),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Operator(is_costly=True),
+    aten._softmax.default: Operator(out=Out(aten._softmax.out)),
+    aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),
+    aten.tanh.default: Operator(in_place=aten.tanh_.default),
+    aten.threshold_backward.default: Operator(
+        out=Out(aten.threshold_backward.grad_input, "grad_input"), in_place=_threshold_backward
+    ),
+    # Our own
+    ours.keep_mask.default: Operator(direct=draw_mask),
+    ours.uniform.default: Operator(direct=draw_uniform),
+    ours.update_.default: Operator(direct=update_on_cpu),
+    ours.update_by_rule_.default: Operator(direct=update_by_rule, workspace=workspace),
+    # turned weights
+    ours.lstm.default: Operator(out=Out(lstm_kernel.run), workspace=_like(2), is_costly=True),
+    # `∂h/∂c` of all steps
+    ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
+    # Implementations beside PyTorch's
+    products.of_left_copied: Operator(out=Out(products.of_left_copied), workspace=_copied(-2)),
+    products.of_right_copied: Operator(out=Out(products.of_right_copied), workspace=_copied(-1)),
+    products.added_after: Operator(out=Out(products.added_after)),
+    products.sum_of_right_copied: Operator(out=Out(products.sum_of_right_copied), workspace=_copied(-1)),
+    products.sum_by_convolution: Operator(out=Out(products.sum_by_convolution)),
+    products.turned: Operator(workspace=_like_results),
+    products.turned_sum: Operator(workspace=_like_results),
+    embedding.by_index: Operator(workspace=embedding.workspace),
+    embedding.by_scatter: Operator(workspace=embedding.workspace_of_sorting),
+    normalization.normalize_by_rows: Operator(workspace=normalization.workspace),
+    normalization.gradients_by_rows: Operator(workspace=normalization.workspace),
+    implementations.gelu_backward_by_parts: Operator(
+        out=Out(implementations.gelu_backward_by_parts), workspace=_like(0)
+    ),
+    implementations.max_pool_channels_last: Operator(
+        workspace=lambda given, results: max(given[0].nbytes, results),
+    ),
+}
+_PLAIN = Operator()
+
+
+def operator(node: fx.Node) -> Operator:
+    """What is known about the operator of a node."""
+    return TABLE.get(node.target, _PLAIN)
+
+
+def note_workspaces(graph: fx.Graph) -> None:
+    """Notes what operators need inside, for the memory plan."""
+    for node in graph.nodes:
+        workspace = operator(node).workspace
+        if workspace is not None:
+            given = fx.map_arg(list(node.args), fake)
+            note(node, workspace=workspace(given, sum(array.nbytes for array in fakes(node))))
+
+
+def call_directly(graph: fx.Graph) -> fx.Graph:
+    """The same operators, with the functions behind our own in their places."""
+    direct = copy.deepcopy(graph)
+    for node in direct.nodes:
+        if node.op == "call_function":
+            node.target = operator(node).direct or node.target
+    return direct

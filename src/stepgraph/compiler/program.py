@@ -1,0 +1,224 @@
+"""A recorded step: a graph of operators, and what is known about each of them.
+
+Besides its arguments an operator carries a fake, the array without memory that stands for its result, and `Notes`. This
+is the only module that touches `fx.Node.meta`, where both are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.step import Key, Step
+
+_FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
+TINY = 1 << 16  # numbers in all results of a part
+
+
+class Phase(StrEnum):
+    """The phases of a step, in order."""
+
+    FORWARD = "forward"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What is known about an operator besides its arguments and its result.
+
+    Attributes:
+        layer: the layer it belongs to, by name.
+        phase: the phase it belongs to.
+        implementation: the name of the operation and of the implementation chosen for it, where there are several.
+        workspace: bytes it needs inside, besides its results.
+        offsets: where its results lie in held memory, by storage.
+        in_place: whether it writes its result over its first argument.
+        recomputed: whether it computes again what was dropped to save memory.
+    """
+
+    layer: str = ""
+    phase: Phase = Phase.FORWARD
+    implementation: tuple[str, str] | None = None
+    workspace: int = 0
+    offsets: Mapping[int, int] = field(default_factory=dict)
+    in_place: bool = False
+    recomputed: bool = False
+
+
+def tag(layer: str, phase: Phase) -> dict[str, Any]:
+    """What the tracer writes on every operator that it records meanwhile; `adopt_tags` reads it."""
+    return {"layer": layer, "phase": phase}
+
+
+def adopt_tags(graph: fx.Graph) -> None:
+    """Gives every recorded operator its notes."""
+    for node in graph.nodes:
+        if tagged := node.meta.pop(_TAG, None):
+            note(node, layer=tagged["layer"], phase=Phase(tagged["phase"]))
+
+
+def has_notes(node: fx.Node) -> bool:
+    """Whether anything is known about an operator."""
+    return _NOTES in node.meta
+
+
+def notes(node: fx.Node) -> Notes:
+    """What is known about an operator."""
+    return node.meta.get(_NOTES, _NOTHING)
+
+
+_NOTHING = Notes()
+
+
+def note(node: fx.Node, **changes: Any) -> None:
+    """Notes something about an operator; the rest stays."""
+    node.meta[_NOTES] = replace(notes(node), **changes)
+
+
+def inherit(node: fx.Node, other: fx.Node, fake: Any = None, **changes: Any) -> fx.Node:
+    """Gives an operator the notes of another, with changes, and its fake, if no other is given."""
+    node.meta = {**other.meta, _NOTES: replace(notes(other), **changes)}
+    if fake is not None:
+        node.meta[_FAKE] = fake
+    return node
+
+
+def fake(node: fx.Node) -> Any:
+    """The array without memory that stands for an operator's result, or several; None where nothing is known."""
+    return node.meta.get(_FAKE)
+
+
+def fakes(node: fx.Node) -> list[torch.Tensor]:
+    """All results of an operator."""
+    values = fake(node)
+    values = values if isinstance(values, tuple | list) else [values]
+    return [array for array in values if isinstance(array, torch.Tensor)]
+
+
+def set_fake(node: fx.Node, value: Any) -> None:
+    """Says what an operator gives."""
+    node.meta[_FAKE] = value
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the memory behind all of an operator's results."""
+    return [array.untyped_storage()._cdata for array in fakes(node)]
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory behind an operator's result; views share it."""
+    array = fake(node)
+    return array.untyped_storage()._cdata if isinstance(array, torch.Tensor) else None
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an operator changes one of its arguments in place."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The arrays that an operator changes in place."""
+    if not mutates(node):
+        return []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    changed = [given[name] for name in written if name in given]
+    arrays = (one for value in changed for one in (value if isinstance(value, list | tuple) else [value]))
+    return [one for one in arrays if isinstance(one, fx.Node)]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step: operators with their notes, and which array is which."""
+
+    module: fx.GraphModule
+    inputs: dict[Key, fx.Node]
+    outputs: dict[Key, fx.Node]
+    step: Step
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in order."""
+        return operators(self.module.graph)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A program's operators of some phases: what it reads, what it gives, and bytes it holds for results in between."""
+
+    module: fx.GraphModule
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    held: int = 0
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in order."""
+        return operators(self.module.graph)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """What stands for its inputs, in their order."""
+        return self.module.graph.find_nodes(op="placeholder")
+
+    @property
+    def returned(self) -> list[fx.Node]:
+        """What gives its outputs, in their order."""
+        (end,) = self.module.graph.find_nodes(op="output")
+        return list(end.args[0])
+
+    @property
+    def results(self) -> dict[Key, torch.Tensor]:
+        """What it gives, as arrays without memory."""
+        return {key: fake(node) for key, node in zip(self.outputs, self.returned, strict=True)}
+
+    @cached_property
+    def is_tiny(self) -> bool:
+        """Whether one thread has computed it before others would have woken up."""
+        return sum(array.numel() for node in self.nodes for array in fakes(node)) < TINY
+
+    @cached_property
+    def is_open_to_switches(self) -> bool:
+        """Whether PyTorch's process-wide switches can reach an operator: default type or device, determinism."""
+        return any(_asks_switches(node) for node in self.nodes)
+
+    @cached_property
+    def written(self) -> tuple[Key, ...]:
+        """The arrays given to it that a run changes: parameters, statistics, optimizer state, random stream.
+
+        They are read off the operators: a list of its own could miss something. Whoever runs a part to look at it
+        gives copies of these; whoever must roll a run back keeps copies of them.
+        """
+        changed = {storage(array) for node in self.nodes for array in writes(node)}
+        given = zip(self.inputs, self.placeholders, strict=True)
+        return tuple(key for key, node in given if storage(node) in changed)
+
+
+def operators(graph: fx.Graph) -> list[fx.Node]:
+    """The operators of a graph, in order."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _asks_switches(node: fx.Node) -> bool:
+    """Whether an operator may do something else for another default type or device, or deterministically.
+
+    Those are operators of others, those that write where indices say, and those that make real numbers of none.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in ("aten", "stepgraph", "prims"):
+            return True
+        if any(word in target.name() for word in ("index", "scatter", "put", "cum", "embedding")):
+            return True
+    makes_real = any(array.is_floating_point() for array in fakes(node)) and node.kwargs.get("dtype") is None
+    read = [array for source in node.all_input_nodes for array in fakes(source)]
+    return makes_real and not any(array.is_floating_point() for array in read)
