@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from stepgraph import torch_private
 from stepgraph.compiler import memory
 from stepgraph.compiler.kernels import operators, products
 from stepgraph.compiler.phases import Part
@@ -39,7 +40,7 @@ OUT: dict[Any, tuple[Callable[..., Any], str]] = {
     aten.gelu.default: (aten.gelu.out, "out"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
-    aten._softmax.default: (aten._softmax.out, "out"),
+    torch_private.softmax.default: (torch_private.softmax.out, "out"),
     **{way: (way, "out") for way in (*products.INTO, operators.gelu_backward_by_parts)},
     torch.ops.stepgraph.lstm.default: (lstm_kernel.run, "out"),
     torch.ops.stepgraph.lstm_gradient.default: (lstm_kernel.run_gradient, "out"),

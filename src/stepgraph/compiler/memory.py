@@ -13,6 +13,7 @@ from stepgraph.compiler.phases import Part, arrays, storage, storages
 from stepgraph.compiler.step import Step, value
 from stepgraph.compiler.trace import layer_of, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT
+from stepgraph.torch_private import identity
 
 _KINDS = {FORWARD: "activations", GRADIENT: "gradients"}
 _HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "gradients"}
@@ -196,4 +197,4 @@ def _kind(node: fx.Node) -> str:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of the memory behind each of an operator's results."""
-    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in arrays(node)}
+    return {identity(array.untyped_storage()): array.untyped_storage().nbytes() for array in arrays(node)}

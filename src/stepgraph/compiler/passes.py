@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from stepgraph.torch_private import OpOverload, schema, unsafe_view
+
 aten = torch.ops.aten
 
 
@@ -38,14 +40,14 @@ def simplify(module: fx.GraphModule) -> None:
 def mutates(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments in place."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and schema(target).is_mutable
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """The arrays that an operator changes in place."""
     if not mutates(node):
         return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = schema(node.target).arguments  # type: ignore[arg-type]
     given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
     changed = [given[one.name] for one in arguments if one.alias_info is not None and one.alias_info.is_write
                and one.name in given]  # fmt: skip
@@ -60,7 +62,7 @@ def _alias(node: fx.Node) -> fx.Node | None:
 
 def _same_view(node: fx.Node) -> fx.Node | None:
     """A view in the shape the array already has."""
-    if node.target not in (aten.view.default, aten._unsafe_view.default, aten.expand.default):
+    if node.target not in (aten.view.default, unsafe_view.default, aten.expand.default):
         return None
     source = _source(node)
     same = source is not None and _layout(source) == _layout(node)

@@ -15,6 +15,7 @@ from stepgraph.compiler.passes import mutates, writes
 from stepgraph.compiler.step import Key, gradient, value
 from stepgraph.compiler.trace import Program, phase_of
 from stepgraph.compiler.walk import FORWARD, GRADIENT, UPDATE
+from stepgraph.torch_private import OpOverload, identity
 
 TINY = 1 << 16  # numbers
 
@@ -127,13 +128,13 @@ def arrays(node: fx.Node) -> list[torch.Tensor]:
 
 def storages(node: fx.Node) -> list[int]:
     """Identities of the memory behind all of an operator's results."""
-    return [array.untyped_storage()._cdata for array in arrays(node)]
+    return [identity(array.untyped_storage()) for array in arrays(node)]
 
 
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory behind an operator's result; views share it."""
     array = node.meta.get("val")
-    return array.untyped_storage()._cdata if isinstance(array, torch.Tensor) else None
+    return identity(array.untyped_storage()) if isinstance(array, torch.Tensor) else None
 
 
 def _needed(program: Program, phases: Collection[str], ends: Sequence[fx.Node]) -> set[fx.Node]:
@@ -157,7 +158,7 @@ def _asks_switches(node: fx.Node) -> bool:
     Those are operators of others, those that write where indices say, and those that make real numbers of none.
     """
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         if target.namespace not in ("aten", "stepgraph", "prims"):
             return True
         if any(word in target.name() for word in ("index", "scatter", "put", "cum", "embedding")):

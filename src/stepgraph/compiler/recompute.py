@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from stepgraph import torch_private
 from stepgraph.compiler import memory
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.modules import Module
@@ -31,9 +31,9 @@ aten = torch.ops.aten
 # What takes long: recomputed only where dropping everything else is not enough.
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
+    torch_private.flash_attention_on_cpu.default,
+    torch_private.efficient_attention.default,
+    torch_private.flash_attention.default,
 }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _is_costly(node: fx.Node) -> bool:
     """Whether this operator is a product; what stands in for one is a function of our own."""
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
-    return target in PRODUCTS or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
+    return target in PRODUCTS or not isinstance(target, torch_private.OpOverload) or target.namespace != "aten"
 
 
 def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
@@ -274,7 +274,7 @@ def _described(twin: fx.Node, node: fx.Node) -> Any:
         arguments, settings = fx.map_arg((twin.args, twin.kwargs), lambda one: one.meta["val"])
         with node.meta["val"].fake_mode:  # type: ignore[attr-defined]
             return node.target(*arguments, **settings)  # type: ignore[operator]
-    return pytree.tree_map_only(torch.Tensor, _anew, node.meta["val"])
+    return torch_private.tree_map_only(torch.Tensor, _anew, node.meta["val"])
 
 
 def _anew(array: Any) -> torch.Tensor:

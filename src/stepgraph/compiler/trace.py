@@ -25,6 +25,7 @@ from stepgraph.compiler.walk import FORWARD, run
 from stepgraph.errors import StateError
 from stepgraph.layers import lstm_kernel
 from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.torch_private import FakeTensorMode
 
 # PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
 recording = threading.RLock()
@@ -80,7 +81,7 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
         outputs[:] = results
         return list(results.values())
 
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = [
             torch.empty(shape, dtype=dtype, device=step.device)

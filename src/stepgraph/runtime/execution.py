@@ -23,6 +23,7 @@ from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
 from stepgraph.tensor import Tensor, TensorDescriptor
+from stepgraph.torch_private import raw_stream
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
@@ -82,7 +83,7 @@ class Execution:
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
             else:
-                self._stream = torch._C._cuda_getCurrentRawStream(place.index)
+                self._stream = raw_stream(place.index)
         self._started = time.perf_counter() if timed else 0.0
 
     def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:

@@ -10,6 +10,7 @@ from stepgraph import buffers
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
 from stepgraph.compiler.trace import Program
 from stepgraph.tensor import Tensor
+from stepgraph.torch_private import foreach_add_
 
 
 class Gradients:
@@ -96,7 +97,7 @@ def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tenso
 def added(kept: dict[Key, torch.Tensor], new: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """`new`, with its gradients added in place to the kept ones."""
     if kept:
-        torch._foreach_add_(list(kept.values()), [new[key] for key in kept])
+        foreach_add_(list(kept.values()), [new[key] for key in kept])
     return {**new, **kept}
 
 
