@@ -308,11 +308,9 @@ def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def joint(*given: torch.Tensor) -> torch.Tensor:
         return torch.stack([one.transpose(1, 2) for one in gradients(*given)], 2)
 
-    operators = {}
     for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
         library.impl(name, function, "CPU")
-        operators[name] = SimpleNamespace(_opoverload=getattr(torch.ops.stepgraph, name).default)
-    monkeypatch.setitem(sys.modules, "stepgraph.compiler.tiles.attention", SimpleNamespace(**operators))
+    monkeypatch.setitem(sys.modules, "stepgraph.compiler.tiles.attention", SimpleNamespace())
     monkeypatch.setattr(attention_layer, "WIDTHS", (8,))
     monkeypatch.setattr(tiled, "FORWARD", aten._scaled_dot_product_flash_attention_for_cpu.default)
     monkeypatch.setattr(tiled, "BACKWARD", aten._scaled_dot_product_flash_attention_for_cpu_backward.default)

@@ -123,7 +123,7 @@ def every_pair() -> Iterator[Any]:
         yield pytest.param(rule, preparation, marks=[] if is_quick else [pytest.mark.deep])
 
 
-@pytest.mark.parametrize(("rule", "preparation"), every_pair())
+@pytest.mark.parametrize(("rule", "preparation"), list(every_pair()))
 def test_an_update_recorded_as_one_operator_equals_the_plain_rule(
     monkeypatch: pytest.MonkeyPatch, rule: str, preparation: str
 ) -> None:

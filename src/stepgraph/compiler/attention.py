@@ -9,10 +9,11 @@ from torch import fx
 
 from stepgraph.compiler.program import fake, inherit
 from stepgraph.layers.attention import fits_tiles
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-FORWARD = aten._scaled_dot_product_efficient_attention.default
-BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+FORWARD = torch_private.efficient_attention.default
+BACKWARD = torch_private.efficient_attention_gradient.default
 PLAIN: dict[str, Any] = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 
 
@@ -29,13 +30,13 @@ def tile_attention(graph: fx.Graph) -> None:
 
 
 def _replace(node: fx.Node, sources: list[fx.Node], given: dict[str, Any]) -> None:
-    from stepgraph.compiler.tiles.attention import attend, attend_gradients
+    from stepgraph.compiler.tiles import attention  # noqa: F401 - registers the operators
 
     if node.target is FORWARD:
         _replace_seeds(node)
-        node.target, node.args = attend._opoverload, tuple(sources)
+        node.target, node.args = torch.ops.stepgraph.attend.default, tuple(sources)
     else:
-        node.target = attend_gradients._opoverload
+        node.target = torch.ops.stepgraph.attend_gradients.default
         node.args = (*sources, given["out"], given["logsumexp"], node.args[0])
     node.kwargs = {}
 
@@ -54,5 +55,5 @@ def _replace_seeds(node: fx.Node) -> None:
 
 def _named(node: fx.Node) -> dict[str, Any]:
     """What an operator is given, by name."""
-    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [one.name for one in torch_private.schema(node.target).arguments]  # type: ignore[arg-type]
     return dict(zip(names, node.args, strict=False)) | node.kwargs

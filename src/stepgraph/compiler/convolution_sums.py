@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from stepgraph.compiler import tiles
 from stepgraph.compiler.kernels.patches import extents
+from stepgraph.system import torch_private
 
-aten = torch.ops.aten
 Array = torch.Tensor
 Pair = Sequence[int]
 OFF = 255
@@ -74,7 +74,7 @@ def pooled_gradients(
     first, sums = _first(images, place, stride, window), []
     _, channel, line, _ = images.stride()
     for c, i, j in itertools.product(*map(range, w.shape[1:])):
-        seen = aten._unsafe_index(images.view(-1), [first + (c * channel + i * line + j)])
+        seen = torch_private.unsafe_index(images.view(-1), [first + (c * channel + i * line + j)])
         sums.append((given * seen).sum((0, 1, 2)))
     return torch.stack(sums, 1).view(w.shape), given.sum((0, 1, 2))
 

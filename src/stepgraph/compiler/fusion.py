@@ -1,7 +1,4 @@
-"""Inductor: a part of a step compiled into few large kernels.
-
-Everything PyTorch does not promise about its compiler is used in this file alone.
-"""
+"""Inductor: a part of a step compiled into few large kernels."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ from stepgraph.compiler.small_products import spell_out_narrow_products, spell_o
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.weight_gradients import tile_weight_gradients
+from stepgraph.system import torch_private
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -40,10 +38,7 @@ ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken u
 
 def fuse(part: Part, step: Step) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
-    from torch._functorch.compile_utils import fx_graph_cse
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.inductor_prims import force_stride_order
-
+    inductor = torch_private.inductor()
     module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [fake(node) for node in module.graph.nodes if node.op == "placeholder"]
     on_cpu = is_on_cpu(arrays)
@@ -55,7 +50,7 @@ def fuse(part: Part, step: Step) -> Function:
         spell_out_small_convolutions(module.graph)
         compare_places(module.graph)
         join_activations(module.graph)
-        read_less(module.graph, keep=force_stride_order)
+        read_less(module.graph, keep=inductor.force_stride_order)
     if step.tiles_attention:
         tile_attention(module.graph)
     if step.tiles_convolutions:
@@ -69,14 +64,16 @@ def fuse(part: Part, step: Step) -> Function:
     generated: list[Any] = []
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
-        module.graph = fx_graph_cse(module.graph)
-        generated.append(compile_fx_inner(module, *arguments, **settings))
+        module.graph = inductor.without_repeats(module.graph)
+        generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad():
-        function = cast(Function, compile_fx(module, arrays, compile_inner, config_patches=settings))
-    return Replay(function, generated[0].current_callable) if on_cpu and len(generated) == 1 else function
+        function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
+    if on_cpu and len(generated) == 1:
+        return Replay(function, torch_private.generated_code(generated[0]))
+    return function
 
 
 def is_on_cpu(arrays: Sequence[torch.Tensor]) -> bool:

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.program import fake, inherit, writes
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
+VIEWS = (aten.view.default, torch_private.unsafe_view.default, aten.detach.default, aten.alias.default)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def join_activations(graph: fx.Graph) -> None:
 @torch.library.custom_op("stepgraph::sum_and_relu", mutates_args=())
 def sum_and_relu(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`relu(c + a b)`; PyTorch's compiler would take its own operator for this apart again."""
-    return torch._addmm_activation(c, a, b)
+    return torch_private.addmm_activation(c, a, b)
 
 
 @sum_and_relu.register_fake
@@ -268,7 +269,7 @@ def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     ready = [(order[node], i, node) for i, node in enumerate(nodes) if not waiting[node]]
     numbers = {node: i for i, node in enumerate(nodes)}
     heapq.heapify(ready)
-    last = graph._root
+    last = torch_private.root(graph)
     while ready:
         *_, node = heapq.heappop(ready)
         last.append(node)

@@ -11,6 +11,7 @@ from torch import fx
 from stepgraph import draw
 from stepgraph.compiler.program import Part, Phase, fakes, notes, storage, storages
 from stepgraph.compiler.step import Step, value
+from stepgraph.system import torch_private
 
 _KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
 _HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "gradients"}
@@ -194,4 +195,4 @@ def _kind(node: fx.Node) -> str:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of the memory behind each of an operator's results."""
-    return {array.untyped_storage()._cdata: array.untyped_storage().nbytes() for array in fakes(node)}
+    return {torch_private.identity(array.untyped_storage()): array.untyped_storage().nbytes() for array in fakes(node)}

@@ -11,7 +11,8 @@ import linecache
 from typing import Any
 
 from torch import fx
-from torch.fx import graph_module
+
+from stepgraph.system import torch_private
 
 
 class Module(fx.GraphModule):
@@ -26,5 +27,5 @@ class Module(fx.GraphModule):
 def forget_source(module: fx.GraphModule) -> None:
     """Drops the source of a module that somebody else has made."""
     key = type(module).forward.__code__.co_filename
-    graph_module._loader.eval_cache.pop(key, None)
+    torch_private.module_sources().pop(key, None)
     linecache.cache.pop(key, None)

@@ -20,6 +20,7 @@ from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, wor
 from stepgraph.compiler.program import fake, fakes, note
 from stepgraph.layers import lstm_kernel
 from stepgraph.random import draw_mask, draw_uniform
+from stepgraph.system import torch_private
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 Workspace = Callable[[Sequence[Any], int], int]
@@ -87,10 +88,10 @@ TABLE: dict[Any, Operator] = {
     aten.mul.Tensor: Operator(out=Out(aten.mul.out), in_place=aten.mul_.Tensor),
     aten.relu.default: Operator(out=Out(aten.relu.out), in_place=aten.relu_.default),
     aten.sigmoid.default: Operator(in_place=aten.sigmoid_.default),
-    aten._scaled_dot_product_efficient_attention.default: Operator(is_costly=True),
-    aten._scaled_dot_product_flash_attention.default: Operator(is_costly=True),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: Operator(is_costly=True),
-    aten._softmax.default: Operator(out=Out(aten._softmax.out)),
+    torch_private.efficient_attention.default: Operator(is_costly=True),
+    torch_private.flash_attention.default: Operator(is_costly=True),
+    torch_private.flash_attention_on_cpu.default: Operator(is_costly=True),
+    torch_private.softmax.default: Operator(out=Out(torch_private.softmax.out)),
     aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),
     aten.tanh.default: Operator(in_place=aten.tanh_.default),
     aten.threshold_backward.default: Operator(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.program import fake, mutates
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def _alias(node: fx.Node) -> fx.Node | None:
 
 def _same_view(node: fx.Node) -> fx.Node | None:
     """A view in the shape the array already has."""
-    if node.target not in (aten.view.default, aten._unsafe_view.default, aten.expand.default):
+    if node.target not in (aten.view.default, torch_private.unsafe_view.default, aten.expand.default):
         return None
     source = _source(node)
     same = source is not None and _layout(source) == _layout(node)

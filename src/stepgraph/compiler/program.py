@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.step import Key, Step
+from stepgraph.system import torch_private
 
 _FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
 TINY = 1 << 16  # numbers in all results of a part
@@ -109,26 +110,26 @@ def set_fake(node: fx.Node, value: Any) -> None:
 
 def storages(node: fx.Node) -> list[int]:
     """Identities of the memory behind all of an operator's results."""
-    return [array.untyped_storage()._cdata for array in fakes(node)]
+    return [torch_private.identity(array.untyped_storage()) for array in fakes(node)]
 
 
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory behind an operator's result; views share it."""
     array = fake(node)
-    return array.untyped_storage()._cdata if isinstance(array, torch.Tensor) else None
+    return torch_private.identity(array.untyped_storage()) if isinstance(array, torch.Tensor) else None
 
 
 def mutates(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments in place."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, torch_private.OpOverload) and torch_private.schema(target).is_mutable
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """The arrays that an operator changes in place."""
     if not mutates(node):
         return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = torch_private.schema(node.target).arguments  # type: ignore[arg-type]
     given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
     written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
     changed = [given[name] for name in written if name in given]
@@ -214,7 +215,7 @@ def _asks_switches(node: fx.Node) -> bool:
     Those are operators of others, those that write where indices say, and those that make real numbers of none.
     """
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_private.OpOverload):
         if target.namespace not in ("aten", "stepgraph", "prims"):
             return True
         if any(word in target.name() for word in ("index", "scatter", "put", "cum", "embedding")):

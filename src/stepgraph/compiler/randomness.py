@@ -15,6 +15,7 @@ from torch import fx
 from stepgraph.compiler.program import notes
 from stepgraph.compiler.step import Step
 from stepgraph.errors import ArgumentError
+from stepgraph.system.torch_private import OpOverload, schema
 
 _SHARES = ("p", "dropout_p", "dropout")  # of what is dropped: none, and an operator that could draw does not
 _SWITCHES = ("train", "training")
@@ -36,7 +37,7 @@ def refuse_random(graph: fx.Graph, step: Step) -> None:
 def is_random(node: fx.Node) -> bool:
     """Whether an operator draws from PyTorch's generator."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = _arguments(target, node)
     switched_off = any(given.get(name) is False for name in _SWITCHES)
@@ -44,9 +45,9 @@ def is_random(node: fx.Node) -> bool:
     return not (switched_off or drops_nothing)
 
 
-def _arguments(target: torch._ops.OpOverload, node: fx.Node) -> Mapping[str, Any]:
+def _arguments(target: OpOverload, node: fx.Node) -> Mapping[str, Any]:
     """All arguments by name, those that were left out included."""
-    declared = target._schema.arguments
+    declared = schema(target).arguments
     defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
     return defaults | {one.name: value for one, value in zip(declared, node.args, strict=False)} | node.kwargs
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from stepgraph.compiler import memory
 from stepgraph.compiler.in_place import in_place
@@ -25,6 +24,7 @@ from stepgraph.compiler.operators import operator
 from stepgraph.compiler.passes import mutates
 from stepgraph.compiler.program import Part, Phase, fake, inherit, notes, storage
 from stepgraph.compiler.step import Step
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 SMALL = 1 << 12  # bytes that are not worth it
@@ -167,7 +167,7 @@ def _is_costly(node: fx.Node) -> bool:
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
     known = isinstance(maker, fx.Node) and operator(maker).is_costly
-    return known or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten"
+    return known or not isinstance(target, torch_private.OpOverload) or target.namespace != "aten"
 
 
 def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
@@ -260,7 +260,7 @@ def _described(twin: fx.Node, node: fx.Node) -> Any:
         arguments, settings = fx.map_arg((twin.args, twin.kwargs), fake)
         with fake(node).fake_mode:
             return node.target(*arguments, **settings)  # type: ignore[operator]
-    return pytree.tree_map_only(torch.Tensor, _anew, fake(node))
+    return torch_private.tree_map_only(torch.Tensor, _anew, fake(node))
 
 
 def _anew(array: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
-from stepgraph.system import surroundings
+from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 # PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
@@ -54,7 +54,7 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
         outputs[:] = results
         return list(results.values())
 
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = [
             torch.empty(shape, dtype=dtype, device=step.device)

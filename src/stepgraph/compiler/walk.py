@@ -40,6 +40,7 @@ from stepgraph.errors import ExecutionError, StepgraphError, reason
 from stepgraph.graph import Node
 from stepgraph.layers.layer import Scope
 from stepgraph.optimizers import global_norm
+from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor
 
 Arrays = dict[Key, torch.Tensor]
@@ -147,7 +148,7 @@ class _Walk:
             with self._tag(node, Phase.GRADIENT):
                 self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
         for tensor in self.step.seeded:
-            self.claimed.add(self.arrays[user_gradient(tensor)].untyped_storage()._cdata)
+            self.claimed.add(torch_private.identity(self.arrays[user_gradient(tensor)].untyped_storage()))
             with _tagged("user gradient", Phase.GRADIENT):
                 given = self._scaled(self.arrays[user_gradient(tensor)])
                 self.open[tensor].append(given.to(self._value(tensor).dtype))
@@ -219,10 +220,10 @@ class _Walk:
 
     def _own(self, key: Key) -> None:
         """Gives a trained gradient an array of its own where it is another's or the user's: phases go by names."""
-        memory = self.found[key].untyped_storage()._cdata
+        memory = torch_private.identity(self.found[key].untyped_storage())
         if memory in self.claimed:
             self.found[key] = self.found[key].clone()
-            memory = self.found[key].untyped_storage()._cdata
+            memory = torch_private.identity(self.found[key].untyped_storage())
         self.claimed.add(memory)
 
     def finish(self) -> None:

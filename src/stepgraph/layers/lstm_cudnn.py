@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from stepgraph.system import torch_private
 
 Array = torch.Tensor
-aten = torch.ops.aten
 _LSTM = 2  # cuDNN's number for this kind of network
 
 
@@ -47,8 +47,8 @@ def lstm_cudnn(
     weights = [one.detach() for one in (input_weights, hidden_weights, biases, torch.zeros_like(biases))]
     mode, hidden, projection, layers, batch_first, *_, bidirectional = settings = _settings(hidden_weights)
     sizes = (x.shape[2], mode, hidden, projection, layers, batch_first, bidirectional)
-    packed = aten._cudnn_rnn_flatten_weight(weights, len(weights), *sizes)  # in one block, where `weights` now are
-    output, h, c, reserve, _ = aten._cudnn_rnn(
+    packed = torch_private.cudnn_rnn_pack(weights, len(weights), *sizes)  # in one block, where `weights` now are
+    output, h, c, reserve, _ = torch_private.cudnn_rnn(
         x.contiguous(), weights, len(weights), packed, h0[None], c0[None], *settings, [], None
     )
     return output, h[0].clone(), c[0].clone(), reserve, packed
@@ -89,7 +89,7 @@ def lstm_cudnn_gradient(
     """Gradients of `x`, both weights, the biases, `h0` and `c0`."""
     biases = input_weights.new_empty(len(input_weights))
     weights = [input_weights, hidden_weights, biases, biases]
-    d_x, d_h0, d_c0, parameters = aten._cudnn_rnn_backward(
+    d_x, d_h0, d_c0, parameters = torch_private.cudnn_rnn_gradient(
         x.contiguous(), weights, len(weights), packed, h0[None], c0[None], output,
         None if d_output is None else d_output.contiguous(), None if d_h is None else d_h[None].contiguous(),
         None if d_c is None else d_c[None].contiguous(), *_settings(hidden_weights), [], None, reserve.clone(),
@@ -144,7 +144,7 @@ def _sizes(
     steps: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int]:
     """Bytes cuDNN keeps for the gradient and numbers in its packed weights: known to it alone, so it is asked."""
-    with _disable_current_modes(), torch.no_grad():
+    with torch_private.disable_modes(), torch.no_grad():
         settings: dict[str, Any] = {"dtype": dtype, "device": device}
         shapes = ((steps, batch, inputs), (4 * hidden, inputs), (4 * hidden, hidden), (4 * hidden,))
         state = torch.zeros(batch, hidden, **settings)

@@ -32,13 +32,13 @@ from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.block import Block, Places
 from stepgraph.runtime.losses import Loss, Losses
 from stepgraph.runtime.results import Lending, Lent
-from stepgraph.system import surroundings
+from stepgraph.system import surroundings, torch_private
 
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
 _END = (object(),)  # behind the last array: fewer or more arrays are others, too
-_InferenceMode: Any = torch._C._InferenceMode  # `torch.inference_mode` without the Python around it
+_InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without the Python around it
 
 
 class Binding(NamedTuple):
@@ -243,7 +243,7 @@ def _generated(part: Part) -> _Code:
     def bare(match: re.Match[str]) -> str:
         space, operator, overload = match.groups()
         name = f"{space}_{operator}_{overload}"
-        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload)._op
+        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op
         return name
 
     return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, places)
@@ -286,7 +286,7 @@ class _Capture:
         if self.graph is None or self.binding is not binding or moved:
             self._record(binding, others, moved)
         if self.copied:
-            torch._foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
+            torch_private.foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
         if self.losses is not None:
             self.losses.expect()

@@ -22,6 +22,7 @@ from stepgraph.device import Device
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
+from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
@@ -82,7 +83,7 @@ class Execution:
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
             else:
-                self._stream = torch._C._cuda_getCurrentRawStream(place.index)
+                self._stream = torch_private.raw_stream(place.index)
         self._started = time.perf_counter() if timed else 0.0
 
     def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.compiler.program import Program, fake
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
+from stepgraph.system import torch_private
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 
@@ -96,7 +97,7 @@ def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tenso
 def added(kept: dict[Key, torch.Tensor], new: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """`new`, with its gradients added in place to the kept ones."""
     if kept:
-        torch._foreach_add_(list(kept.values()), [new[key] for key in kept])
+        torch_private.foreach_add_(list(kept.values()), [new[key] for key in kept])
     return {**new, **kept}
 
 

@@ -14,6 +14,7 @@ import torch
 
 from stepgraph.compiler.step import Key, Limit, Step, value
 from stepgraph.errors import DataError
+from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -32,7 +33,7 @@ class Indices:
         batches there are parts of one array.
         """
         known = self._seen.get(key)
-        if known is not None and known[0]() is array and array._version == known[1]:
+        if known is not None and known[0]() is array and torch_private.version(array) == known[1]:
             return
         limit, elsewhere = self.limits[key], not array.is_cpu
         if elsewhere and self._is_part_of_known(key, array):
@@ -52,17 +53,17 @@ class Indices:
         known = self._seen.get(key)
         if known is None or array.is_inference():
             return False
-        return known[0]() is _whole(array) and array._version == known[1]
+        return known[0]() is _whole(array) and torch_private.version(array) == known[1]
 
     def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
         whole = _whole(array)
         if not array.is_inference() and (whole is array or _within(whole, extent)):  # inference tensors count no writes
-            self._seen[key] = weakref.ref(whole), whole._version
+            self._seen[key] = weakref.ref(whole), torch_private.version(whole)
 
 
 def _whole(array: torch.Tensor) -> torch.Tensor:
     """What an array is a part of."""
-    base = array._base
+    base = torch_private.base(array)
     return array if base is None or base.dtype != array.dtype else base
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.system.torch_private import function_mode_count
+
 _EXACT, _TF32 = "ieee", "tf32"
 
 
@@ -77,7 +79,7 @@ def reach(kind: str, open_to_switches: bool) -> bool:
     if torch.is_autocast_enabled(kind):
         return True
     # A default device is a mode on this stack.
-    return open_to_switches and (torch._C._len_torch_function_stack() > 0 or _is_set_for_all())
+    return open_to_switches and (function_mode_count() > 0 or _is_set_for_all())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stepgraph.errors import DataError, DataTypeError, ShapeError, reason
+from stepgraph.system import torch_private
 from stepgraph.types import DataType
 
 
@@ -100,7 +101,7 @@ def unmasked(array: np.ndarray, where: str) -> np.ndarray:
 def _require_plain(array: torch.Tensor, where: str) -> None:
     """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
     if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
-        if isinstance(array, torch._subclasses.FakeTensor):
+        if isinstance(array, torch_private.FakeTensor):
             raise DataTypeError(where, "a fake tensor holds no numbers", fix="give its data")
         return
     if array.is_meta:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once, spare
+from stepgraph.system.torch_private import nnpack_convolution, slow_convolution_gradient
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -30,7 +31,7 @@ def pytorch(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding:
 
 def nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
     """By NNPACK: Winograd's and Fourier's ways of multiplying less."""
-    return aten._nnpack_spatial_convolution(x, w, b, padding, stride)
+    return nnpack_convolution(x, w, b, padding, stride)
 
 
 def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
@@ -61,14 +62,14 @@ def data_pytorch(g: Array, size: Sequence[int], w: Array, stride: Sequence[int],
 def data_native(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     """By PyTorch's own products over patches, whatever library it would ask otherwise."""
     mask, kernel = [True, False, False], w.shape[2:]
-    return aten._slow_conv2d_backward.output_mask(g.contiguous(), _shaped(g, size), w, kernel, stride, padding, mask)[0]
+    return slow_convolution_gradient.output_mask(g.contiguous(), _shaped(g, size), w, kernel, stride, padding, mask)[0]
 
 
 def data_flipped(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
     """With stride 1, the gradient is a convolution with the kernel turned around."""
     turned = w.flip(2, 3).transpose(0, 1).contiguous()
     rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
-    return aten._nnpack_spatial_convolution(g.contiguous(), turned, None, rest, [1, 1])
+    return nnpack_convolution(g.contiguous(), turned, None, rest, [1, 1])
 
 
 def _shaped(g: Array, size: Sequence[int]) -> Array:

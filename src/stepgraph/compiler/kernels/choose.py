@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import channels_last, convolution, cross_entropy, half, operators
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 
@@ -19,7 +20,7 @@ CHOICES: dict[Any, Callable[[fx.Node], None]] = {
 ON_CPU = {  # a GPU fuses these
     **CHOICES,
     **dict.fromkeys(operators.WAYS, operators.choose),
-    aten._log_softmax_backward_data.default: cross_entropy.choose,
+    torch_private.log_softmax_gradient.default: cross_entropy.choose,
     aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
     aten.threshold_backward.default: channels_last.turn_gradient,
 }

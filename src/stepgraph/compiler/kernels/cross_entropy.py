@@ -17,6 +17,7 @@ from torch import fx
 
 from stepgraph.compiler.kernels.measure import fastest
 from stepgraph.compiler.program import fake, inherit, note
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -76,7 +77,7 @@ def _match(outer: fx.Node) -> _Loss | None:
     inner, logarithms, axis, kind = cast(Any, outer.args)
     if not isinstance(inner, fx.Node) or inner.target not in FORWARD or set(inner.users) != {outer}:
         return None
-    same = logarithms.target is aten._log_softmax.default and inner.args[1] is logarithms
+    same = logarithms.target is torch_private.log_softmax.default and inner.args[1] is logarithms
     total: Any = inner.args[6]
     if not same or total.target is not getitem:
         return None
@@ -97,7 +98,7 @@ def _replace_gradient(found: _Loss) -> None:
 def _replace_all(found: _Loss) -> None:
     graph = found.outer.graph
     with graph.inserting_before(found.logarithms):
-        softmax = graph.call_function(aten._softmax.default, (found.x, 1, False))
+        softmax = graph.call_function(torch_private.softmax.default, (found.x, 1, False))
     inherit(softmax, found.logarithms)
     with graph.inserting_before(found.loss):
         loss = graph.call_function(losses, (found.x, softmax, *found.settings))
@@ -181,21 +182,21 @@ def _total(t: Array, factors: Array | None) -> Array | int:
 
 
 def _pytorch(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
-    logarithms = aten._log_softmax.default(x, 1, False)
+    logarithms = torch_private.log_softmax.default(x, 1, False)
     back = aten.nll_loss_backward.default if x.ndim == 2 else aten.nll_loss2d_backward.default
     loss, total = FORWARD[back](logarithms, t, *settings)
     inner = back(g, logarithms, t, *settings, total)
-    return loss, aten._log_softmax_backward_data.default(inner, logarithms, 1, x.dtype)
+    return loss, torch_private.log_softmax_gradient.default(inner, logarithms, 1, x.dtype)
 
 
 def _by_gradient(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
-    logarithms = aten._log_softmax.default(x, 1, False)
+    logarithms = torch_private.log_softmax.default(x, 1, False)
     forward = aten.nll_loss_forward.default if x.ndim == 2 else aten.nll_loss2d_forward.default
     return forward(logarithms, t, *settings)[0], gradient_of_logarithms(g, logarithms, t, *settings)
 
 
 def _by_softmax(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
-    p = aten._softmax.default(x, 1, False)
+    p = torch_private.softmax.default(x, 1, False)
     return losses(x, p, t, *settings), gradient_of_softmax(g, p, t, *settings)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.program import fake
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -59,8 +60,8 @@ def sum_by_convolution(c: Array, a: Array, b: Array, *, out: Array | None = None
     image, weights = a.view(1, rows, 1, inner).permute(0, 3, 1, 2), b.t().view(columns, inner, 1, 1)
     settings = weights, [1, 1], c, [1, 1], [0, 0]
     if out is None:
-        return aten._slow_conv2d_forward.default(image, *settings).permute(0, 2, 3, 1).view(rows, columns)
-    aten._slow_conv2d_forward.output(image, *settings, output=out.view(1, rows, 1, columns).permute(0, 3, 1, 2))
+        return torch_private.slow_convolution.default(image, *settings).permute(0, 2, 3, 1).view(rows, columns)
+    torch_private.slow_convolution.output(image, *settings, output=out.view(1, rows, 1, columns).permute(0, 3, 1, 2))
     return out
 
 

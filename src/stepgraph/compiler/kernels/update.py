@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
+from stepgraph.system.torch_private import fused_adam_, fused_adamw_, fused_sgd_
 
 Arrays = list[torch.Tensor]
 AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
@@ -129,7 +130,7 @@ def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: Si
     correction = math.sqrt(1 - n.beta2**n.time_step)
     step = torch.scalar_tensor(n.time_step, dtype=torch.float32, device="cpu")
     largest = states[2] if len(states) == 3 else []
-    fused, decay = (torch._fused_adamw_, n.regularization_scale) if n.decoupled else (torch._fused_adam_, n.decay)
+    fused, decay = (fused_adamw_, n.regularization_scale) if n.decoupled else (fused_adam_, n.decay)
     fused(
         parameters, gradients, states[0], states[1], largest, [step] * len(parameters),
         lr=n.learning_rate, beta1=n.beta1, beta2=n.beta2, weight_decay=decay, eps=n.epsilon / correction,
@@ -149,7 +150,7 @@ def _rmsprop(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n:
 
 
 def _sgd(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
-    torch._fused_sgd_(
+    fused_sgd_(
         parameters, gradients, [],
         weight_decay=n.decay, momentum=0.0, lr=n.learning_rate, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
@@ -157,7 +158,7 @@ def _sgd(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: Sim
 
 
 def _sgd_nesterov(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
-    torch._fused_sgd_(
+    fused_sgd_(
         parameters, gradients, states[0],
         weight_decay=n.decay, momentum=n.momentum_scale, lr=n.learning_rate, dampening=0.0, nesterov=True,
         maximize=False, is_first_step=False,

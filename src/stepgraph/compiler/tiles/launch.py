@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
+
+from stepgraph.system.torch_private import FakeTensor
 
 
 def operator(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,284 @@
+"""Private names of PyTorch: each one that stepgraph uses is there, and all of them are used in one file.
+
+Nothing here imports stepgraph, so that a PyTorch with which that fails is told about, too.
+"""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SOURCE = Path(__file__).parent.parent / "src" / "stepgraph"
+HOUSE = SOURCE / "system" / "torch_private.py"
+CUDA_ONLY = {"torch._C._cuda_getCurrentRawStream"}
+# Attributes that only objects have, not their types.
+OBJECTS: dict[Any, Any] = {torch.fx.Graph: torch.fx.Graph(), type(torch.ops.aten.mm.default): torch.ops.aten.mm.default}
+# Private names of others than PyTorch.
+OTHERS = {"_SubParsersAction", "_actions", "_choices_actions", "_getframe", "_value_"}
+
+# By path: the name in `torch_private` that stands for it, and what for.
+PRIVATE = {
+    "torch._C._InferenceMode": ("InferenceMode", "enter inference mode in every call"),
+    "torch._C._len_torch_function_stack": ("function_mode_count", "see whether a default device is set"),
+    "torch._C._cuda_getCurrentRawStream": ("raw_stream", "know the stream that a call runs on"),
+    "torch.Tensor._version": ("version", "know whether fed indices have changed since they were checked"),
+    "torch.Tensor._base": ("base", "know the array that fed indices are a part of"),
+    "torch._foreach_add_": ("foreach_add_", "accumulate gradients"),
+    "torch._foreach_copy_": ("foreach_copy_", "copy a batch into the memory of a CUDA graph"),
+    "torch._fused_adam_": ("fused_adam_", "update parameters by Adam on the CPU"),
+    "torch._fused_adamw_": ("fused_adamw_", "update parameters by AdamW on the CPU"),
+    "torch._fused_sgd_": ("fused_sgd_", "update parameters by SGD on the CPU"),
+    "torch._addmm_activation": ("addmm_activation", "compute a fully connected layer with ReLU on a GPU"),
+    "torch._subclasses.FakeTensor": ("FakeTensor", "recognize arrays without memory"),
+    "torch._subclasses.FakeTensorMode": ("FakeTensorMode", "record a step on arrays without memory"),
+    "torch.utils._python_dispatch._disable_current_modes": (
+        "disable_modes",
+        "ask cuDNN for sizes in the middle of a recording",
+    ),
+    "torch._ops.OpOverload": ("OpOverload", "recognize PyTorch's operators in a recorded step"),
+    "torch._ops.OpOverload._schema": ("schema", "know which arrays an operator changes"),
+    "torch.UntypedStorage._cdata": ("identity", "know which arrays of a recorded step share memory"),
+    "torch.fx.Graph._root": ("root", "put recorded operators into another order"),
+    "torch.fx.graph_module._loader.eval_cache": ("module_sources", "free the source of compiled steps"),
+    "torch.utils._pytree.tree_map_only": ("tree_map_only", "describe results that are computed twice"),
+    "torch.ops.aten._scaled_dot_product_efficient_attention": (
+        "efficient_attention",
+        "find attention on CUDA in a recorded step",
+    ),
+    "torch.ops.aten._scaled_dot_product_efficient_attention_backward": (
+        "efficient_attention_gradient",
+        "find the gradient of attention on CUDA in a recorded step",
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention": (
+        "flash_attention",
+        "find attention in half precision in a recorded step",
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": (
+        "flash_attention_on_cpu",
+        "find attention on the CPU in a recorded step",
+    ),
+    "torch.ops.aten._softmax": ("softmax", "compute softmax and cross entropy together"),
+    "torch.ops.aten._log_softmax": ("log_softmax", "find a cross entropy in a recorded step"),
+    "torch.ops.aten._log_softmax_backward_data": (
+        "log_softmax_gradient",
+        "find the gradient of a cross entropy in a recorded step",
+    ),
+    "torch.ops.aten._unsafe_view": ("unsafe_view", "find views in a recorded step"),
+    "torch.ops.aten._unsafe_index": ("unsafe_index", "read pixels in the gradient of a small convolution"),
+    "torch.ops.aten._nnpack_spatial_convolution": ("nnpack_convolution", "convolve by NNPACK"),
+    "torch.ops.aten._slow_conv2d_forward": ("slow_convolution", "multiply matrices by BLAS on ARM"),
+    "torch.ops.aten._slow_conv2d_backward": (
+        "slow_convolution_gradient",
+        "compute the gradient of a convolution by products over patches",
+    ),
+    "torch.ops.aten._cudnn_rnn": ("cudnn_rnn", "run an LSTM by cuDNN"),
+    "torch.ops.aten._cudnn_rnn_backward": ("cudnn_rnn_gradient", "compute the gradient of an LSTM by cuDNN"),
+    "torch.ops.aten._cudnn_rnn_flatten_weight": ("cudnn_rnn_pack", "hand the weights of an LSTM to cuDNN"),
+    "torch._functorch.compile_utils.fx_graph_cse": ("inductor", "compute equal operators of a fused step once"),
+    "torch._inductor.compile_fx.compile_fx": ("inductor", "fuse a recorded step"),
+    "torch._inductor.compile_fx.compile_fx_inner": ("inductor", "compile the kernels of a fused step"),
+    "torch._inductor.inductor_prims.force_stride_order": ("inductor", "keep the order of a result in memory"),
+    "torch._inductor.output_code.CompiledFxGraph.current_callable": (
+        "generated_code",
+        "launch the kernels of a fused step directly",
+    ),
+}
+ATTRIBUTES = {path.rpartition(".")[2] for path in PRIVATE}
+
+
+# Whether they are there
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+def test_pytorch_has_each_private_name(path: str) -> None:
+    if path in CUDA_ONLY and not torch.backends.cuda.is_built():
+        pytest.skip("this PyTorch is built without CUDA")
+    require(path, *PRIVATE[path])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch._C._Nothing",
+        "torch._inductor.nothing.compile",
+        "torch._ops.OpOverload._nothing",
+        "torch.ops.aten._nothing",
+        "torch.Tensor._nothing",
+    ],
+)
+def test_a_missing_name_fails_with_a_sentence(path: str) -> None:
+    expected = f"PyTorch {torch.__version__} has no {path}; stepgraph uses it to test tests (torch_private.nothing)."
+    with pytest.raises(pytest.fail.Exception, match=re.escape(expected)):
+        require(path, "nothing", "test tests")
+
+
+def require(path: str, name: str, purpose: str) -> None:
+    """Fails where PyTorch does not have what `path` says."""
+    found: Any = torch
+    try:
+        for part in path.split(".")[1:]:
+            found = member(found, part)
+    except (AttributeError, ImportError):
+        used = f"stepgraph uses it to {purpose} (torch_private.{name})"
+        pytest.fail(f"PyTorch {torch.__version__} has no {path}; {used}.", pytrace=False)
+
+
+def member(found: Any, name: str) -> Any:
+    if hasattr(found, name):
+        return getattr(found, name)
+    if isinstance(found, ModuleType):
+        return importlib.import_module(f"{found.__name__}.{name}")
+    if isinstance(found, type) and name in found.__annotations__:
+        return None  # of a dataclass, whose objects have it
+    return getattr(OBJECTS.get(found), name)
+
+
+# Whether these are all, and all in one file
+
+
+def test_the_table_is_complete() -> None:
+    tree = parsed(HOUSE)
+    known = aliases(tree)
+    found = {(path, owner) for owner, node in owners(tree) for path in private_paths(node, known)}
+    assert found == {(path, name) for path, (name, _) in PRIVATE.items()}
+    asked = {name for node in ast.walk(tree) if (name := attribute(node)) is not None and is_private(name)}
+    assert asked <= {part for path in PRIVATE for part in path.split(".")}
+
+
+def test_each_name_says_what_it_is_for() -> None:
+    body = parsed(HOUSE).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            assert ast.get_docstring(node), node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            text = following.value if isinstance(following, ast.Expr) else None
+            assert isinstance(text, ast.Constant) and isinstance(text.value, str), ast.unparse(node)
+
+
+def test_no_other_file_uses_a_private_name() -> None:
+    found = {str(file.relative_to(SOURCE)): uses(file) for file in SOURCE.rglob("*.py") if file != HOUSE}
+    wrong = {file: sorted(names) for file, names in found.items() if names}
+    assert not wrong, "private names of PyTorch belong in torch_private.py"
+
+
+def uses(file: Path) -> set[str]:
+    """The private names of PyTorch in a file, those in its comments among them."""
+    tree = parsed(file)
+    found = {*private_paths(tree, aliases(tree)), *re.findall(r"\btorch\.(?:\w+\.)*_[A-Za-z]\w*", file.read_text())}
+    return found | {name for node in ast.walk(tree) if (name := attribute(node)) is not None and is_foreign(name)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def attribute(node: ast.AST) -> str | None:
+    """The attribute of something else than `self` that is asked for here, also by a string."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return None
+        case ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            return name
+        case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
+            return name
+    return None
+
+
+def is_foreign(name: str) -> bool:
+    """Whether this is private, and nothing in stepgraph defines it."""
+    return is_private(name) and (name in ATTRIBUTES or name not in defined() | OTHERS)
+
+
+@cache
+def defined() -> frozenset[str]:
+    """The private names that stepgraph itself gives to anything."""
+    found = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return frozenset(name for name in found if is_private(name))
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """What a module defines, by name."""
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, node
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, node
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """What names in a module stand for, if that is of PyTorch."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {
+                one.asname or "torch": one.name if one.asname else "torch" for one in node.names if of_torch(one.name)
+            }
+        elif isinstance(node, ast.ImportFrom) and of_torch(node.module or ""):
+            found |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if (path := dotted(value, found)) is not None:
+                found[name] = path
+    return found
+
+
+def of_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def dotted(node: ast.AST | None, known: dict[str, str]) -> str | None:
+    """The path of a chain of attributes that begins at PyTorch."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    start = dotted(node.value, known) if isinstance(node, ast.Attribute) else None
+    return None if start is None else f"{start}.{node.attr}"  # type: ignore[union-attr]
+
+
+def private_paths(node: ast.AST, known: dict[str, str]) -> Iterator[str]:
+    """Chains of attributes, imports and attributes by name that are private."""
+    match node:
+        case ast.FunctionDef():
+            given = {one.arg: dotted(one.annotation, known) for one in node.args.args}
+            known = known | {name: path for name, path in given.items() if path is not None}
+        case ast.ImportFrom(module=str(module)) if of_torch(module):
+            yield from (path for one in node.names if _has_private(path := f"{module}.{one.name}"))
+        case ast.Import():
+            yield from (one.name for one in node.names if of_torch(one.name) and _has_private(one.name))
+        case ast.AnnAssign(
+            annotation=ast.Subscript(slice=ast.Tuple(elts=[ast.List(elts=[kind]), _])),
+            value=ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]),
+        ):
+            yield f"{dotted(kind, known)}.{name}"
+        case ast.Attribute() if (path := dotted(node, known)) is not None:
+            if _has_private(path):
+                yield path
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from private_paths(child, known)
+
+
+def _has_private(path: str) -> bool:
+    return any(map(is_private, path.split(".")))
