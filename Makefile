@@ -23,7 +23,7 @@ DOCS  := .venv/.installed-docs
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-deep lint format types contracts bench docs docs-serve clean
+.PHONY: help demo test test-deep lint format types contracts structure bench docs docs-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -31,7 +31,7 @@ help: ## list the targets
 demo: $(DEMO) ## train the digits example
 	$(BIN)/python examples/03_digits_cnn.py
 
-test: lint types contracts ## every check CI makes: lint, types, contracts, then the tests
+test: lint types contracts structure ## every check CI makes: lint, types, contracts, structure, then the tests
 	$(TEST) $(TESTS)
 
 test-deep: $(DEV) ## the slow checks, which test leaves out
@@ -50,6 +50,9 @@ types: $(DEV) ## mypy
 
 contracts: $(DEV) ## import-linter: who may import whom
 	$(BIN)/lint-imports
+
+structure: $(DEV) ## circles, private reaches and the like, against their limits
+	$(BIN)/python tools/structure.py
 
 bench: $(BENCH) ## speed and memory, side by side with other libraries; pictures in build/bench
 	mkdir -p build/bench

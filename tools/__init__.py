@@ -1,0 +1,1 @@
+"""Tools of development, which the package does not need."""
