@@ -37,17 +37,17 @@ ENTRIES = "entries in the root folder"
 DEPTH = "classes below Graph, longest chain"
 META = "files that touch node.meta"
 
-# A ratchet: `now` is the number measured today and may only go down. Lower it in the commit that lowers the number.
+# A ratchet: `now` may only go down, to the target. Lower it in the commit that lowers the number.
 # Never raise it: change the code instead. Merging two circles lowers their number, so their modules are counted, too.
 LIMITS = (
     #     measure      now target
-    Limit(CIRCLES,      5,  0, "move what both modules need into a module below them"),
-    Limit(IN_CIRCLES,  18,  0, "move what both modules need into a module below them"),
+    Limit(CIRCLES,      4,  0, "move what both modules need into a module below them"),
+    Limit(IN_CIRCLES,  16,  0, "move what both modules need into a module below them"),
     Limit(REACHES,    123,  0, "give the owner a public method, or move the code to the owner"),
-    Limit(PRIVATE,     16,  1, "use a public name, or the file that already holds the private ones"),
-    Limit(ENTRIES,     40, 22, "put the new file into the folder it belongs to"),
+    Limit(PRIVATE,      1,  1, "use a public name, or the file that already holds the private ones"),
+    Limit(ENTRIES,     22, 22, "put the new file into the folder it belongs to"),
     Limit(DEPTH,        6,  2, "use functions or a member object instead of another base class"),
-    Limit(META,        32,  1, "read and write the notes of an operator through the file that owns them"),
+    Limit(META,         1,  1, "read and write the notes of an operator through the file that owns them"),
 )  # fmt: skip
 
 HERE = "tools/structure.py"
@@ -461,7 +461,7 @@ def verdicts(numbers: Mapping[str, int], limits: Sequence[Limit]) -> list[str]:
         number = numbers[limit.measure]
         if number > limit.now:
             found.append(f"structure: {limit.measure}: {number}, the limit is {limit.now}.\nFix: {limit.advice}.")
-        elif number < limit.now:
+        elif number < limit.now and limit.now > limit.target:
             better = f"structure: {limit.measure}: {number}, which is better than the limit of {limit.now}."
             found.append(f"{better}\nFix: lower the limit to {number} in {HERE}, so that the number cannot rise again.")
     return found
