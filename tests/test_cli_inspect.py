@@ -72,6 +72,17 @@ def test_numbers_are_those_of_the_graph(saved: Path, capsys: Capture) -> None:
     assert found["layers"][0][-1]["sources"] == [[6, 3], [6]] and found["notes"]["step"] == 3
 
 
+def test_passes_are_shown(saved: Path, capsys: Capture) -> None:
+    assert told(capsys, saved, "--no-plan")["passes"] == []
+    (passes,) = told(capsys, saved, "--no-plan", "--passes", "--device", "cpu")["passes"]
+    by_name = {one["name"]: one for one in passes}
+    first, in_place = by_name["take out what does nothing"], by_name["write in place"]
+    assert first["stage"] == "recorded" and first["operators"][0] > first["operators"][1] and first["seconds"] > 0
+    assert in_place["intermediates"] > 0 and by_name["join products"]["operators"] is None
+    shown = Called(capsys, "inspect", saved, "--no-plan", "--passes", "--device", "cpu").out
+    assert "Pipeline" in shown and "choose implementations" in shown
+
+
 def test_settings_of_the_device_change_the_plan(saved: Path, capsys: Capture) -> None:
     plain, half = (told(capsys, saved, "--device", one, "--batch-sizes", "6") for one in ("cpu", "cpu:bfloat16"))
     activations = [one["memory"][0]["by_batch_size"]["6"]["activations"] for one in (plain, half)]

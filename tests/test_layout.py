@@ -88,7 +88,9 @@ def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: p
     monkeypatch.setattr(measure, "remembered", lambda *_: FIRST)
     orders = []
     monkeypatch.setattr(
-        layout, "trace", lambda step, trace=layout.trace: orders.append(step.channels_last) or trace(step)
+        layout.pipeline,
+        "program",
+        lambda step, program=layout.pipeline.program: orders.append(step.channels_last) or program(step),
     )
     network()
     assert orders == [False]

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import corrections, fusion, hidden, phases
+from stepgraph.compiler import corrections, fusion, hidden, phases, pipeline
 from stepgraph.compiler.passes import same_order
 from stepgraph.compiler.program import fake
-from stepgraph.compiler.trace import trace
 from stepgraph.runtime.strides import laying_out
 
 aten = torch.ops.aten
@@ -221,7 +220,6 @@ def test_operators_hidden_from_the_compiler_are_described_as_they_are() -> None:
 
 def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes for GPUs, compiled for the CPU: what the forward part hands on is read as it was recorded."""
-    monkeypatch.setattr(fusion, "is_on_cpu", lambda arrays: False)
     monkeypatch.setattr(fusion, "SETTINGS", {})
     x, y, graph = sg.Tensor((4, 1, 8, 6)), sg.Tensor((4, 3, 4, 3)), sg.Graph()
     hidden = graph.node(sg.ConvolutionLayer.create(1, 2, 3, strides=2), x)
@@ -230,8 +228,8 @@ def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatc
     training.add_inputs({"x": x}, {"y": y})
     training.compile(CPU)
     step = replace(training._step(4, True), channels_last=True, chooses_kernels=False)
-    part = phases.split(trace(step)).forward
-    fused = fusion.fuse(part, step)
+    part = phases.split(pipeline.program(step)).forward
+    fused = fusion.fuse(part, replace(step, device=torch.device("cuda")))
     given = (fake(node) for node in part.placeholders)
     arrays = [torch.rand(one.shape).to(one.dtype).as_strided(one.shape, one.stride()) for one in given]
     results = fused(*(array.clone() for array in arrays))

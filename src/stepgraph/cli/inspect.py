@@ -19,6 +19,7 @@ examples:
   stepgraph inspect run/model
   stepgraph inspect run/model --batch-sizes 1,64,512
   stepgraph inspect run/model --no-plan --svg net.svg
+  stepgraph inspect run/model --no-plan --passes
   stepgraph inspect run/model --custom layers.py:Swish
   stepgraph inspect run/model --json | jq '.tensors[].name'
 """
@@ -49,6 +50,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="plan memory for these batches; by default 1, the declared one, and 4 times as many rows",
     )
     parser.add_argument("--no-plan", action="store_true", help="plan no memory: nothing is compiled")
+    parser.add_argument(
+        "--passes", action="store_true", help="show the compiler's passes and what each did; the graph is compiled"
+    )
     parser.add_argument("--dot", metavar="FILE", type=Path, help="write a drawing for Graphviz")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="write a drawing that browsers show")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -71,6 +75,7 @@ class _Found:
     graphs: list[Any] = field(default_factory=list)
     plans: list[dict[int, dict[str, int]]] = field(default_factory=list)
     unplanned: str = ""
+    passes: list[Any] = field(default_factory=list)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     custom = opening.classes(arguments.custom)
     with understood(content.path):
         found = _Found(saved.header(content), saved.tensors(content))
-    place = None if arguments.no_plan and found.header["linked_graphs"] == 1 else arguments.device
+    is_shown = arguments.no_plan and not arguments.passes and found.header["linked_graphs"] == 1
+    place = None if is_shown else arguments.device
     try:
         graph = opening.load(content, custom, place)
     except CheckpointError:
@@ -91,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     found.graphs = list(graph.linked_graphs)
     if not arguments.no_plan:
         _plan(found, arguments.batch_sizes)
+    if arguments.passes:
+        found.passes = [graph.pipeline for graph in found.graphs]
     _tell(found, arguments)
     _draw(found.graphs, arguments)
     return 0
@@ -137,6 +145,8 @@ def _told(found: _Found) -> list[Any]:
         told += ["", _tensors(_with_roles(found))]
     for graph, plans in zip(found.graphs, found.plans, strict=False):
         told += ["", _plans(graph, plans)]
+    for report in found.passes:
+        told += ["", report]
     if found.unplanned:
         told.append(f"Other batches cannot be planned: {found.unplanned}.")
     return told
@@ -217,7 +227,14 @@ def _as_json(found: _Found) -> dict[str, Any]:
         {"device": str(graph.device), "by_batch_size": {str(rows): plan for rows, plan in plans.items()}}
         for graph, plans in zip(found.graphs, found.plans, strict=False)
     ]
-    return {**found.header, "layers": layers, "tensors": _with_roles(found), "memory": plans}
+    passes = [[_pass(one) for one in report.ran] for report in found.passes]
+    return {**found.header, "layers": layers, "tensors": _with_roles(found), "memory": plans, "passes": passes}
+
+
+def _pass(ran: Any) -> dict[str, Any]:
+    operators = None if ran.before is None else [ran.before, ran.after]
+    known = {"operators": operators, "intermediates": ran.intermediates, "seconds": ran.seconds}
+    return {"stage": str(ran.row.stage), "name": ran.row.name, **known}
 
 
 def _node(name: str, node: Any) -> dict[str, Any]:

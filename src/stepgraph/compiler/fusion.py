@@ -11,21 +11,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler import kernels
-from stepgraph.compiler.attention import tile_attention
-from stepgraph.compiler.hidden import hide
-from stepgraph.compiler.in_place import out_of_place
-from stepgraph.compiler.join import join_activations, join_products
+from stepgraph.compiler import pipeline
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.pooling import compare_places
 from stepgraph.compiler.program import Part, fake
-from stepgraph.compiler.relu_gradients import read_less
 from stepgraph.compiler.replay import Replay
-from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
-from stepgraph.compiler.small_products import spell_out_narrow_products, spell_out_small_products
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
-from stepgraph.compiler.weight_gradients import tile_weight_gradients
 from stepgraph.system import torch_private
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -40,25 +31,10 @@ def fuse(part: Part, step: Step) -> Function:
     """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
     inductor = torch_private.inductor()
     module = Module(part.module, copy.deepcopy(part.module.graph))
-    arrays = [fake(node) for node in module.graph.nodes if node.op == "placeholder"]
-    on_cpu = is_on_cpu(arrays)
-    out_of_place(module.graph)
-    if on_cpu:
-        spell_out_small_products(module.graph)
-    else:
-        spell_out_narrow_products(module.graph)
-        spell_out_small_convolutions(module.graph)
-        compare_places(module.graph)
-        join_activations(module.graph)
-        read_less(module.graph, keep=inductor.force_stride_order)
-    if step.tiles_attention:
-        tile_attention(module.graph)
-    if step.tiles_convolutions:
-        tile_weight_gradients(module.graph)
-    join_products(module.graph)
-    if not on_cpu:
-        hide(module.graph)
-    kernels.take_apart(module.graph)
+    arrays = [fake(node) for node in part.placeholders]
+    on_cpu = step.device.type == "cpu"
+    for row in pipeline.rows(pipeline.FUSED, step, ""):
+        row.run(module, step)
     _keep_strides(module.graph, part)
     module.recompile()
     generated: list[Any] = []
@@ -74,11 +50,6 @@ def fuse(part: Part, step: Step) -> Function:
     if on_cpu and len(generated) == 1:
         return Replay(function, torch_private.generated_code(generated[0]))
     return function
-
-
-def is_on_cpu(arrays: Sequence[torch.Tensor]) -> bool:
-    """Whether all arrays are on the CPU; the other passes are for GPUs."""
-    return all(array.device.type == "cpu" for array in arrays)
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:

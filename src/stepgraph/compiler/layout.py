@@ -13,12 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.compiler import phases, recompute
-from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import measure
 from stepgraph.compiler.program import Phase, Program, fake, notes
 from stepgraph.compiler.step import Fusion, Step, gradient, value
-from stepgraph.compiler.trace import trace
 
 FIRST, LAST = "channels first", "channels last"
 GAIN = 0.96  # for a whole step less is much
@@ -27,7 +25,7 @@ TOLERANCE = 1e-2  # rounding decides which of two nearly equal pixels a pool tak
 
 def traced(step: Step) -> Program:
     """The step as a program, in the order in which it runs faster; where that may be either, both are tried."""
-    first = trace(step)
+    first = pipeline.program(step)
     if not _is_open(first):
         return first
     operator = f"layout {_digest(first)}"
@@ -35,7 +33,7 @@ def traced(step: Step) -> Program:
     known = measure.remembered(operator, (FIRST, LAST), arguments)
     if known == FIRST:
         return first
-    last = trace(replace(step, channels_last=True))
+    last = pipeline.program(replace(step, channels_last=True))
     ways = {FIRST: _losses_and_gradients(first), LAST: _losses_and_gradients(last)}
     chosen = measure.fastest(operator, ways, arguments, gain=GAIN, tolerance=TOLERANCE, warm=True)
     return last if chosen == LAST else first
@@ -65,9 +63,7 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
     part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
-    if step.memory_limit is not None:  # trying must not need more than the step may
-        part = recompute.fit(step, part, step.memory_limit)
-    part = in_place(part)
+    part = pipeline.settled(part, step, pipeline.TRIAL)  # trying must not need more than the step may
     position = {key: index for index, key in enumerate(program.inputs)}
     changed = frozenset(part.written)
 

@@ -117,7 +117,7 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_after(node):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     with fake(node).fake_mode:
-        return inherit(copy, node, fake(node).clone())
+        return inherit(copy, node, fake(node).clone(), layer=notes(node).layer or "copies of inputs")
 
 
 def _spoken(key: Key) -> str:

@@ -6,7 +6,7 @@ is the only module that touches `fx.Node.meta`, where both are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -145,6 +145,17 @@ class Program:
     inputs: dict[Key, fx.Node]
     outputs: dict[Key, fx.Node]
     step: Step
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, inputs: Iterable[Key], outputs: Iterable[Key], step: Step) -> Program:
+        """A program whose graph takes and gives these arrays, in this order."""
+        (end,) = module.graph.find_nodes(op="output")
+        given = zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True)
+        return cls(module, dict(given), dict(zip(outputs, end.args[0], strict=True)), step)
+
+    def refreshed(self) -> Program:
+        """The same, after a pass has changed its graph."""
+        return Program.of(self.module, self.inputs, self.outputs, self.step)
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -14,12 +14,11 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import corrections, kernels, operators, passes
+from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
-from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.program import Program, adopt_tags, has_notes
 from stepgraph.compiler.randomness import refuse_random
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Fusion, Key, Step, gradient, state, user_gradient, value
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
@@ -34,15 +33,9 @@ def trace(step: Step) -> Program:
     keys = input_keys(step)
     with surroundings.tracing(), step.precision.applied():
         module, outputs = _recorded(step, keys)
-        _require_gradients(_program(module, keys, outputs, step))
-        _prepare(module, step)
-    return _program(module, keys, outputs, step)
-
-
-def _program(module: fx.GraphModule, keys: Sequence[Key], outputs: Sequence[Key], step: Step) -> Program:
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
-    return Program(module, dict(zip(keys, placeholders, strict=True)), dict(zip(outputs, returned, strict=True)), step)
+    program = Program.of(module, keys, outputs, step)
+    _require_gradients(program)
+    return program
 
 
 def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key]]:
@@ -66,19 +59,6 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
     adopt_tags(recorded.graph)
     refuse_random(recorded.graph, step)
     return Module(recorded, recorded.graph), outputs
-
-
-def _prepare(module: fx.GraphModule, step: Step) -> None:
-    """Takes out what does nothing, notes what operators need, and puts faster ones in the places of some."""
-    passes.simplify(module)
-    _require_phases(module.graph)
-    corrections.correct(module.graph, step.device)
-    if step.chooses_kernels:
-        pool_first(module.graph)
-    # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our ways.
-    if step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu"):
-        kernels.choose_kernels(module, step.device)
-    operators.note_workspaces(module.graph)
 
 
 def _require_gradients(program: Program) -> None:

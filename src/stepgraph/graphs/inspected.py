@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from stepgraph import draw
 from stepgraph.compiler import memory
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.pipeline import Report
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
 from stepgraph.errors import ArgumentError, NumericsError, StateError
 from stepgraph.graphs.compiled import CompiledGraph, Found
@@ -48,6 +49,15 @@ class InspectedGraph(CompiledGraph):
     def device_memory_size(self) -> int:
         """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
         return self.memory_plan.device_memory_size
+
+    @property
+    def pipeline(self) -> Report:
+        """Which passes made the compiled step, and what each did: operators, bytes of intermediates, time.
+
+        Printed, it is a table. The passes run once more for it; the graph stays as it is.
+        """
+        self._require_compiled("pipeline")
+        return self._programs.report("step" if self.trains else "inference", self._feeds.batch)
 
     @property
     def executables(self) -> list[tuple[str, int]]:

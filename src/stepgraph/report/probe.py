@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from stepgraph import draw
-from stepgraph.compiler import memory, phases, recompute
-from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.program import Phase, Program
 from stepgraph.compiler.step import Fusion, gradient
 from stepgraph.errors import MemoryLimitError
@@ -75,10 +74,10 @@ class Probe:
             step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # few runs are not worth it
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
             part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
+            part = pipeline.settled(part, step, pipeline.TRIAL)
             if step.memory_limit is not None:
-                part = recompute.fit(step, part, step.memory_limit)
                 _require_within(step.memory_limit, memory.plan(step, part).total)
-            self._made = program, Executable(in_place(part), step)
+            self._made = program, Executable(part, step)
         return self._made[1]
 
 

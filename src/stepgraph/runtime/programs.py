@@ -6,19 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stepgraph.compiler import layout, memory, phases, recompute
-from stepgraph.compiler.held import hold
-from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler import layout, memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, Phase, Program
-from stepgraph.compiler.step import Fusion, Key, Step, value
-from stepgraph.compiler.trace import trace
+from stepgraph.compiler.step import Key, Step, value
 from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
-WHOLE = ("step", "inference")  # parts that run a call in one piece
 PASSES = ("forward", "gradient", "update")
 MOST = 32  # batch sizes that stay compiled, besides the first: the one used longest ago is given up for a new one
 
@@ -61,7 +57,7 @@ class Programs:
 
     def _recorded(self, step: Step) -> Program:
         if self.channels_last is not None:
-            return trace(replace(step, channels_last=self.channels_last))
+            return pipeline.program(replace(step, channels_last=self.channels_last))
         program = layout.traced(step)  # the first program decides for all others
         self.channels_last = program.step.channels_last
         return program
@@ -86,7 +82,12 @@ class Programs:
     def plan_for(self, part: str, batch: int) -> MemoryPlan:
         """What a part would need for a batch size; nothing is made that could run."""
         program = self.program(batch, training=part != "inference")
-        return memory.plan(program.step, _settled(part, self._parts(part, program)[part], program.step))
+        return memory.plan(program.step, pipeline.settled(self._parts(part, program)[part], program.step, part))
+
+    def report(self, part: str, batch: int) -> pipeline.Report:
+        """Which passes ran for a part, and what each did; they run once more for that."""
+        step = self.program(batch, training=part != "inference").step
+        return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
     def keeping_anew(self) -> Programs:
         """The same programs, with executables that keep what is to be kept now."""
@@ -98,11 +99,11 @@ class Programs:
         """Everything is planned, and refused if it does not fit, before anything is made that could run."""
         program = self.program(batch, training=part not in ("inference", "evaluation"))
         step = program.step
-        parts = {name: _settled(name, one, step) for name, one in self._parts(part, program).items()}
+        parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
         self._require_fit(plan, part, batch)
         made = {(name, batch): Executable(one, step, self._block) for name, one in parts.items()}
-        if part in WHOLE:
+        if part in pipeline.WHOLE:
             self.plans[part, batch] = plan
         self.executables |= made
 
@@ -123,8 +124,7 @@ class Programs:
         limit = program.step.memory_limit
         match part:
             case "step" | "inference":
-                whole = phases.whole(program, self._kept())
-                return {part: whole if limit is None else recompute.fit(program.step, whole, limit)}
+                return {part: phases.whole(program, self._kept())}
             case "evaluation":
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept())}
@@ -133,10 +133,3 @@ class Programs:
             case _:
                 three = phases.split(program)
                 return {"forward": three.forward, "gradient": three.gradient, "update": three.update}
-
-
-def _settled(name: str, part: Part, step: Step) -> Part:
-    """The part with its memory decided. A limit was kept without holding any, and a compiler plans for itself."""
-    part = in_place(part)
-    holds = name == "step" and step.device.type == "cpu" and step.memory_limit is None and step.chooses_kernels
-    return hold(part) if holds and step.fusion is not Fusion.FIRST else part

@@ -1,0 +1,254 @@
+"""The passes that turn a recorded step into what runs, in order, from top to bottom.
+
+A pass is a function; a row says for which steps it applies. Nothing else transforms programs. `recorded` rows see the
+whole step once, `part` rows each part that is cut from it, `fused` rows the operators that PyTorch's compiler gets.
+
+Adding a pass is a row here and a function in a module of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rich.console import RenderableType
+from torch import fx
+
+from stepgraph import draw
+from stepgraph.compiler import corrections, held, in_place, join, kernels, memory, operators, passes, recompute
+from stepgraph.compiler.attention import tile_attention
+from stepgraph.compiler.hidden import hide
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.pooling import compare_places, pool_first
+from stepgraph.compiler.program import Part, Program
+from stepgraph.compiler.relu_gradients import read_less
+from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
+from stepgraph.compiler.small_products import spell_out_narrow_products, spell_out_small_products
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.trace import trace
+from stepgraph.compiler.weight_gradients import tile_weight_gradients
+from stepgraph.system import surroundings, torch_private
+
+WHOLE = ("step", "inference")  # parts that run a call in one piece
+TRIAL = "trial"  # a part that runs once, to be looked at
+
+
+class Stage(StrEnum):
+    """What a pass works on."""
+
+    RECORDED = "recorded"
+    PART = "part"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the pipeline.
+
+    Args:
+        name: what it does, in a few words.
+        stage: what it works on; a part is replaced, graphs of the other stages are changed in place.
+        run: the pass, a function of what it works on and the step.
+        applies: whether it runs for a step, and a part of it by name.
+    """
+
+    name: str
+    stage: Stage
+    run: Callable[[Any, Step], Any]
+    applies: Callable[[Step, str], bool]
+
+
+def _always(step: Step, part: str) -> bool:
+    return True
+
+
+def _chooses(step: Step, part: str) -> bool:
+    return step.chooses_kernels
+
+
+def _measures(step: Step, part: str) -> bool:
+    # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our implementations.
+    return step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu")
+
+
+def _is_limited(step: Step, part: str) -> bool:
+    return step.memory_limit is not None and part in (*WHOLE, TRIAL)
+
+
+def _holds(step: Step, part: str) -> bool:
+    # A limit was kept without holding any memory, and PyTorch's compiler plans for itself.
+    unlimited = step.memory_limit is None and step.fusion is not Fusion.FIRST
+    return part == "step" and step.device.type == "cpu" and step.chooses_kernels and unlimited
+
+
+def _on_cpu(step: Step, part: str) -> bool:
+    return step.device.type == "cpu"
+
+
+def _on_gpu(step: Step, part: str) -> bool:
+    return not _on_cpu(step, part)
+
+
+def _tiles_attention(step: Step, part: str) -> bool:
+    return step.tiles_attention
+
+
+def _tiles_convolutions(step: Step, part: str) -> bool:
+    return step.tiles_convolutions
+
+
+def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Step], Any]:
+    """A pass that looks at nothing but the graph."""
+    return lambda module, step: function(module.graph)
+
+
+def _fit(part: Part, step: Step) -> Part:
+    assert step.memory_limit is not None
+    return recompute.fit(step, part, step.memory_limit)
+
+
+def _read_less(module: fx.GraphModule, step: Step) -> None:
+    read_less(module.graph, keep=torch_private.inductor().force_stride_order)
+
+
+RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
+TABLE: tuple[Pass, ...] = (
+    Pass("take out what does nothing", RECORDED, lambda module, step: passes.simplify(module), _always),
+    Pass(
+        "avoid PyTorch's wrong operators",
+        RECORDED,
+        lambda module, step: corrections.correct(module.graph, step.device),
+        _always,
+    ),
+    Pass("pool before ReLU", RECORDED, _graph(pool_first), _chooses),
+    Pass(
+        "choose implementations",
+        RECORDED,
+        lambda module, step: kernels.choose_kernels(module, step.device),
+        _measures,
+    ),
+    Pass("note workspaces", RECORDED, _graph(operators.note_workspaces), _always),
+    Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
+    Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
+    Pass("hold memory between steps", PART, lambda part, step: held.hold(part), _holds),
+    Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
+    Pass("spell out small products", FUSED, _graph(spell_out_small_products), _on_cpu),
+    Pass("spell out narrow products", FUSED, _graph(spell_out_narrow_products), _on_gpu),
+    Pass("spell out small convolutions", FUSED, _graph(spell_out_small_convolutions), _on_gpu),
+    Pass("compare positions in pools", FUSED, _graph(compare_places), _on_gpu),
+    Pass("join activations", FUSED, _graph(join.join_activations), _on_gpu),
+    Pass("read less in gradients of ReLU", FUSED, _read_less, _on_gpu),
+    Pass("attention in tiles", FUSED, _graph(tile_attention), _tiles_attention),
+    Pass("weight gradients in tiles", FUSED, _graph(tile_weight_gradients), _tiles_convolutions),
+    Pass("join products", FUSED, _graph(join.join_products), _always),
+    Pass("hide what the compiler gets wrong", FUSED, _graph(hide), _on_gpu),
+    Pass("spell out updates", FUSED, _graph(kernels.take_apart), _always),
+)
+
+
+def rows(stage: Stage, step: Step, part: str) -> Iterator[Pass]:
+    """The passes of a stage that apply, in order."""
+    return (row for row in TABLE if row.stage is stage and row.applies(step, part))
+
+
+def program(step: Step) -> Program:
+    """The step, recorded and ready to be cut into parts."""
+    recorded = trace(step)
+    with surroundings.tracing(), step.precision.applied():  # implementations are measured as they will run
+        for row in rows(RECORDED, step, ""):
+            row.run(recorded.module, step)
+    return recorded.refreshed()
+
+
+def settled(part: Part, step: Step, name: str) -> Part:
+    """A part ready to run."""
+    for row in rows(PART, step, name):
+        part = row.run(part, step)
+    return part
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one pass did: operators before and after it, bytes of intermediates after it, and how long it took.
+
+    Bytes are None where no part has been cut yet, everything is None where the pass does not apply.
+    """
+
+    row: Pass
+    before: int | None = None
+    after: int | None = None
+    intermediates: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which passes ran for a step, and what each did."""
+
+    ran: tuple[Ran, ...]
+
+    def __rich__(self) -> RenderableType:
+        drawn = draw.Listing("stage", "pass", title="Pipeline", title_justify="left", show_edge=False, pad_edge=False)
+        for column in ("operators", "intermediates", "time"):
+            drawn.add_column(column, justify="right")
+        for one in self.ran:
+            drawn.add_row(*_row(one))
+        return drawn
+
+    def __str__(self) -> str:
+        return draw.text(self.__rich__(), width=120)
+
+
+def report(step: Step, name: str, cut: Callable[[Program], Part]) -> Report:
+    """Runs the passes once more, for a part of a step, and looks at each.
+
+    Args:
+        step: what to compute.
+        name: the part.
+        cut: takes the part out of the recorded step.
+    """
+    recorded = trace(step)
+    with surroundings.tracing(), step.precision.applied():
+        found = [_watched(row, recorded.module, step, "") for row in TABLE if row.stage is RECORDED]
+    part = cut(recorded.refreshed())
+    for row in TABLE:
+        if row.stage is PART:
+            ran, part = _replaced(row, part, step, name)
+            found.append(ran)
+    fuses = step.fusion is not Fusion.NEVER
+    module = Module(part.module, copy.deepcopy(part.module.graph))
+    found += [_watched(row, module, step, name) if fuses else Ran(row) for row in TABLE if row.stage is FUSED]
+    return Report(tuple(found))
+
+
+def _watched(row: Pass, module: fx.GraphModule, step: Step, name: str) -> Ran:
+    if not row.applies(step, name):
+        return Ran(row)
+    before, began = _count(module), time.perf_counter()
+    row.run(module, step)
+    return Ran(row, before, _count(module), None, time.perf_counter() - began)
+
+
+def _replaced(row: Pass, part: Part, step: Step, name: str) -> tuple[Ran, Part]:
+    if not row.applies(step, name):
+        return Ran(row), part
+    before, began = _count(part.module), time.perf_counter()
+    part = row.run(part, step)
+    seconds = time.perf_counter() - began
+    return Ran(row, before, _count(part.module), memory.peak(part), seconds), part
+
+
+def _count(module: fx.GraphModule) -> int:
+    return sum(node.op == "call_function" for node in module.graph.nodes)
+
+
+def _row(one: Ran) -> Sequence[str]:
+    if one.before is None or one.seconds is None:
+        return (one.row.stage, one.row.name, "–", "", "")
+    changed = str(one.before) if one.before == one.after else f"{one.before} → {one.after}"
+    size = "" if one.intermediates is None else draw.size(one.intermediates)
+    return (one.row.stage, one.row.name, changed, size, f"{1e3 * one.seconds:.1f} ms")

@@ -1,0 +1,160 @@
+"""The table of passes: the law holds after every row, each row can be looked at, and a broken law is found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import stepgraph as sg
+from benchmarks.in_stepgraph import Stepgraph
+from benchmarks.models import SMALL
+from stepgraph.compiler import memory, phases, pipeline
+from stepgraph.compiler.law import check
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.program import Part, Phase, note, notes
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.trace import trace
+from tests.fuzz.build import Built
+from tests.fuzz.generate import generate
+
+CPU = sg.Device.cpu()
+
+
+def parts(step: Step, name: str) -> Iterator[tuple[str, Part, Part]]:
+    """A part after each row that applies: the row's name, the part before it, the part after it."""
+    program = trace(step)
+    every = list(program.outputs)
+    for row in pipeline.rows(pipeline.RECORDED, step, name):
+        before = phases.whole(program, every)
+        row.run(program.module, step)
+        program = program.refreshed()
+        yield row.name, before, phases.whole(program, every)
+    part = phases.whole(program, every)
+    for row in pipeline.rows(pipeline.PART, step, name):
+        before, part = part, row.run(part, step)
+        yield row.name, before, part
+
+
+def lawful(step: Step, name: str = "step") -> list[str]:
+    ran = []
+    for row, before, after in parts(step, name):
+        check(after, before.results)
+        ran.append(row)
+    return ran
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
+    training = Stepgraph(SMALL[name], "cpu", dropout=True).training
+    step = training._programs.program(training._feeds.batch).step
+    ran = lawful(step)
+    assert ran[0] == "take out what does nothing" and ran[-1] == "hold memory between steps"
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
+    training = Stepgraph(SMALL[name], "cpu", dropout=True).training
+    step = training._programs.program(training._feeds.batch).step
+    limit = int(0.8 * training.memory_plan.total)
+    assert "recompute to fit the memory limit" in lawful(replace(step, memory_limit=limit))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
+    for training in Built(generate(seed, images=seed % 2 == 0)).trainings:
+        step = training._programs.program(training._feeds.batch).step
+        lawful(step)
+        lawful(replace(step, chooses_kernels=False, channels_last=True))
+
+
+def fused(part: Part, step: Step) -> Iterator[tuple[str, Part]]:
+    part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
+    for row in pipeline.rows(pipeline.FUSED, step, "step"):
+        row.run(part.module, step)
+        yield row.name, part
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "resnet18"])
+def test_results_keep_their_shapes_in_fused_rows(name: str, kind: str) -> None:
+    """The rows for a GPU, too: they only look at the graph."""
+    training = Stepgraph(SMALL[name], "cpu", dropout=False).training
+    step = replace(training._programs.program(training._feeds.batch).step, chooses_kernels=False)
+    part = pipeline.settled(phases.whole(pipeline.program(step), training._kept_keys()), step, "")
+    before = part.results
+    for row, after in fused(part, replace(step, device=torch.device(kind), fusion=Fusion.FIRST)):
+        after.module.graph.lint()
+        for key, found in after.results.items():
+            expected = before[key]
+            assert found is None or (found.shape, found.dtype) == (expected.shape, expected.dtype), row
+
+
+def small() -> tuple[sg.TrainingGraph, Part]:
+    x, y, graph = sg.Tensor((4, 3)), sg.Tensor((4, 2)), sg.Graph()
+    graph.node(sg.ActivationLayer.relu(), graph.node(sg.FullyConnectedLayer.create(3, 2), x))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    program = training._programs.program(4)
+    return training, phases.whole(program, list(program.outputs))
+
+
+def test_broken_laws_are_found() -> None:
+    _, part = small()
+    check(part)
+    operator = next(node for node in part.nodes if notes(node).phase is Phase.FORWARD and node.users)
+    known = notes(operator)
+    note(operator, layer="")
+    with pytest.raises(AssertionError, match="belongs to no layer"):
+        check(part)
+    note(operator, layer=known.layer, phase=Phase.UPDATE)
+    with pytest.raises(AssertionError, match="of a later phase"):
+        check(part)
+    note(operator, phase=known.phase)
+    with part.module.graph.inserting_after(operator):
+        unread = part.module.graph.call_function(torch.ops.aten.neg.default, (operator,))
+    with pytest.raises(AssertionError, match="nobody reads it"):
+        check(part)
+    part.module.graph.erase_node(unread)
+    check(part)
+    relu = next(node for node in part.nodes if node.target is torch.ops.aten.relu.default)
+    note(relu, in_place=True)
+    with part.module.graph.inserting_after(relu):
+        late = part.module.graph.call_function(torch.ops.aten.add.Tensor, (relu.args[0], relu))
+    with pytest.raises(AssertionError, match="has overwritten"):
+        check(part)
+    part.module.graph.erase_node(late)
+    note(relu, in_place=False)
+    with pytest.raises(AssertionError, match=r"was torch\.float32 \[7\]"):
+        check(part, dict.fromkeys(part.outputs, torch.empty(7)))
+
+
+def test_results_that_share_held_memory_are_found() -> None:
+    _, part = small()
+    births, _ = memory.lifetimes(part)
+    nodes = list(part.module.graph.nodes)
+    for one, (birth, *_) in list(births.items())[:2]:
+        note(nodes[birth], offsets={one: 0})
+    with pytest.raises(AssertionError, match="share held memory"):
+        check(replace(part, held=1 << 10))
+
+
+def test_the_pipeline_of_a_graph_is_printed() -> None:
+    training, _ = small()
+    shown = str(training.pipeline)
+    assert [row.row.name for row in training.pipeline.ran] == [row.name for row in pipeline.TABLE]
+    assert "take out what does nothing" in shown and "write in place" in shown and " ms" in shown and " → " in shown
+    never = next(one for one in training.pipeline.ran if one.row.stage is pipeline.FUSED)
+    assert never.before is None  # nothing is fused on the CPU unless it is asked for
+    training.compile(CPU, sg.GraphCompilationOptions.FUSE_LAYERS)
+    ran = [one for one in training.pipeline.ran if one.row.stage is pipeline.FUSED and one.before is not None]
+    assert ran and all(one.seconds is not None and one.seconds >= 0 for one in ran)
+    inference = sg.InferenceGraph([training])
+    with pytest.raises(sg.StateError, match="not compiled"):
+        _ = inference.pipeline
+    inference.compile(CPU)
+    assert "take out what does nothing" in str(inference.pipeline)
