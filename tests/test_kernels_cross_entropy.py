@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import trace
+from stepgraph.compiler import pipeline, simplification
 from stepgraph.compiler.kernels import cross_entropy
 
 aten = torch.ops.aten
@@ -97,13 +97,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[set[object]]
         return found
 
     found: list[set[object]] = []
-    chosen = trace.kernels.choose_kernels
+    chosen = pipeline.kernels.choose_kernels
 
     def noting(module: torch.fx.GraphModule, device: torch.device) -> None:
         chosen(module, device)
         found.append({node.target for node in module.graph.nodes})
 
-    monkeypatch.setattr(trace.kernels, "choose_kernels", noting)
+    monkeypatch.setattr(pipeline.kernels, "choose_kernels", noting)
     return choosing
 
 
@@ -162,7 +162,7 @@ def test_who_else_reads_the_logarithms_still_can() -> None:
 
     given = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)), torch.arange(64)
     module = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given)
-    trace.passes.simplify(module)
+    simplification.simplify(module)
     (node,) = (one for one in module.graph.nodes if one.target is LOG_SOFTMAX_BACKWARD)
     found = cross_entropy._match(node)
     assert found is not None and not found.is_closed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +160,9 @@ def test_the_pipeline_of_a_graph_is_printed() -> None:
         _ = inference.pipeline
     inference.compile(CPU)
     assert "take out what does nothing" in str(inference.pipeline)
+
+
+def test_the_page_on_the_architecture_has_the_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    told = re.findall(r"^\| (recorded|part|fused) \| (.*?) \|", page, re.MULTILINE)
+    assert told == [(row.stage, row.name) for row in pipeline.TABLE]

@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import passes, trace
+from stepgraph.compiler import simplification, trace
 from stepgraph.compiler.pooling import POOL, RELU, pool_first
 
 aten = torch.ops.aten
@@ -16,7 +16,7 @@ def recorded(function, *arrays):
     """The function's operators before and after."""
     before, after = (make_fx(function, tracing_mode="fake")(*arrays) for _ in range(2))
     for module in (before, after):
-        passes.simplify(module)
+        simplification.simplify(module)
         if module is after:
             pool_first(module.graph)
         module.graph.eliminate_dead_code()

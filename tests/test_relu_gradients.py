@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch._inductor.inductor_prims import force_stride_order as keep
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import passes
+from stepgraph.compiler import simplification
 from stepgraph.compiler.pooling import RELU_GRADIENT
 from stepgraph.compiler.relu_gradients import mask_again, read_less
 
@@ -32,7 +32,7 @@ def arrays():
 def check(given) -> list[object]:
     """What the rewritten block consists of, after its numbers were compared."""
     module = make_fx(block, tracing_mode="fake")(*given)
-    passes.simplify(module)
+    simplification.simplify(module)
     read_less(module.graph, keep=keep)
     module.graph.eliminate_dead_code()
     module.graph.lint()

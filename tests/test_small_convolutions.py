@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import passes
-from stepgraph.compiler.convolution_sums import OFF, convolve, convolve_and_pool, pooled_gradients
+from stepgraph.compiler import simplification
+from stepgraph.compiler.convolution_sums import convolve, convolve_and_pool, pooled_gradients
 from stepgraph.compiler.pooling import POOL_GRADIENT, RELU, compare_places, pool_first, spread
 from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
+from stepgraph.compiler.tiles import OFF
 
 aten = torch.ops.aten
 CASES = [
@@ -65,7 +66,7 @@ def step(x, w, b, v):
 
 def rewritten(*given):
     module = make_fx(step, tracing_mode="fake")(*given)
-    passes.simplify(module)
+    simplification.simplify(module)
     pool_first(module.graph)
     module.graph.eliminate_dead_code()
     spell_out_small_convolutions(module.graph)
@@ -121,7 +122,7 @@ def test_a_relu_whose_source_is_read_elsewhere_stays():
 
     given = torch.randn(2, 1, 10, 10), torch.randn(4, 1, 3, 3)
     module = make_fx(function, tracing_mode="fake")(*given)
-    passes.simplify(module)
+    simplification.simplify(module)
     module.graph.eliminate_dead_code()
     spell_out_small_convolutions(module.graph)
     module.recompile()

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import corrections, fusion, hidden, phases, pipeline
-from stepgraph.compiler.passes import same_order
-from stepgraph.compiler.program import fake
+from stepgraph.compiler.program import fake, same_order
 from stepgraph.runtime.strides import laying_out
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import passes, weight_gradients
+from stepgraph.compiler import simplification, weight_gradients
 from stepgraph.compiler.weight_gradients import BACKWARD, tile_weight_gradients
 
 
@@ -31,7 +31,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, function, *arrays) -> list[object
     """What is left of a function, after its numbers were compared."""
     monkeypatch.setattr(weight_gradients, "of_weights", formula)
     module = make_fx(function, tracing_mode="fake")(*arrays)
-    passes.simplify(module)
+    simplification.simplify(module)
     tile_weight_gradients(module.graph)
     module.graph.lint()
     module.recompile()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,33 +12,11 @@ from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, user_line
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
 from stepgraph.layers.layer import Layer, join
+from stepgraph.layers.node import Node
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor, require_device
 from stepgraph.types import ReductionType
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """One use of a layer: what it reads, what it makes."""
-
-    layer: Layer
-    sources: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-    labels: tuple[Tensor, ...] = ()
-    disable_update: bool = False
-    line: str = ""
-    is_loss: bool = False
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        """All tensors handed to the layer's forward: sources, then loss labels and label weights."""
-        return self.sources + self.labels
-
-    @property
-    def where(self) -> str:
-        """How messages name this node."""
-        return f"{type(self.layer).__name__} '{self.layer.label}' ({self.line})"
 
 
 class Graph:

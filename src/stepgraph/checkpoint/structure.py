@@ -13,8 +13,8 @@ import torch
 from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, unique
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
-from stepgraph.graph import Node
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, OptimizerDescriptor
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor

@@ -2,8 +2,8 @@
 
     y[n, p, o] = relu(max over pixels q of window p of b[o] + Σ w[o, tap] x[n, q + tap])
 
-Each maximum comes with the pixel of its window that it is: 0, 1, …, or `OFF` where ReLU is 0. Formulas are written so
-that PyTorch's compiler makes few kernels of them; `tiles/convolution.py` is compared with them.
+Each maximum comes with the pixel of its window that it is: 0, 1, …, or `tiles.OFF` where ReLU is 0. Formulas are
+written so that PyTorch's compiler makes few kernels of them; `tiles/convolution.py` is compared with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from stepgraph.system import torch_private
 
 Array = torch.Tensor
 Pair = Sequence[int]
-OFF = 255
 
 
 def convolve(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
@@ -39,7 +38,7 @@ def convolve_and_pool(
         return in_tiles(_padded(x, padding), w, b, stride, window, rectifies)
     most, place = _maxima(x, w, b, stride, padding, window)
     if rectifies:
-        most, place = torch.where(most <= 0, 0, most), torch.where(most <= 0, OFF, place)
+        most, place = torch.where(most <= 0, 0, most), torch.where(most <= 0, tiles.OFF, place)
     return most.permute(0, 3, 1, 2), place.permute(0, 3, 1, 2)
 
 
@@ -70,7 +69,7 @@ def pooled_gradients(
         sums = gradient_sums(g, places, images, w, stride, window).sum(0)
         return sums[:-1].t().reshape(w.shape), sums[-1]
     given, place = (one.permute(0, 2, 3, 1) for one in (g, places))
-    given, place = torch.where(place == OFF, 0, given), torch.where(place == OFF, 0, place)
+    given, place = torch.where(place == tiles.OFF, 0, given), torch.where(place == tiles.OFF, 0, place)
     first, sums = _first(images, place, stride, window), []
     _, channel, line, _ = images.stride()
     for c, i, j in itertools.product(*map(range, w.shape[1:])):

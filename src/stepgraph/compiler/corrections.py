@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from stepgraph.compiler.passes import same_order
-from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.program import fake, inherit, same_order
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler import corrections, held, in_place, join, kernels, memory, operators, passes, recompute
+from stepgraph.compiler import corrections, held, in_place, join, kernels, memory, operators, recompute, simplification
 from stepgraph.compiler.attention import tile_attention
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
@@ -117,7 +117,7 @@ def _read_less(module: fx.GraphModule, step: Step) -> None:
 
 RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
 TABLE: tuple[Pass, ...] = (
-    Pass("take out what does nothing", RECORDED, lambda module, step: passes.simplify(module), _always),
+    Pass("take out what does nothing", RECORDED, lambda module, step: simplification.simplify(module), _always),
     Pass(
         "avoid PyTorch's wrong operators",
         RECORDED,

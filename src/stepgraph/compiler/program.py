@@ -119,6 +119,12 @@ def storage(node: fx.Node) -> int | None:
     return torch_private.identity(array.untyped_storage()) if isinstance(array, torch.Tensor) else None
 
 
+def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
+    mine, theirs = one.stride(), other.stride()
+    return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments in place."""
     target = node.target

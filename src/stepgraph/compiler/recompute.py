@@ -21,8 +21,7 @@ from stepgraph.compiler import memory
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import operator
-from stepgraph.compiler.passes import mutates
-from stepgraph.compiler.program import Part, Phase, fake, inherit, notes, storage
+from stepgraph.compiler.program import Part, Phase, fake, inherit, mutates, notes, storage
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
 

@@ -12,7 +12,7 @@ import torch
 
 from stepgraph.compiler import tiles
 from stepgraph.errors import ShapeError, StepgraphError
-from stepgraph.graph import Node
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.system.surroundings import FULL, Precision
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor

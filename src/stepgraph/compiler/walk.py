@@ -37,8 +37,8 @@ from stepgraph.compiler.step import (
     value,
 )
 from stepgraph.errors import ExecutionError, StepgraphError, reason
-from stepgraph.graph import Node
 from stepgraph.layers.layer import Scope
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import global_norm
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor

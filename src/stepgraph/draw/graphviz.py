@@ -10,7 +10,7 @@ from stepgraph.errors import readable
 from stepgraph.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from stepgraph.graph import Node
+    from stepgraph.layers.node import Node
 
 
 def dot(nodes: Sequence[Node], stopped: Collection[Tensor] = ()) -> str:

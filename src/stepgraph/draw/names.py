@@ -11,8 +11,8 @@ from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import RawEnum
 
 if TYPE_CHECKING:
-    from stepgraph.graph import Node
     from stepgraph.layers.layer import Layer
+    from stepgraph.layers.node import Node
 
 
 def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:

@@ -10,7 +10,7 @@ from stepgraph.draw.tables import COLUMNS, rows
 from stepgraph.errors import readable, readable_lines
 
 if TYPE_CHECKING:
-    from stepgraph.graph import Node
+    from stepgraph.layers.node import Node
 
 _STYLE = "\n".join(
     [

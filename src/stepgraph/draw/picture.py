@@ -14,8 +14,8 @@ from stepgraph.errors import readable
 from stepgraph.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from stepgraph.graph import Node
     from stepgraph.layers.layer import Layer
+    from stepgraph.layers.node import Node
 
 _HEIGHT, _ROW, _MARGIN = 40, 78, 12
 _LONGEST = 26  # letters of a name that are shown

@@ -14,8 +14,8 @@ from stepgraph.draw.names import extents, kind, unique_names
 from stepgraph.errors import readable, readable_lines
 
 if TYPE_CHECKING:
-    from stepgraph.graph import Node
     from stepgraph.layers.layer import Layer
+    from stepgraph.layers.node import Node
 
 
 COLUMNS = ("layer", "kind", "sources", "result", "parameters")

@@ -29,10 +29,11 @@ from stepgraph.errors import (
     StateError,
     UnknownNameError,
 )
-from stepgraph.graph import Graph, Node
+from stepgraph.graph import Graph
 from stepgraph.graphs.declared import DeclaredGraph
 from stepgraph.graphs.settings import ChosenDevice, chosen, fusion_of, require_options
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable

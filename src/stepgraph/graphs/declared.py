@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.errors import ArgumentError, DataTypeError
-from stepgraph.graph import Graph, Node
+from stepgraph.graph import Graph
+from stepgraph.layers.node import Node
 from stepgraph.runtime.feeds import Feeds, Names
 from stepgraph.tensors.tensor import Tensor
 

@@ -11,9 +11,10 @@ from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.step import Step
 from stepgraph.device import Device
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
-from stepgraph.graph import Graph, Node, make_node
+from stepgraph.graph import Graph, make_node
 from stepgraph.graphs.inspected import InspectedGraph
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.programs import PASSES
 from stepgraph.tensors.tensor import Tensor

@@ -10,13 +10,10 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from stepgraph.errors import StateError
 from stepgraph.mlc.refusals import accept, refuse
-
-if TYPE_CHECKING:
-    from stepgraph.mlc.table import Class
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
 _classes: dict[type, type[Face]] = {}
@@ -39,12 +36,32 @@ def answering(function: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
+class Described(Protocol):
+    """The table of a class, as far as a face needs it."""
+
+    @property
+    def name(self) -> str:
+        """Apple's name of the class."""
+
+    @property
+    def native(self) -> type | None:
+        """The class that its objects stand for."""
+
+    @property
+    def new(self) -> Callable[[], Any] | None:
+        """Makes a default object, where the class has one."""
+
+    @property
+    def copy(self) -> Callable[[Any], Any] | None:
+        """Copies an object, where the class has copies."""
+
+
 class Face:
     """Base of all faces, with what PyObjC gives every object. `native` is the stepgraph object, None if empty."""
 
     __slots__ = ("__weakref__", "native")
 
-    table: ClassVar[Class]
+    table: ClassVar[Described]
     native: Any
 
     @classmethod

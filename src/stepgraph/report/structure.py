@@ -7,8 +7,8 @@ from typing import Any
 from stepgraph import draw
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import Step
-from stepgraph.graph import Node
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.layers.node import Node
 from stepgraph.tensors.tensor import Tensor
 
 HOLDERS = 40

@@ -27,7 +27,7 @@ from stepgraph.compiler.step import (
     user_gradient,
     value,
 )
-from stepgraph.graph import Node
+from stepgraph.layers.node import Node
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.trial import Trial
 from stepgraph.tensors.tensor import Tensor

@@ -13,7 +13,7 @@ import torch
 from stepgraph.compiler.step import Key, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, StepgraphError, UnknownNameError
-from stepgraph.graph import Node
+from stepgraph.layers.node import Node
 from stepgraph.runtime.indices import Indices
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stepgraph.compiler.step import SCALE, Key, Step, gradient, layer_tensors, state, value
 from stepgraph.errors import NumericsError
-from stepgraph.graph import Node
+from stepgraph.layers.node import Node
 from stepgraph.runtime.blame import Origin, Search
 from stepgraph.runtime.finite import Contents
 from stepgraph.runtime.trial import Trial

@@ -12,7 +12,7 @@ from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
-from stepgraph.graph import Node
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.random import draw_seed
 from stepgraph.tensors.buffers import TensorData

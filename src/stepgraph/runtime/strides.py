@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.passes import same_order
-from stepgraph.compiler.program import fake, notes
+from stepgraph.compiler.program import fake, notes, same_order
 
 _STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
 LAID = "_laid_out"

@@ -13,6 +13,7 @@ import torch
 
 GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
 HOPPER = (9,)
+OFF = 255  # where a maximum is, if ReLU has made it 0
 ROOMY = (9, 10)  # those whose shared memory holds the tiles of an attention
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.convolution_sums import OFF
+from stepgraph.compiler.tiles import OFF
 from stepgraph.compiler.tiles.launch import launch, operator
 
 Array = torch.Tensor

@@ -1,7 +1,6 @@
 """Simplifications of a traced graph that keep every number: what is recorded twice or does nothing is taken out.
 
-A pass is a function from an operator to the earlier result that can stand in for it, or None. Passes that insert
-something (collectives, fused operators) work on the same graph and belong here too.
+A rule is a function from an operator to the earlier result that can stand in for it, or None.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Applies `PASSES` to every operator, in order. Each is written once, so that time goes with their number."""
+    """Applies `RULES` to every operator, in order. Each is written once, so that time goes with their number."""
     graph = module.graph
     stands_in: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -27,7 +26,7 @@ def simplify(module: fx.GraphModule) -> None:
             node.kwargs = fx.map_arg(node.kwargs, lambda one: stands_in.get(one, one))
         if node.op != "call_function":
             continue
-        found = next(filter(None, (find(node) for find in PASSES)), None)
+        found = next(filter(None, (find(node) for find in RULES)), None)
         if found is not None:
             stands_in[node] = found
         elif mutates(node) and isinstance(node.args[0], fx.Node):
@@ -58,7 +57,7 @@ def _transposed_back(node: fx.Node) -> fx.Node | None:
     return _source(inner) if inner is not None and inner.target is aten.t.default else None
 
 
-PASSES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (_alias, _same_view, _transposed_back)
+RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (_alias, _same_view, _transposed_back)
 
 
 def _source(node: fx.Node) -> fx.Node | None:
@@ -69,9 +68,3 @@ def _source(node: fx.Node) -> fx.Node | None:
 def _layout(node: fx.Node) -> tuple[object, ...]:
     array = fake(node)
     return tuple(array.shape), array.stride(), array.dtype
-
-
-def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
-    mine, theirs = one.stride(), other.stride()
-    return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)

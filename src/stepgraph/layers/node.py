@@ -1,0 +1,31 @@
+"""A node of a graph: one use of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepgraph.layers.layer import Layer
+from stepgraph.tensors.tensor import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One use of a layer: what it reads, what it makes."""
+
+    layer: Layer
+    sources: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...] = ()
+    disable_update: bool = False
+    line: str = ""
+    is_loss: bool = False
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """All tensors handed to the layer's forward: sources, then loss labels and label weights."""
+        return self.sources + self.labels
+
+    @property
+    def where(self) -> str:
+        """How messages name this node."""
+        return f"{type(self.layer).__name__} '{self.layer.label}' ({self.line})"
