@@ -20,7 +20,7 @@ class Reference(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Changes what was read, once all of it has been."""
-        decorators = pkg["layer.Layer"].decorators
+        decorators = pkg["layers.layer.Layer"].decorators
         for one in list(_members(pkg)):
             if one.docstring:
                 one.docstring.value = one.docstring.value.replace("Example:\n", "Examples:\n")
