@@ -164,7 +164,7 @@ def test_the_readme_shows_programs_and_pages_that_exist() -> None:
 
 def public_names() -> list[str]:
     """What `stepgraph` exports: its classes and functions that are not private."""
-    names = [name for name in vars(sg) if not name.startswith("_")]
+    names = [name for name in dir(sg) if not name.startswith("_")]
     return [name for name in names if getattr(getattr(sg, name), "__module__", "").startswith("stepgraph")]
 
 
