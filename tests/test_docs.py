@@ -204,7 +204,9 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def error_classes() -> list[str]:
-    classes = [one for one in vars(sg).values() if inspect.isclass(one) and one is not sg.StepgraphError]
+    classes = [
+        one for one in [getattr(sg, name) for name in dir(sg)] if inspect.isclass(one) and one is not sg.StepgraphError
+    ]
     return [one.__name__ for one in classes if issubclass(one, sg.StepgraphError)]
 
 
