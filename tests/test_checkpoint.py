@@ -13,7 +13,7 @@ import stepgraph as sg
 from stepgraph.checkpoint import files
 from tests.checkpoint_runs import BATCH, CPU, batch, compiled, network, state, train
 from tests.optimizer_rules import Net
-from tests.test_optimizers import CASES, RULES, descriptor
+from tests.test_optimizers import RULES, descriptor, every_pair
 
 OPTIMIZERS: dict[str, Callable[[], sg.Optimizer]] = {
     "momentum": lambda: sg.SGDOptimizer(learning_rate=0.1, momentum_scale=0.9),
@@ -47,7 +47,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, when: str, tmp_path: 
     assert state(resumed) == state(whole)
 
 
-@pytest.mark.parametrize(("rule", "preparation"), CASES)
+@pytest.mark.parametrize(("rule", "preparation"), list(every_pair()))
 def test_every_optimizer_goes_on_with_the_same_bits(rule: str, preparation: str, tmp_path: Path) -> None:
     net, optimizer = Net(), RULES[rule](descriptor(preparation))
     whole = net.graph(optimizer)

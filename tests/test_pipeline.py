@@ -49,7 +49,9 @@ def lawful(step: Step, name: str = "step") -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] if name == "resnet18" else []) for name in SMALL]
+)
 def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
     step = training._programs.program(training._feeds.batch).step
@@ -57,7 +59,7 @@ def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
     assert ran[0] == "take out what does nothing" and ran[-1] == "hold memory between steps"
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
     step = training._programs.program(training._feeds.batch).step
@@ -65,7 +67,7 @@ def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
     assert "recompute to fit the memory limit" in lawful(replace(step, memory_limit=limit))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
     for training in Built(generate(seed, images=seed % 2 == 0)).trainings:
         step = training._programs.program(training._feeds.batch).step

@@ -6,10 +6,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import simplification, trace
+from stepgraph.compiler import pipeline, simplification
 from stepgraph.compiler.pooling import POOL, RELU, pool_first
 
 aten = torch.ops.aten
+WITHOUT = tuple(row for row in pipeline.TABLE if row.name != "pool before ReLU")
 
 
 def recorded(function, *arrays):
@@ -89,15 +90,15 @@ def test_a_compiled_step_pools_first_and_trains_as_before(monkeypatch):
     (executable,) = training._programs.executables.values()
     (relu,) = (node for node in executable.part.nodes if node.name.startswith("relu"))
     assert relu.args[0].args[0].target is POOL
-    monkeypatch.setattr(trace, "pool_first", lambda graph: None)
+    monkeypatch.setattr(pipeline, "TABLE", WITHOUT)
     reference, *_ = cnn()
     np.testing.assert_allclose(losses, [reference.execute(*DATA).loss for _ in range(5)], rtol=1e-6)
 
 
 def test_what_lies_between_the_two_layers_can_be_read(monkeypatch):
     found = []
-    for way in (pool_first, lambda graph: None):
-        monkeypatch.setattr(trace, "pool_first", way)
+    for table in (pipeline.TABLE, WITHOUT):
+        monkeypatch.setattr(pipeline, "TABLE", table)
         training, activation, hidden = cnn(sg.GraphCompilationOptions.DEBUG_LAYERS)
         training.execute(*DATA)
         (gradient,) = training.result_gradient_tensors(activation)
