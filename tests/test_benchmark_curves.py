@@ -14,6 +14,9 @@ TOLERANCE = 1e-4
 # What float32 leaves open where losses fall to a tenth: PyTorch's own loop is that far from the losses in float64, and
 # two results in float32 can be as far as both of them together (`python -m benchmarks.curves`).
 ROUNDED = {"resnet18": 2e-4}
+# In the small network one activation comes so close to 0 that rounding decides whether ReLU lets its gradient through.
+# With random choices of kernels, 70 curves were at most 4e-6 from the reference or between 1.2e-4 and 1.4e-4.
+ROUNDED_SMALL = {"resnet18": 2e-4}
 ROUNDED_TO_TF32 = 2**-11  # half of the last bit that TF32 keeps: each product's operands are that uncertain
 
 
@@ -25,7 +28,7 @@ def distance(model: Model, device: str) -> float:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_model_learns_as_its_reference(name: str) -> None:
-    assert distance(SMALL[name], "cpu") <= TOLERANCE
+    assert distance(SMALL[name], "cpu") <= ROUNDED_SMALL.get(name, TOLERANCE)
 
 
 @pytest.mark.deep
