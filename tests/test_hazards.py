@@ -198,3 +198,32 @@ class Forgetful(sg.Layer):
 def test_mistakes_in_own_layers_are_named(layer: type[sg.Layer], words: str) -> None:
     with pytest.raises(sg.StepgraphError, match=words):
         sg.Graph().node(layer(), sg.Tensor((2, 3)))
+
+
+def test_a_condition_may_go_from_one_linked_graph_to_another() -> None:
+    """It has no gradient, which the second graph must not ask for."""
+    x, y, first, second = sg.Tensor((4, 3)), sg.Tensor((4, 3)), sg.Graph(), sg.Graph()
+    layer = sg.FullyConnectedLayer.create(3, 3)
+    hidden = first.node(layer, x)
+    positive = first.node(sg.ComparisonLayer.greater(), hidden, x)
+    second.select([hidden, x], positive)
+    optimizer = sg.SGDOptimizer(learning_rate=0.1)
+    graphs = [
+        sg.TrainingGraph([first], None, optimizer),
+        sg.TrainingGraph([second], sg.LossLayer.mean_squared_error(), optimizer),
+    ]
+    graphs[1].add_inputs({"hidden": hidden, "x": x, "positive": positive}, {"y": y})
+    for graph in graphs:
+        graph.compile(sg.Device.cpu(), sg.GraphCompilationOptions.LINK_GRAPHS)
+    graphs[0].link(graphs[1:])
+    before = layer.weights.data.copy()
+    data = np.random.default_rng(0).standard_normal((2, 4, 3)).astype(np.float32)
+    device = sg.Device.cpu()
+    graphs[0].bind_and_write_data({"x": data[0]}, {"x": x}, device)
+    graphs[1].bind_and_write_data({"y": data[1]}, {"y": y}, device)
+    for graph in graphs:
+        graph.execute_forward()
+    for graph in reversed(graphs):
+        graph.execute_gradient()
+    graphs[0].execute_optimizer_update()
+    assert not np.array_equal(layer.weights.data, before)

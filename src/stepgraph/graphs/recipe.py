@@ -138,9 +138,10 @@ class TrainingRecipe(InspectedGraph):
         return {t for graph in self._linked if graph is not self for t in graph._feeds.tensors}
 
     def _wanted(self) -> frozenset[Tensor]:
-        """Inputs that are results of linked graphs, and parameters that those update."""
+        """Inputs that are results of linked graphs and can have a gradient, and parameters that those update."""
         made = {t for graph in self._linked if graph is not self for node in graph._compiled for t in node.results}
-        return frozenset(t for t in self._feeds.tensors if t in made) | frozenset(self._owned_elsewhere())
+        handed = (t for t in self._feeds.tensors if t in made and t.data_type.is_floating)
+        return frozenset(handed) | frozenset(self._owned_elsewhere())
 
     def _exchanges(self) -> bool:
         """Whether gradients go from this graph to a linked one, or come from there."""
