@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
@@ -168,3 +169,12 @@ def test_the_page_on_the_architecture_has_the_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
     told = re.findall(r"^\| (recorded|part|fused) \| (.*?) \|", page, re.MULTILINE)
     assert told == [(row.stage, row.name) for row in pipeline.TABLE]
+
+
+def test_an_operator_recorded_outside_of_any_phase_is_found() -> None:
+    _, part = small()
+    module = make_fx(torch.relu, tracing_mode="fake")(torch.ones(2))
+    step = next(row for row in pipeline.TABLE if row.name == "take out what does nothing")
+    with pytest.raises(AssertionError, match="recorded outside of any phase"):
+        step.run(module, None)
+    step.run(part.module, None)

@@ -250,7 +250,7 @@ def _ruff(package: Path) -> list[dict[str, Any]]:
 
 
 def _text(source: Source, finding: dict[str, Any]) -> str:
-    """What stands in the file at the place of a finding."""
+    """The source text that a finding points at."""
     start, end = finding["location"], finding["end_location"]
     lines = source.text.split("\n")[start["row"] - 1 : end["row"]]
     lines[-1] = lines[-1][: end["column"] - 1]

@@ -72,7 +72,6 @@ def _overwritten(part: Part) -> Iterator[str]:
 
 def _overlapping(part: Part) -> Iterator[str]:
     """Results that are alive at once lie apart in held memory, and inside it."""
-    nodes = list(part.module.graph.nodes)
     births, deaths = memory.lifetimes(part)
     placed: list[tuple[int, int, int, int, fx.Node]] = []
     for node in part.nodes:
@@ -86,7 +85,7 @@ def _overlapping(part: Part) -> Iterator[str]:
     for index, (start, end, birth, death, node) in enumerate(placed):
         for other_start, other_end, other_birth, other_death, other in placed[:index]:
             if start < other_end and other_start < end and birth <= other_death and other_birth <= death:
-                yield f"{_named(node)} and {_named(other)} share held memory (operators {birth} to {len(nodes)})"
+                yield f"{_named(node)} and {_named(other)} share held memory, and are alive at once"
 
 
 def _changed(part: Part, like: Mapping[Key, torch.Tensor]) -> Iterator[str]:

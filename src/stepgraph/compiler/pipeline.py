@@ -24,7 +24,7 @@ from stepgraph.compiler.attention import tile_attention
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pooling import compare_places, pool_first
-from stepgraph.compiler.program import Part, Program
+from stepgraph.compiler.program import Part, Program, has_notes
 from stepgraph.compiler.relu_gradients import read_less
 from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
 from stepgraph.compiler.small_products import spell_out_narrow_products, spell_out_small_products
@@ -106,6 +106,18 @@ def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Ste
     return lambda module, step: function(module.graph)
 
 
+def _simplify(module: fx.GraphModule, step: Step) -> None:
+    simplification.simplify(module)
+    _require_phases(module.graph)  # what does nothing may have been recorded outside of any
+
+
+def _require_phases(graph: fx.Graph) -> None:
+    """Every operator belongs to a phase: parts of a step are cut by it."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not has_notes(node):
+            raise AssertionError(f"{node.format_node()} was recorded outside of any phase")
+
+
 def _fit(part: Part, step: Step) -> Part:
     assert step.memory_limit is not None
     return recompute.fit(step, part, step.memory_limit)
@@ -117,7 +129,7 @@ def _read_less(module: fx.GraphModule, step: Step) -> None:
 
 RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
 TABLE: tuple[Pass, ...] = (
-    Pass("take out what does nothing", RECORDED, lambda module, step: simplification.simplify(module), _always),
+    Pass("take out what does nothing", RECORDED, _simplify, _always),
     Pass(
         "avoid PyTorch's wrong operators",
         RECORDED,

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
-from stepgraph.compiler.program import Program, adopt_tags, has_notes
+from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import run
@@ -86,13 +86,6 @@ def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
-
-
-def _require_phases(graph: fx.Graph) -> None:
-    """Every operator belongs to a phase: parts of a step are cut by it."""
-    for node in graph.nodes:
-        if node.op == "call_function" and not has_notes(node):
-            raise AssertionError(f"{node.format_node()} was recorded outside of any phase")
 
 
 def input_keys(step: Step) -> list[Key]:

@@ -355,7 +355,7 @@ class CompiledGraph(DeclaredGraph):
         return self._programs.executable(part, batch).bound(self._memory, self._arrays)
 
     def _memory(self) -> Iterable[Any]:
-        """What tells whether `_arrays` would find others than before; asked in every call."""
+        """What `_arrays` depends on: if none of it changed, the arrays are the same. Checked in every call."""
         return map(current, self._held)
 
     def _arrays(self) -> Found:
