@@ -89,6 +89,11 @@ PRIVATE = {
         "generated_code",
         "launch the kernels of a fused step directly",
     ),
+    "torch._inductor.output_code.CompiledFxGraph.cache_key": ("kernel_assembly", "find the kernels of a fused step"),
+    "torch._inductor.codecache.PyCodeCache": ("kernel_assembly", "find the kernels of a fused step"),
+    "torch._inductor.codecache.PyCodeCache.modules": ("kernel_assembly", "find the kernels of a fused step"),
+    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("kernel_assembly", "find the PTX of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("kernel_assembly", "find the PTX of a kernel"),
 }
 ATTRIBUTES = {path.rpartition(".")[2] for path in PRIVATE}
 

@@ -6,12 +6,14 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import pipeline
+from stepgraph.compiler.assembly import loses_a_constant
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, fake
 from stepgraph.compiler.replay import Replay
@@ -25,6 +27,10 @@ Function = Callable[..., Sequence[torch.Tensor]]
 # launched together.
 SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
 ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken up
+
+
+class Miscompiled(Exception):
+    """A kernel would compute something else than the operators it was made of."""
 
 
 def fuse(part: Part, step: Step) -> Function:
@@ -47,6 +53,8 @@ def fuse(part: Part, step: Step) -> Function:
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad():
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
+    if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
+        raise Miscompiled("NVIDIA's assembler would get a kernel wrong")
     if on_cpu and len(generated) == 1:
         return Replay(function, torch_private.generated_code(generated[0]))
     return function

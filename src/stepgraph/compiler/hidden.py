@@ -20,25 +20,11 @@ BIASES = 2  # which of the gradients of a convolution
 def hide(graph: fx.Graph) -> None:
     """Hides operators that PyTorch's compiler for GPUs gets wrong."""
     for node in list(graph.nodes):
-        if node.target is aten.upsample_nearest2d_backward.default:
-            _hide_upsampling(node)
-        elif node.target is aten.convolution.default and _may_lie_either_way(*node.args[:2]):
+        if node.target is aten.convolution.default and _may_lie_either_way(*node.args[:2]):
             _replace(node, "convolution", *node.args)
         elif node.target is aten.convolution_backward.default and _may_lie_either_way(*node.args[:3]):
             _hide_convolution_backward(node)
     graph.eliminate_dead_code()
-
-
-def _hide_upsampling(node: fx.Node) -> None:
-    """Triton 3.6: fused with a sum over pixels, it adds up others where the new size is no multiple of the old one.
-
-    `torch.compile` alone shows it, from 3×6 to 4×7.
-    """
-    gradient, size, shape = node.args[:3]
-    assert isinstance(size, list | tuple)
-    assert isinstance(shape, list | tuple)
-    if any(new % old for new, old in zip(size, shape[2:], strict=True)):
-        _replace(node, "upsample_nearest_backward", gradient, size, shape)
 
 
 def _hide_convolution_backward(node: fx.Node) -> None:
@@ -108,16 +94,10 @@ def _convolution_backward(
     return _ordered(aten.convolution_backward(gradient, x, weights, *settings, mask)[which], order)
 
 
-def _upsample_nearest_backward(
-    gradient: torch.Tensor, size: list[int], shape: list[int], order: list[int]
-) -> torch.Tensor:
-    return _ordered(aten.upsample_nearest2d_backward(gradient, size, shape), order)
-
-
 def _ordered(found: torch.Tensor, order: list[int]) -> torch.Tensor:
     return found if list(found.stride()) == order else found.new_empty_strided(found.shape, order).copy_(found)
 
 
-for _function in (_convolution, _convolution_backward, _upsample_nearest_backward):
+for _function in (_convolution, _convolution_backward):
     # PyTorch has fakes of what they call, so that each is its own.
     torch.library.custom_op(f"stepgraph::{_function.__name__[1:]}", _function, mutates_args=()).register_fake(_function)

@@ -316,14 +316,15 @@ class CompiledGraph(DeclaredGraph):
 
     def _indices(self, batch: int) -> Indices:
         """Which feeds are indices, and of what, for a batch size."""
-        if batch not in self._index_feeds:
+        found = self._index_feeds.get(batch)
+        if found is None:
             if len(self._index_feeds) >= MOST:
                 self._index_feeds.clear()
-            self._index_feeds[batch] = Indices(self._step(batch, False), self._feeds.spoken)
-        known = self._programs.executables.get(("step" if self.trains else "inference", batch))
-        if known is not None and known.runs_alone:  # in one thread an index out of range is an ordinary error
-            self._raising.add(batch)
-        return self._index_feeds[batch]
+            found = self._index_feeds[batch] = Indices(self._step(batch, False), self._feeds.spoken)
+            known = self._programs.executables.get(("step" if self.trains else "inference", batch))
+            if known is not None and known.runs_alone:  # in one thread an index out of range is an ordinary error
+                self._raising.add(batch)
+        return found
 
     def _accept(self, feeds: Found, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that nothing refuses any more."""

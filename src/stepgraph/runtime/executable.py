@@ -75,7 +75,7 @@ class Executable:
         self._fusing: Future[Function] | None = None
         self._refused = ""
         if step.fusion is Fusion.FIRST and part.nodes:
-            self._function, self.is_fused = fusion.fuse(part, step), True
+            self._fuse_now()
 
     @property
     def mode(self) -> str:
@@ -149,12 +149,21 @@ class Executable:
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
             self._fusing = fusion.fuse_in_background(self.part, self.step)
 
+    def _fuse_now(self) -> None:
+        try:
+            self._function, self.is_fused = fusion.fuse(self.part, self.step), True
+        except fusion.Miscompiled as error:  # nothing that a caller could change
+            self._stay_unfused(error)
+
+    def _stay_unfused(self, error: BaseException) -> None:
+        self._refused = reason(error)
+        logger.warning("operators stay unfused: %s", self._refused)
+
     def _take_fused(self, fusing: Future[Function]) -> None:
         """Goes on with the fused operators from this call on."""
         self._fusing, error = None, fusing.exception()
         if error is not None:
-            self._refused = reason(error)
-            logger.warning("operators stay unfused: %s", self._refused)
+            self._stay_unfused(error)
             return
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
@@ -282,7 +291,8 @@ class _Capture:
                     algorithms.load(self.executable.part, self.executable.step.device)
                 return self.executable.run(binding.filled(others))
         moved = [key for key, place in self.in_place.items() if others[key].data_ptr() != place]
-        moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
+        if self.orders:
+            moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
             self._record(binding, others, moved)
         if self.copied:

@@ -7,8 +7,9 @@ to import, so it is imported when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -170,3 +171,19 @@ def inductor() -> Inductor:
 def generated_code(compiled: CompiledFxGraph) -> Any:
     """The code that was generated for a graph; a public name gives only the function around it."""
     return compiled.current_callable
+
+
+def kernel_assembly(compiled: CompiledFxGraph) -> Iterator[str]:
+    """The PTX of the kernels that were made for a graph, in all sizes that may be tried; no public name gives it.
+
+    Triton keeps it in its cache, in a folder that is named after the kernel.
+    """
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
+
+    module = next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
+    for kernel in vars(module).values():
+        for result in getattr(kernel, "compile_results", ()):
+            cache = triton_cache_dir(kernel.triton_meta["device"])
+            for path in Path(cache, triton_hash_to_path_key(result.kernel.hash)).glob("*.ptx"):
+                yield path.read_text()

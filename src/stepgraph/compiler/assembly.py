@@ -1,0 +1,67 @@
+"""Kernels that NVIDIA's assembler gets wrong, recognized in their PTX.
+
+For compute capability 9.0 and later, ptxas 12.8 to 13.0 loses the constant of a packed addition where one half of the
+sum is never read: `add.s16x2 d, a, 20` then adds 0. LLVM packs the arithmetic of indices that way where blocks are
+small, so that a kernel reads the wrong elements. `torch.compile` alone shows it, in the gradient of nearest upsampling
+from 3×6 to 4×7.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+_FUNCTION = re.compile(r"\.(?:entry|func)\b")
+_REGISTER = r"%r\d+"
+_NUMBER = r"-?\d+|0[xX][\da-fA-F]+"
+_CONSTANT = re.compile(rf"mov\.b32\s+({_REGISTER}), (?:{_NUMBER});")
+_PACKED = re.compile(rf"\.\w*16x2\s+({_REGISTER}),")
+_PACKED_SUM = re.compile(rf"add\.[su]16x2\s+({_REGISTER}), ({_REGISTER}|{_NUMBER}), ({_REGISTER}|{_NUMBER});")
+_UNPACKED = re.compile(r"mov\.b32\s+\{\s*(%rs\d+|_),\s*(%rs\d+|_)\s*\},")
+_WRITTEN = re.compile(rf"[\w.]+\s+({_REGISTER}),")
+_NAME = re.compile(r"%rs?\d+")
+
+HALVES = frozenset((0, 1))
+
+
+def loses_a_constant(ptx: str) -> bool:
+    """Whether the assembler would lose the constant of an addition."""
+    return any(map(_loses_a_constant, _FUNCTION.split(ptx)))  # each has registers of its own
+
+
+def _loses_a_constant(function: str) -> bool:
+    sums = _PACKED_SUM.findall(function)
+    if not sums:
+        return False
+    constants, code = set(_CONSTANT.findall(function)), _Code(function)
+    of_constants = (total for total, *terms in sums if any(one in constants or one[0] != "%" for one in terms))
+    return any(code.halves_read(total) != HALVES for total in of_constants)
+
+
+class _Code:
+    """Where the registers of a function are read; each is written once."""
+
+    def __init__(self, function: str) -> None:
+        self._mentions: dict[str, list[str]] = defaultdict(list)
+        for line in function.splitlines():
+            for name in set(_NAME.findall(line)):
+                self._mentions[name].append(line)
+
+    def halves_read(self, register: str) -> frozenset[int]:
+        """Which halves of a packed register are read; none where that is not certain."""
+        found: frozenset[int] = frozenset()
+        for line in self._readers(register):
+            if unpacked := _UNPACKED.search(line):
+                found |= {half for half, name in enumerate(unpacked.groups()) if len(self._mentions[name]) > 1}
+            elif packed := _PACKED.search(line):
+                found |= self.halves_read(packed[1])
+            else:
+                return frozenset()
+        return found
+
+    def _readers(self, register: str) -> Iterator[str]:
+        for line in self._mentions[register]:
+            written = _WRITTEN.search(line)
+            if written is None or written[1] != register:
+                yield line
