@@ -209,9 +209,7 @@ def deterministic(case: Case) -> None:
 def linked(case: Case) -> None:
     """Two linked graphs learn what one graph learns."""
     drops = any(op.kind == "dropout" and op.settings["rate"] for op in case.recipe.ops)
-    # Each graph has a random stream of its own; and where gradients stop in the second graph, the first one gets zeros
-    # instead of nothing, with which weights decay.
-    if not case.recipe.cut or drops or case.recipe.is_random or case.recipe.stops:
+    if not case.recipe.cut or drops or case.recipe.is_random:  # each graph has a random stream of its own
         return
     two = Built(case.recipe, linked=True)
     got = named(two.phases(0)) | two.snapshot()

@@ -86,6 +86,7 @@ class Step:
         optimizer: how trainable tensors are updated; None leaves them alone.
         seeded: results that receive a gradient from outside the graph.
         starts: those of them that stand for the loss where they are one number and nothing was written.
+        shared: trainable tensors for which linked graphs compute gradients, too.
         stopped: tensors that pass no gradient back.
         all_gradients: differentiate by everything, inputs and frozen parameters included.
         compute_type: what layers compute in, where it is not what tensors declare.
@@ -107,6 +108,7 @@ class Step:
     optimizer: Optimizer | None = None
     seeded: tuple[Tensor, ...] = ()
     starts: frozenset[Tensor] = frozenset()
+    shared: frozenset[Tensor] = frozenset()
     stopped: frozenset[Tensor] = frozenset()
     all_gradients: bool = False
     compute_type: torch.dtype | None = None
@@ -178,7 +180,7 @@ class Step:
     @cached_property
     def differentiates(self) -> bool:
         """Whether there is anything to walk back from."""
-        return self.training and bool(self.losses or self.seeded)
+        return self.training and bool(self.losses or self.seeded or self.shared)
 
     @cached_property
     def active(self) -> frozenset[Tensor]:

@@ -196,7 +196,8 @@ class _Walk:
         """Trainable tensors whose last contribution came from this node."""
         first_use, trainable = self.step.first_use, self.step.trainable_set
         touched = dict.fromkeys((*node.sources, *layer_tensors(node)))
-        return [t for t in touched if t in trainable and t in self.open and first_use[t] == index]
+        last = [t for t in touched if t in trainable and first_use[t] == index]
+        return [t for t in last if t in self.open or t in self.step.shared]
 
     def _scaled(self, array: torch.Tensor) -> torch.Tensor:
         return array * self.arrays[SCALE][0] if self.step.scales_loss else array
@@ -208,6 +209,8 @@ class _Walk:
 
     def _total_parameter(self, tensor: Tensor) -> None:
         with _tagged(self.step.names.get(tensor, tensor.label), Phase.GRADIENT):
+            if tensor not in self.open:  # all of its gradient comes from linked graphs
+                self.open[tensor].append(torch.zeros_like(self._value(tensor)))
             self._total(tensor)
             self._own(gradient(tensor))
         if self.step.optimizer is None:

@@ -103,12 +103,12 @@ class DifferentiatedGraph(TrainingRecipe):
     def _key(self, tensor: Tensor) -> Key:
         return next((key for key, handle in self._gradients.handles.items() if handle is tensor), value(tensor))
 
-    def _others(self) -> list[Gradients]:
-        return [graph._gradients for graph in self._linked if graph is not self]
+    def _found_elsewhere(self) -> list[Gradients]:
+        return [graph._gradients for graph in self._others()]
 
     def _seeds(self, batch: int) -> Found:
         program = self._programs.program(batch)
-        return seeds(program, self._user_gradients, self._others()) if program.step.seeded else {}
+        return seeds(program, self._user_gradients, self._found_elsewhere()) if program.step.seeded else {}
 
     def _has_seed(self, batch: int) -> bool:
         """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.recompute import largest_batch
-from stepgraph.compiler.step import Step
+from stepgraph.compiler.step import Step, gradient
 from stepgraph.device import Device
 from stepgraph.errors import DataTypeError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.graph import Graph, make_node
@@ -124,10 +124,26 @@ class TrainingRecipe(InspectedGraph):
         return {t for graph in earlier for node in graph._compiled for t in node.layer.parameters.values()}
 
     def _seeded(self) -> tuple[Tensor, ...]:
-        """Results that take a gradient from outside: asked for, read by a linked graph, or last without a loss."""
+        """Results that take a gradient from outside: asked for, from a linked graph, or last without a loss."""
         results = [t for node in self._compiled for t in node.results if t.data_type.is_floating]
-        asked = {*self._user_gradients, *self._read_elsewhere(), *self._terminal()}
+        last = {*self._terminal()} - self._read_elsewhere()
+        asked = {*self._user_gradients, *last, *self._handed_back()}
         return tuple(t for t in results if t in asked)
+
+    def _handed_back(self) -> frozenset[Tensor]:
+        """Tensors for which linked graphs compute gradients."""
+        return frozenset[Tensor]().union(*(graph._hands_back() for graph in self._others()))
+
+    def _others(self) -> list[Any]:
+        """The graphs that this one is linked with."""
+        return [graph for graph in self._linked if graph is not self]
+
+    def _hands_back(self) -> set[Tensor]:
+        """What linked graphs want a gradient of and get one: not where no loss depends on it."""
+        if self._programs.is_recording:  # graphs that read one another count on it
+            return {*self._wanted()}
+        found = self._programs.program(self._feeds.batch).outputs
+        return {tensor for tensor in self._wanted() if gradient(tensor) in found}
 
     def _terminal(self) -> tuple[Tensor, ...]:
         """The last results, where there is no loss to stand for them."""
@@ -135,11 +151,11 @@ class TrainingRecipe(InspectedGraph):
         return () if has_loss or not self._compiled else self._compiled[-1].results
 
     def _read_elsewhere(self) -> set[Tensor]:
-        return {t for graph in self._linked if graph is not self for t in graph._feeds.tensors}
+        return {t for graph in self._others() for t in graph._feeds.tensors}
 
     def _wanted(self) -> frozenset[Tensor]:
         """Inputs that are results of linked graphs and can have a gradient, and parameters that those update."""
-        made = {t for graph in self._linked if graph is not self for node in graph._compiled for t in node.results}
+        made = {t for graph in self._others() for node in graph._compiled for t in node.results}
         handed = (t for t in self._feeds.tensors if t in made and t.data_type.is_floating)
         return frozenset(handed) | frozenset(self._owned_elsewhere())
 
@@ -216,6 +232,7 @@ class TrainingRecipe(InspectedGraph):
             optimizer=self._optimizer,
             seeded=self._seeded(),
             starts=frozenset(self._terminal()) - {*self._user_gradients, *self._read_elsewhere()},
+            shared=self._handed_back() & {*self._trainable()},
             stopped=self._stop,
             all_gradients=GraphCompilationOptions.COMPUTE_ALL_GRADIENTS in self._options,
         )

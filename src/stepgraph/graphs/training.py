@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -135,14 +135,16 @@ class TrainingGraph(DifferentiatedGraph):
             memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
                 dropped and computed again, at the cost of time; what still does not fit is refused.
         """
-        with self._all_or_nothing("compile"):
+        with _all_or_none(self._linked, "compile"):
             self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
             self._memory_limit, self._precision = limited(memory_limit), Precision.of(self._tf32)
             for tensor in self._parameters:
                 tensor.torch()  # raises, by name, where there is nothing to train
             self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
+            _rebuild(self._others())
             self._build()
-            self._settle()
+            for graph in self._linked:
+                graph._settle()
             if self._pending is not None:
                 self._resume(self._pending)
 
@@ -180,13 +182,10 @@ class TrainingGraph(DifferentiatedGraph):
         sub-graphs is one parameter: the first graph that has it updates it with the sum of the gradients.
         """
         group = self._linkable(graphs)
-        with ExitStack() as stack:
-            for graph in group:
-                stack.enter_context(graph._all_or_nothing("link"))
+        with _all_or_none(group, "link"):
             for graph in group:
                 graph._linked = group
-            for graph in group:
-                graph._rebuild()
+            _rebuild(group)
             for graph in group:
                 graph._settle()
 
@@ -327,7 +326,7 @@ class TrainingGraph(DifferentiatedGraph):
                 raise StateError(
                     "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
                 )
-            if not self._gradients.found:
+            if not self._gradients.are_known:
                 raise StateError(
                     "execute_optimizer_update",
                     "there are no gradients",
@@ -335,7 +334,7 @@ class TrainingGraph(DifferentiatedGraph):
                 )
 
             binding = self._bound("update", self._feeds.batch)
-            gradients = summed(self._gradients, self._others(), self._trainable())
+            gradients = summed(self._gradients, self._found_elsewhere(), self._trainable())
             for _, key in binding.opened:
                 if key not in gradients:
                     raise StateError(
@@ -376,20 +375,15 @@ class TrainingGraph(DifferentiatedGraph):
         if self._state is not None:
             self._state.resume(progress)
             self._forget_passes()
-            self._gradients.replace(
-                {gradient(t): a.to(self._state.device.torch) for t, a in progress.gradients.items()}
-            )
+            if progress.gradients:
+                place = self._state.device.torch
+                self._gradients.replace({gradient(t): a.to(place) for t, a in progress.gradients.items()})
 
     def _build(self) -> None:
         """Traces and plans the step; refuses it where it does not fit. Nothing but this graph changes."""
         self._updatable = [*map(_is_updatable, self._held)]
         step = self._programs.executable("step", self._feeds.batch).step
         self._takes_seeds = bool(step.seeded)
-
-    def _rebuild(self) -> None:
-        """The same with what is declared and linked now, where only details have changed since it was compiled."""
-        self._programs = self._new_programs(self._programs.channels_last)
-        self._build()
 
     def _settle(self, saved: Found | None = None) -> None:
         """Takes over what was built: optimizer buffers, tensors on the device, no passes but those that are `saved`."""
@@ -407,15 +401,16 @@ class TrainingGraph(DifferentiatedGraph):
 
     def _restart(self) -> None:
         """Builds and settles anew."""
-        self._rebuild()
+        _rebuild([self])
         self._settle()
 
     def _again(self, reason: str, keeps_passes: bool = False) -> None:
         if self.device is not None:
             logger.info("compiling again: %s", reason)
-            with self._all_or_nothing("execute"):
-                self._rebuild()
-                self._settle(self._repeated_forward() if keeps_passes else None)
+            with _all_or_none(self._linked, "execute"):
+                _rebuild(self._linked)
+                for graph in self._linked:
+                    graph._settle(graph._repeated_forward() if keeps_passes else None)
 
     @property
     def _training_state(self) -> TrainingState:
@@ -447,3 +442,20 @@ class TrainingGraph(DifferentiatedGraph):
                 fix="leave it out",
             )
         return self._forward_batch
+
+
+@contextmanager
+def _all_or_none(graphs: Sequence[TrainingGraph], call: str) -> Iterator[None]:
+    """Several graphs change together, or none does."""
+    with ExitStack() as stack:
+        for graph in graphs:
+            stack.enter_context(graph._all_or_nothing(call))
+        yield
+
+
+def _rebuild(graphs: Sequence[TrainingGraph]) -> None:
+    """Compiles linked graphs again: each takes gradients from the new programs of the others."""
+    for graph in graphs:
+        graph._programs = graph._new_programs(graph._programs.channels_last)
+    for graph in graphs:
+        graph._build()

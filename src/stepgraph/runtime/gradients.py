@@ -22,6 +22,7 @@ class Gradients:
         self.handles: dict[Key, Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.used = False
+        self.are_known = False  # a pass has run, though it may have found none
 
     def handle(self, key: Key, like: Tensor) -> Tensor:
         """The tensor through which a gradient is read; the same one each time."""
@@ -32,7 +33,7 @@ class Gradients:
 
     def replace(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Takes the gradients of a new pass."""
-        self.found, self.used = dict(found), False
+        self.found, self.used, self.are_known = dict(found), False, True
         self.show(found)
 
     def show(self, found: Mapping[Key, torch.Tensor]) -> None:
@@ -43,7 +44,7 @@ class Gradients:
 
     def forget(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Drops everything but the tensors to read through; through them, what was `found` can be read."""
-        self.found, self.used = {}, False
+        self.found, self.used, self.are_known = {}, False, False
         self.show(found)
 
     def by_handle(self, found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:

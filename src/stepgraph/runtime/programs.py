@@ -38,6 +38,7 @@ class Programs:
     ) -> None:
         self._step, self._kept, self._require_fit = step, kept, require_fit
         self.channels_last = channels_last
+        self.is_recording = False
         self._traced: dict[tuple[int, bool], Program] = {}
         self.executables: dict[tuple[str, int], Executable] = {}
         self.plans: dict[tuple[str, int], MemoryPlan] = {}
@@ -50,10 +51,18 @@ class Programs:
         if (batch, training) not in self._traced:
             # An interrupt inside PyTorch's tracer may end the process, or leave a mode of the tracer on for good.
             with Uninterrupted():
-                program = self._recorded(self._step(batch, training))
+                program = self._recorded(self._asked(batch, training))
             self._traced[batch, training] = program
             self._use(batch)
         return self._traced[batch, training]
+
+    def _asked(self, batch: int, training: bool) -> Step:
+        """What to compute; a linked graph may ask meanwhile what this one computes for it."""
+        self.is_recording = True
+        try:
+            return self._step(batch, training)
+        finally:
+            self.is_recording = False
 
     def _recorded(self, step: Step) -> Program:
         if self.channels_last is not None:
