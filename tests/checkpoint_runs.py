@@ -83,7 +83,7 @@ def kill_at_every_file_operation(folder: Path) -> None:
             died = _killed_at(operation, save)
             for one, old in before.items():
                 after = sg.load(one)._pending.stream  # every byte is verified
-                assert after in (old[0]["progress"]["stream"], training._progress().stream), operation
+                assert after in (old[0]["progress"]["stream"], training.progress().stream), operation
             if not died:
                 break
             deaths += 1

@@ -119,7 +119,7 @@ def train(training: sg.TrainingGraph, start: int, stop: int) -> list[float]:
 
 def mark(training: sg.TrainingGraph) -> dict[str, Any]:
     """Everything a phase may change."""
-    progress = training._progress()
+    progress = training.progress()
     gradients = [array.numpy().tobytes() for array in progress.gradients.values()]
     return {**state(training), "stream": progress.stream, "gradients": gradients}
 

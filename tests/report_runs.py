@@ -47,7 +47,7 @@ def arrays(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def state(training: sg.TrainingGraph) -> list[bytes]:
     """Everything a step changes, bit for bit."""
     tensors = [t for layer in training.layers for t in {**layer.parameters, **layer.statistics}.values()]
-    progress = training._progress()
+    progress = training.progress()
     buffers = [one.numpy().tobytes() for some in progress.buffers.values() for one in some]
     return [t.numpy().tobytes() for t in tensors] + buffers + [repr((progress.stream, progress.time_step)).encode()]
 

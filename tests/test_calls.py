@@ -184,7 +184,7 @@ def test_indices_of_a_gather_are_not_those_of_what_it_gathers() -> None:
     inference = sg.InferenceGraph([graph])
     inference.add_inputs({"table": table, "places": places})
     inference.compile(CPU)
-    limits = inference._step(100, False).index_limits
+    limits = inference.compilation.step(100, False).index_limits
     assert {tensor: limit.extent for tensor, limit in limits.items() if tensor in (table, places)} == {
         table: 5,
         places: 100,
@@ -231,7 +231,7 @@ training.add_inputs({"x": x}, {"y": y})
 training.compile(sg.Device.cpu())
 data = np.random.default_rng(0).standard_normal((64, 40)).astype(np.float32)
 batch = {"x": data[:, :32]}, {"y": data[:, 32:]}
-state = lambda: [array.clone() for array in training._arrays().values()]
+state = lambda: [array.clone() for array in training.session.arrays().values()]
 training.execute(*batch)
 training.save(sys.argv[1] + "/start")
 states = [state()]

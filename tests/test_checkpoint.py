@@ -131,7 +131,7 @@ def test_an_optimizer_of_two_graphs_keeps_their_counts_apart(tmp_path: Path) -> 
     assert train(resumed, 4, 6) == reference[1]
     one.restore(tmp_path)
     assert train(one, 4, 6) == reference[1]
-    assert other._progress().time_step == 3
+    assert other.progress().time_step == 3
 
 
 def test_restoring_writes_into_the_memory_in_use(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_checkpoint_from_before_training_begins_anew(tmp_path: Path) -> None:
     train(training, 0, 3)
     training.restore(tmp_path)
     weights = training.layers[0].weights
-    assert training.optimizer.time_step == training._progress().time_step == 1
+    assert training.optimizer.time_step == training.progress().time_step == 1
     assert not any(any(bytes(data.bytes)) for data in weights.optimizer_data)
     assert np.array_equal(weights.numpy(), network().layers[0].weights.numpy())
 

@@ -20,9 +20,9 @@ from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.replay import Replay
+from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion, value
-from stepgraph.graphs.settings import fusion_of
 from stepgraph.layers import attention as attention_layer
 
 OPTIONS = sg.GraphCompilationOptions
@@ -53,7 +53,7 @@ def losses(training: sg.TrainingGraph) -> list[float]:
 def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:
     fused = network(OPTIONS.FUSE_LAYERS)
     np.testing.assert_allclose(losses(fused), losses(network(OPTIONS.DETERMINISTIC)), rtol=1e-4)
-    assert next(iter(fused._programs.executables.values())).mode == "fused traced"
+    assert next(iter(fused.compilation.programs.executables.values())).mode == "fused traced"
 
 
 @pytest.mark.deep
@@ -65,7 +65,7 @@ def test_the_kernels_of_a_tiny_step_are_launched_directly() -> None:
         batch = {"x": rng.standard_normal((2, 6)).astype(np.float32)}, {"y": np.array([step % 3, 1])}
         found.append([training.execute(*batch).loss for training in graphs])
     np.testing.assert_allclose(*np.transpose(found), rtol=1e-4)
-    executable = next(iter(graphs[0]._programs.executables.values()))
+    executable = next(iter(graphs[0].compilation.programs.executables.values()))
     assert isinstance(executable._function, Replay) and executable._function.is_direct
 
 
@@ -77,7 +77,7 @@ def test_updates_recorded_as_one_operator_are_taken_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[update.__module__], "FUSED", {})
     fused = network(OPTIONS.FUSE_LAYERS)
     np.testing.assert_allclose(losses(fused), expected, rtol=1e-4)
-    (executable,) = fused._programs.executables.values()
+    (executable,) = fused.compilation.programs.executables.values()
     assert "update_by_rule" in str(executable.part.module.graph)
 
 
@@ -95,8 +95,8 @@ def test_a_fused_phase_hands_on_what_the_next_expects(monkeypatch: pytest.Monkey
         losses = []
         for _ in range(5):
             losses.append(training.execute_forward().loss)
-            for key, declared in training._programs.executable("forward", 4).part.results.items():
-                handed = training._saved[key]
+            for key, declared in training.compilation.programs.executable("forward", 4).part.results.items():
+                handed = training.session.saved[key]
                 assert handed.shape == declared.shape and handed.stride() == declared.stride()
             training.execute_gradient()
             training.execute_optimizer_update()
@@ -204,7 +204,7 @@ def test_the_fused_function_is_taken_between_two_steps(
     """The way of a GPU, with a compiler that only counts and a step that is asked to fuse on the CPU."""
     ready, calls = threading.Event(), []
     training, plain = network(OPTIONS.NONE), network(OPTIONS.NONE)
-    (executable,) = training._programs.executables.values()
+    (executable,) = training.compilation.programs.executables.values()
 
     def slow(part: object, step: object) -> fusion.Function:
         ready.wait(10)
@@ -228,7 +228,7 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
 
     monkeypatch.setattr(fusion, "fuse", broken)
     training = network(OPTIONS.NONE)
-    (executable,) = training._programs.executables.values()
+    (executable,) = training.compilation.programs.executables.values()
     executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
@@ -264,14 +264,14 @@ def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], Non
 def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
     """Changes a step's graph and runs both."""
     training = attention(layers=2)
-    part = training._programs.executable("step", 4).part
+    part = training.compilation.programs.executable("step", 4).part
     changed = copy.deepcopy(part.module)
     out_of_place(changed.graph)
     change(changed.graph)
     changed.recompile()
     generator = torch.Generator().manual_seed(0)
-    fed = {key: torch.randn(4, 6, 16, generator=generator) for key in map(value, training._feeds.tensors)}
-    arrays = training._bound("step", 4).filled(fed)
+    fed = {key: torch.randn(4, 6, 16, generator=generator) for key in map(value, training.declaration.feeds.tensors)}
+    arrays = training.session.bound("step", 4).filled(fed)
     given, again = ([one.clone() for one in arrays] for _ in range(2))
     with torch.no_grad():
         for found, wanted in zip(changed(*given), part.module(*again), strict=True):

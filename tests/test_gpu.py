@@ -240,7 +240,7 @@ def test_fused_steps_equal_unfused_ones() -> None:
     for x, y in batches(20):
         one, other = (net.training.execute({"x": x}, {"y": y}).loss for net in (fused, plain))
         assert one == pytest.approx(other, rel=1e-4)
-    (executable,) = fused.training._programs.executables.values()
+    (executable,) = fused.training.compilation.programs.executables.values()
     assert executable.mode == "fused CUDA graph"
 
 
@@ -268,7 +268,7 @@ def test_fused_gradients_of_nearest_upsampling_are_those_of_the_cpu(size: tuple[
 
 def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureFixture) -> None:
     later, plain = Digits(gpu(), options=sg.GraphCompilationOptions.NONE), Digits(gpu())
-    (executable,) = later.training._programs.executables.values()
+    (executable,) = later.training.compilation.programs.executables.values()
     data, modes = batches(20), set()
     deadline = time.monotonic() + 120
     while not executable.is_fused and time.monotonic() < deadline:

@@ -139,7 +139,7 @@ def test_used_gradients_stay_used_when_a_user_gradient_is_allocated() -> None:
     training, layer, x = linear(np.ascontiguousarray(W.T), sg.SGDOptimizer(0.0))
     y = training.nodes[0].results[0]
     training.bind_and_write_data({"x": X}, {"x": x}, CPU)
-    label = next(tensor for tensor in training._feeds.tensors if tensor is not x)
+    label = next(tensor for tensor in training.declaration.feeds.tensors if tensor is not x)
     training.bind_and_write_data({"y": Y}, {"y": label}, CPU)
 
     def gradient() -> np.ndarray:

@@ -47,7 +47,7 @@ def step(training: sg.TrainingGraph, rows: int = BATCH) -> float:
 
 
 def bytes_held(training: sg.TrainingGraph, rows: int = BATCH) -> int:
-    return training._programs.executable("step", rows).part.held
+    return training.compilation.programs.executable("step", rows).part.held
 
 
 LIVES = st.lists(
@@ -98,13 +98,13 @@ def test_operators_of_several_results_write_into_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(held, "LARGE", 1 << 16)
     monkeypatch.setattr(held, "LEAST", 1 << 20)
     holding, losses = recurrent(**settings)
-    (executable,) = holding._programs.executables.values()
+    (executable,) = holding.compilation.programs.executables.values()
     counts = {(node.target, len(offsets)) for node in executable.part.nodes if (offsets := notes(node).offsets)}
     assert {(torch.ops.stepgraph.lstm.default, 3), (torch.ops.stepgraph.lstm_gradient.default, 1)} <= counts
     monkeypatch.setattr(held, "LARGE", 1 << 40)
     plain, right = recurrent(**settings)
     assert losses == right and losses[-1] < losses[0]
-    assert next(iter(plain._programs.executables.values())).part.held == 0
+    assert next(iter(plain.compilation.programs.executables.values())).part.held == 0
 
 
 def test_batch_sizes_share_it_and_it_grows() -> None:
@@ -114,18 +114,18 @@ def test_batch_sizes_share_it_and_it_grows() -> None:
     reference = network(OPTIONS.DETERMINISTIC)
     for rows in (BATCH, 2 * BATCH, BATCH, 2 * BATCH):
         assert step(training, rows) == pytest.approx(step(reference, rows), rel=1e-4)
-    memory = training._programs._block.of(0)
-    assert len(memory) == sizes[2 * BATCH] and training._programs._block.of(1) is memory
+    memory = training.compilation.programs._block.of(0)
+    assert len(memory) == sizes[2 * BATCH] and training.compilation.programs._block.of(1) is memory
 
 
 def test_there_are_never_two_of_it() -> None:
     training = network()
     step(training)
-    small = weakref.ref(training._programs._block.of(0).untyped_storage())
+    small = weakref.ref(training.compilation.programs._block.of(0).untyped_storage())
     step(training, 2 * BATCH)
     is_free = small() is None  # not in the assertion, which would write out all its numbers
     assert is_free
-    assert training._programs._block.of(0).nbytes == bytes_held(training, 2 * BATCH)
+    assert training.compilation.programs._block.of(0).nbytes == bytes_held(training, 2 * BATCH)
 
 
 def test_the_plan_counts_it() -> None:
@@ -146,5 +146,5 @@ def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(held, "WORTH", 0.5)
     training = network()
     assert bytes_held(training) == 0
-    nodes = training._programs.executable("step", BATCH).part.nodes
+    nodes = training.compilation.programs.executable("step", BATCH).part.nodes
     assert not any(notes(node).offsets for node in nodes)

@@ -70,7 +70,7 @@ def test_channels_last_train_like_the_reference(chosen: dict[str, str], forward:
     chosen |= {"layout": LAST, "convolution, channels last": forward, "convolution data, channels last": data}
     chosen["convolution weights, channels last"] = "gemm"
     training = network()
-    assert training._programs.channels_last
+    assert training.compilation.programs.channels_last
     np.testing.assert_allclose(losses(training), losses(network(sg.GraphCompilationOptions.DETERMINISTIC)), rtol=1e-4)
     assert "channels last in memory" in str(training)
 
@@ -80,7 +80,7 @@ def test_one_order_serves_all_batch_sizes(chosen: dict[str, str]) -> None:
     training, plain = network(), network(sg.GraphCompilationOptions.DETERMINISTIC)
     chosen["layout"] = FIRST
     np.testing.assert_allclose(losses(training, 5), losses(plain, 5), rtol=1e-4)
-    assert training._programs.program(5).step.channels_last and training.memory_plan_for(16).total > 0
+    assert training.compilation.programs.program(5).step.channels_last and training.memory_plan_for(16).total > 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,9 @@ def test_where_there_is_nothing_to_gain_nothing_is_tried(
     chosen: dict[str, str], options: sg.GraphCompilationOptions
 ) -> None:
     chosen["layout"] = LAST
-    assert network(options, pools=options != sg.GraphCompilationOptions.NONE)._programs.channels_last is False
+    assert (
+        network(options, pools=options != sg.GraphCompilationOptions.NONE).compilation.programs.channels_last is False
+    )
 
 
 def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,4 +133,4 @@ def test_trying_keeps_to_a_memory_limit(chosen: dict[str, str], monkeypatch: pyt
     monkeypatch.setattr(recompute, "fit", lambda step, part, most: fitted.append(most) or fit(step, part, most))
     limited = network(memory_limit=limit)
     assert fitted == [limit] * 3  # both orders, and the step itself
-    assert limited._programs.channels_last and losses(limited) == losses(plain)
+    assert limited.compilation.programs.channels_last and losses(limited) == losses(plain)

@@ -55,7 +55,7 @@ def lawful(step: Step, name: str = "step") -> list[str]:
 )
 def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
-    step = training._programs.program(training._feeds.batch).step
+    step = training.compilation.programs.program(training.declaration.feeds.batch).step
     ran = lawful(step)
     assert ran[0] == "take out what does nothing" and ran[-1] == "hold memory between steps"
 
@@ -63,7 +63,7 @@ def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
-    step = training._programs.program(training._feeds.batch).step
+    step = training.compilation.programs.program(training.declaration.feeds.batch).step
     limit = int(0.8 * training.memory_plan.total)
     assert "recompute to fit the memory limit" in lawful(replace(step, memory_limit=limit))
 
@@ -71,7 +71,7 @@ def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
     for training in Built(generate(seed, images=seed % 2 == 0)).trainings:
-        step = training._programs.program(training._feeds.batch).step
+        step = training.compilation.programs.program(training.declaration.feeds.batch).step
         lawful(step)
         lawful(replace(step, chooses_kernels=False, channels_last=True))
 
@@ -88,8 +88,8 @@ def fused(part: Part, step: Step) -> Iterator[tuple[str, Part]]:
 def test_results_keep_their_shapes_in_fused_rows(name: str, kind: str) -> None:
     """The rows for a GPU, too: they only look at the graph."""
     training = Stepgraph(SMALL[name], "cpu", dropout=False).training
-    step = replace(training._programs.program(training._feeds.batch).step, chooses_kernels=False)
-    part = pipeline.settled(phases.whole(pipeline.program(step), training._kept_keys()), step, "")
+    step = replace(training.compilation.programs.program(training.declaration.feeds.batch).step, chooses_kernels=False)
+    part = pipeline.settled(phases.whole(pipeline.program(step), training.compilation.kept()), step, "")
     before = part.results
     for row, after in fused(part, replace(step, device=torch.device(kind), fusion=Fusion.FIRST)):
         after.module.graph.lint()
@@ -104,7 +104,7 @@ def small() -> tuple[sg.TrainingGraph, Part]:
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
     training.add_inputs({"x": x}, {"y": y})
     training.compile(CPU)
-    program = training._programs.program(4)
+    program = training.compilation.programs.program(4)
     return training, phases.whole(program, list(program.outputs))
 
 

@@ -87,7 +87,7 @@ DATA = {"x": np.random.default_rng(0).standard_normal((4, 1, 8, 8), np.float32)}
 def test_a_compiled_step_pools_first_and_trains_as_before(monkeypatch):
     training, *_ = cnn()
     losses = [training.execute(*DATA).loss for _ in range(5)]
-    (executable,) = training._programs.executables.values()
+    (executable,) = training.compilation.programs.executables.values()
     (relu,) = (node for node in executable.part.nodes if node.name.startswith("relu"))
     assert relu.args[0].args[0].target is POOL
     monkeypatch.setattr(pipeline, "TABLE", WITHOUT)

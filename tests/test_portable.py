@@ -228,9 +228,12 @@ def test_linked_graphs_are_saved_and_linked_again(tmp_path: Path) -> None:
 def test_a_graph_may_be_compiled_otherwise_than_it_was_saved(tmp_path: Path) -> None:
     old = compiled(network())  # deterministic
     new = twin(old, tmp_path, compute_type="bfloat16")
-    assert new._options == sg.GraphCompilationOptions.NONE and new._compute_type is torch.bfloat16
-    assert twin(new, tmp_path)._compute_type is torch.bfloat16
-    assert twin(old, tmp_path, options=ALL)._options == ALL
+    assert (
+        new.compilation.settings.options == sg.GraphCompilationOptions.NONE
+        and new.compilation.settings.compute_type is torch.bfloat16
+    )
+    assert twin(new, tmp_path).compilation.settings.compute_type is torch.bfloat16
+    assert twin(old, tmp_path, options=ALL).compilation.settings.options == ALL
     with pytest.raises(sg.ArgumentError, match="no device to compile for with tf32"):
         sg.load(tmp_path, tf32=True)
 
@@ -265,11 +268,17 @@ def test_loss_nodes_are_left_out_of_inference(tmp_path: Path) -> None:
 def test_tf32_and_the_memory_limit_are_those_that_were_saved(tmp_path: Path) -> None:
     old = compiled(network(), tf32=False, memory_limit=10**6)
     new = twin(old, tmp_path)
-    assert (new._tf32, new._memory_limit) == (False, 10**6)
-    assert (twin(new, tmp_path)._tf32, twin(new, tmp_path)._memory_limit) == (False, 10**6)  # and saved once more
-    assert twin(old, tmp_path, inference=True)._tf32 is False  # the limit is that of a step
+    assert (new.compilation.settings.tf32, new.compilation.settings.memory_limit) == (False, 10**6)
+    assert (twin(new, tmp_path).compilation.settings.tf32, twin(new, tmp_path).compilation.settings.memory_limit) == (
+        False,
+        10**6,
+    )  # and saved once more
+    assert twin(old, tmp_path, inference=True).compilation.settings.tf32 is False  # the limit is that of a step
     other = sg.load(tmp_path, CPU, memory_limit=2 * 10**6)
-    assert (other._tf32, other._memory_limit) == (None, 2 * 10**6)  # asked for anything, nothing saved counts
+    assert (other.compilation.settings.tf32, other.compilation.settings.memory_limit) == (
+        None,
+        2 * 10**6,
+    )  # asked for anything, nothing saved counts
     with pytest.raises(sg.MemoryLimitError, match="the limit is 1,000"):
         sg.load(tmp_path, CPU, memory_limit=1000)
     for given, error, words in (
@@ -295,7 +304,9 @@ def test_a_checkpoint_from_before_they_were_saved_still_loads(tmp_path: Path) ->
     del description["sha256"]
     files._write_description(tmp_path, description)
     new = sg.load(tmp_path, CPU)
-    assert (new._tf32, new._memory_limit) == (None, None) and train(new, 0, 2) == train(old, 0, 2)
+    assert (new.compilation.settings.tf32, new.compilation.settings.memory_limit) == (None, None) and train(
+        new, 0, 2
+    ) == train(old, 0, 2)
     assert old.restore(tmp_path).is_complete
 
 
@@ -303,7 +314,10 @@ def test_mixed_precision_and_options_are_those_that_were_saved(tmp_path: Path) -
     old = compiled(network(), compute_type="bfloat16")
     new = twin(old, tmp_path)
     assert train(new, 0, 2) == train(old, 0, 2)
-    assert new._options == old._options and new._compute_type is torch.bfloat16
+    assert (
+        new.compilation.settings.options == old.compilation.settings.options
+        and new.compilation.settings.compute_type is torch.bfloat16
+    )
 
 
 # Classes of the user

@@ -156,7 +156,7 @@ def test_a_scale_that_could_never_change_is_refused(scale: float) -> None:
 @pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
 def test_progress_saved_with_a_scale_that_was_lost_starts_over(scale: float) -> None:
     line = Line()
-    line.training._resume(Progress(scale=[scale, 7.0]))
+    line.training.resume(Progress(scale=[scale, 7.0]))
     assert line.training.loss_scale == 2.0**16
     losses = [line.step() for _ in range(30)]
     assert losses[-1] < 0.01 * losses[0]

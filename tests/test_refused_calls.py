@@ -244,7 +244,7 @@ def test_a_step_that_updates_nothing_is_not_counted() -> None:
     assert network.optimizer.time_step == 1
     network.first.weights.is_updatable = True
     network.losses(2)
-    assert network.optimizer.time_step == 3 == network.training._progress().time_step
+    assert network.optimizer.time_step == 3 == network.training.progress().time_step
 
 
 def test_freezing_between_two_passes_goes_on_after_the_first() -> None:
@@ -273,3 +273,18 @@ def test_what_the_limit_refuses_names_the_call() -> None:
     assert "use fewer rows" in str(refused.value)
     with pytest.raises(sg.MemoryLimitError, match="check_numerics"):
         network.training.check_numerics(*data, batch_size=rows)
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refused_call_replaces_nothing(call: str) -> None:
+    """Declaration, compilation and session are swapped at one moment, or stay the objects they were."""
+    network = Network().compiled()
+
+    def live() -> tuple[Any, ...]:
+        training = network.training
+        return training.session, training.compilation, training.declaration, training.linked_graphs
+
+    before = live()
+    with pytest.raises(sg.StepgraphError):
+        REFUSED[call](network)
+    assert before == live()

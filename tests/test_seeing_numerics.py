@@ -250,7 +250,7 @@ def _learner(options: sg.GraphCompilationOptions = CHECK) -> sg.TrainingGraph:
 
 
 def _everything(training: sg.TrainingGraph) -> list[bytes]:
-    arrays = [*(tensor.torch() for tensor in training._held), *training._training_state.arrays.values()]
+    arrays = [*(tensor.torch() for tensor in training.compilation.held), *training.session.state.arrays.values()]
     return [array.cpu().numpy().tobytes() for array in arrays] + [bytes([training.optimizer.time_step])]
 
 
@@ -319,9 +319,9 @@ def test_the_last_batch_is_replayed_with_its_own_random_numbers() -> None:
         training.execute({"x": data}, {"y": labels})
         dropped = int(np.isinf(training.nodes[-1].results[0].numpy()).sum())
         assert training.check_numerics().contents.positive == dropped
-        stream = training._arrays()[STREAM].tolist()
+        stream = training.session.arrays()[STREAM].tolist()
         assert training.check_numerics({"x": data}, {"y": labels}).contents.positive != dropped
-        assert training._arrays()[STREAM].tolist() == stream
+        assert training.session.arrays()[STREAM].tolist() == stream
 
 
 # Mixed precision, inference, and how the error reaches people

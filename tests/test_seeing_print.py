@@ -80,7 +80,7 @@ def test_recomputing_shows() -> None:
 
 def test_how_far_fusing_has_come_shows() -> None:
     training = digits()
-    program, executable = training._programs.program(8), training._programs.executable("step", 8)
+    program, executable = training.compilation.programs.program(8), training.compilation.programs.executable("step", 8)
     said = lambda: dict(described(program, executable))["fused"]  # noqa: E731
     object.__setattr__(executable.step, "fusion", Fusion.LATER)
     assert said() == "nothing yet: fusing begins in the background after 10 steps"

@@ -226,7 +226,7 @@ def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatc
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=1.0))
     training.add_inputs({"x": x}, {"y": y})
     training.compile(CPU)
-    step = replace(training._step(4, True), channels_last=True, chooses_kernels=False)
+    step = replace(training.compilation.step(4, True), channels_last=True, chooses_kernels=False)
     part = phases.split(pipeline.program(step)).forward
     fused = fusion.fuse(part, replace(step, device=torch.device("cuda")))
     given = (fake(node) for node in part.placeholders)

@@ -18,6 +18,8 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor, require_device
 from stepgraph.types import ReductionType
 
+NOT_KEPT = "no call has kept it; a whole call keeps what add_outputs declares"
+
 
 class Graph:
     """A list of nodes in the order they were added.
@@ -44,19 +46,21 @@ class Graph:
         return list(dict.fromkeys(node.layer for node in self.nodes))
 
     @property
-    def _layer_count(self) -> int:
+    def layer_count(self) -> int:
+        """How many layers have been added."""
         return len(self._first)
 
     @property
     def summarized_dot_description(self) -> str:
         """DOT text of the graph: every node, edges dashed where gradients stop."""
-        return draw.dot(self._shown(), self._stopped)
+        return draw.dot(self.shown_nodes(), self.stopped)
 
     @property
-    def _stopped(self) -> frozenset[Tensor]:
+    def stopped(self) -> frozenset[Tensor]:
+        """Tensors that pass no gradient back."""
         return frozenset()
 
-    def _shown(self) -> tuple[Node, ...]:
+    def shown_nodes(self) -> tuple[Node, ...]:
         """The nodes that a reader is told about."""
         return self.nodes
 
@@ -84,8 +88,8 @@ class Graph:
         )
         self._check_frozen(layer, disable_update)
         made = make_node(layer, given, labels, disable_update, line)
-        join(layer, self, self._layer_count + 1)
-        self._add(made)
+        join(layer, self, self.layer_count + 1)
+        self.append(made)
         return made.results[0]
 
     def split(
@@ -140,11 +144,11 @@ class Graph:
 
     def source_tensors(self, layer: Layer) -> list[Tensor]:
         """The sources of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self._shown() if node.layer is layer for tensor in node.sources]
+        return [tensor for node in self.shown_nodes() if node.layer is layer for tensor in node.sources]
 
     def result_tensors(self, layer: Layer) -> list[Tensor]:
         """The results of the layer's nodes, in order; empty for a layer of another graph."""
-        return [tensor for node in self._shown() if node.layer is layer for tensor in node.results]
+        return [tensor for node in self.shown_nodes() if node.layer is layer for tensor in node.results]
 
     def bind_and_write_data(
         self,
@@ -193,7 +197,7 @@ class Graph:
         return draw.text(self.__rich__())
 
     def _repr_svg_(self) -> str:
-        return draw.svg(self.nodes, self._stopped)
+        return draw.svg(self.nodes, self.stopped)
 
     def _repr_html_(self) -> str:
         return draw.graph_html(type(self).__name__, self._repr_svg_(), self.nodes)
@@ -205,7 +209,8 @@ class Graph:
         """Whether the first extent of a tensor follows the batch size; a graph that is not compiled knows no other."""
         return True
 
-    def _add(self, node: Node) -> None:
+    def append(self, node: Node) -> None:
+        """Adds a node that is made already."""
         self._nodes.append(node)
         self._first.setdefault(node.layer, node)
 
@@ -229,7 +234,7 @@ def make_node(
     found = layer.infer(*(tensor.descriptor for tensor in (*sources, *compared)))
     results = tuple(Tensor(descriptor) for descriptor in found)
     for result in results:
-        result.hold(None, "no call has kept it; a whole call keeps what add_outputs declares")
+        result.hold(None, NOT_KEPT)
     return Node(layer, tuple(sources), results, compared, disable_update, line, layer.is_loss)
 
 

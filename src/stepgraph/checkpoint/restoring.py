@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Encoder, Numbered
+from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.report import Mismatch, RestoreReport
 from stepgraph.checkpoint.structure import (
     layers_of,
@@ -22,44 +23,59 @@ from stepgraph.checkpoint.structure import (
     read_optimizer,
     read_progress,
 )
+from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer
-from stepgraph.runtime.execution import turn
 from stepgraph.runtime.state import Progress
-from stepgraph.system import surroundings
-from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.tensor import Tensor
-
-if TYPE_CHECKING:
-    from stepgraph.graphs.compiled import CompiledGraph
 
 OTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """The training state one graph takes over."""
+class Taken:
+    """The training state that one graph takes over."""
 
-    graph: CompiledGraph
     progress: Progress
     optimizer: Optimizer | None
 
 
-def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: bool) -> RestoreReport:
-    """Reads, verifies, matches by name, then writes."""
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint gives to some graphs: it was checked, and nothing has been changed yet.
+
+    Args:
+        report: what fits and what does not.
+        arrays: new values of tensors.
+        taken: the training state of each graph; None where it has none, or leaves it.
+    """
+
+    report: RestoreReport
+    arrays: Mapping[Tensor, torch.Tensor]
+    taken: Sequence[Taken | None]
+
+    def write_tensors(self) -> None:
+        """Puts the new values in place."""
+        for tensor, array in self.arrays.items():
+            _write(tensor, array)
+
+
+def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool, trains: bool) -> Found:
+    """Reads, verifies, and matches by name."""
     content = files.read(files.as_path("restore", path))
-    group: Sequence[CompiledGraph] = graph._linked
+    declared = [graph.declaration for graph in group]
+    taken: Sequence[Taken | None] = [None] * len(group)
     with understood(content.path):
-        tensors, report = _match(group, content)
-        taken, problems = ([], []) if only_parameters else _states(group, content, tensors)
-        changed = _changed(group, content.description)
+        tensors, report = _match(declared, content)
+        taken, problems = (taken, []) if only_parameters else _states(declared, content, tensors)
+        changed = _changed(declared, content.description)
         report = replace(report, state=tuple(problems), changed=tuple(changed))
         described = content.description["tensors"]
         arrays = {tensor: read_array(described[number], content.arrays) for number, tensor in tensors.items()}
     # An inference graph may well be a part of what was trained.
-    fits = report.is_complete if graph.trains else replace(report, unexpected=()).is_complete
+    fits = report.is_complete if trains else replace(report, unexpected=()).is_complete
     if not partial and not fits:
         raise CheckpointError(
             f"{content.path}",
@@ -67,14 +83,7 @@ def restore(graph: CompiledGraph, path: Any, partial: bool, only_parameters: boo
             **report.facts,
             fix="build the graph that was saved, or take what fits: restore(path, partial=True)",
         )
-    with nullcontext() if graph.device is None else turn(graph.device), surroundings.tracing(), Uninterrupted():
-        for tensor, array in arrays.items():
-            _write(tensor, array)
-        for one in taken:
-            if one.optimizer is not None and one.graph._optimizer is not None:
-                one.graph._optimizer.adopt(one.optimizer)
-            one.graph._resume(one.progress)
-    return report
+    return Found(report, arrays, taken)
 
 
 @contextmanager
@@ -90,7 +99,7 @@ def understood(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}", problem, fix=OTHER) from error
 
 
-def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
+def _match(group: Sequence[Declaration], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
     """The tensors to write, by number in the file, and what did not fit."""
     mine = named_tensors(group)
     described = content.description["tensors"]
@@ -115,37 +124,37 @@ def _match(group: Sequence[CompiledGraph], content: files.Content) -> tuple[dict
 
 
 def _states(
-    group: Sequence[CompiledGraph], content: files.Content, tensors: Mapping[int, Tensor]
-) -> tuple[list[_Taken], list[str]]:
+    group: Sequence[Declaration], content: files.Content, tensors: Mapping[int, Tensor]
+) -> tuple[list[Taken | None], list[str]]:
     """What each training graph takes over, and what it cannot."""
     theirs = content.description["graphs"]
     if len(theirs) != len(group):
-        return [], [f"{len(theirs)} linked graphs in the checkpoint, {len(group)} here"]
-    taken, problems = [], []
+        return [None] * len(group), [f"{len(theirs)} linked graphs in the checkpoint, {len(group)} here"]
+    taken: list[Taken | None] = []
+    problems: list[str] = []
     for graph, described in zip(group, theirs, strict=True):
-        if not graph.trains:
-            continue  # an inference graph has no state of its own
-        one, problem = _state(graph, described, content, tensors)
+        # An inference graph has no state of its own.
+        one, problem = _state(graph, described, content, tensors) if graph.trains else (None, [])
         taken.append(one)
         problems += problem
     return taken, problems
 
 
 def _state(
-    graph: CompiledGraph, described: Mapping[str, Any], content: files.Content, tensors: Mapping[int, Tensor]
-) -> tuple[_Taken, list[str]]:
+    graph: Declaration, described: Mapping[str, Any], content: files.Content, tensors: Mapping[int, Tensor]
+) -> tuple[Taken, list[str]]:
     progress = read_progress(described["progress"], tensors, content.arrays)
-    decoder = Decoder(f"{content.path}", [], [], {}, [] if graph._optimizer is None else [type(graph._optimizer)])
-    number, mine = described["optimizer"], graph._optimizer
+    number, mine = described["optimizer"], graph.optimizer
+    decoder = Decoder(f"{content.path}", [], [], {}, [] if mine is None else [type(mine)])
     there = None if number is None else Numbered(content.description["optimizers"])[number]
     rules = ["no optimizer" if one is None else one for one in (there and there["rule"], mine and mine.rule)]
     if rules[0] != rules[1]:
         stream = Progress(stream=progress.stream, scale=progress.scale)
-        return _Taken(graph, stream, None), [f"{rules[0]} in the checkpoint, {rules[1]} here"]
+        return Taken(stream, None), [f"{rules[0]} in the checkpoint, {rules[1]} here"]
     optimizer = None if there is None else read_optimizer(there, decoder)
     progress.time_version = 0 if mine is None else mine.time_version
     check_buffers(f"{content.path}", progress, 0 if mine is None else len(mine.slots))
-    return _Taken(graph, progress, optimizer), []
+    return Taken(progress, optimizer), []
 
 
 def check_buffers(where: str, progress: Progress, slots: int) -> None:
@@ -157,7 +166,7 @@ def check_buffers(where: str, progress: Progress, slots: int) -> None:
         raise CheckpointError(where, f"a parameter has another number of buffers than {slots}", fix=OTHER)
 
 
-def _changed(group: Sequence[CompiledGraph], description: Mapping[str, Any]) -> list[str]:
+def _changed(group: Sequence[Declaration], description: Mapping[str, Any]) -> list[str]:
     """Settings that differ: they are the program's, not the checkpoint's, and the report should say so."""
     encoder = Encoder()
     theirs = {one["fields"]["label"]: one for one in _unique(description["layers"])}

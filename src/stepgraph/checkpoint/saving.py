@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stepgraph.checkpoint import files
+from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.structure import Describer
 from stepgraph.errors import DataTypeError, reason
-from stepgraph.runtime.execution import turn
-
-if TYPE_CHECKING:
-    from stepgraph.graphs.compiled import CompiledGraph
 
 
-def save(graph: CompiledGraph, path: Any, keep: int | None, notes: Mapping[str, Any] | None) -> Path:
-    """Writes a checkpoint at `path`, or with `keep` the next one of a series in it."""
+def save(group: Sequence[Kept], saved: int, path: Any, keep: int | None, notes: Mapping[str, Any] | None) -> Path:
+    """Writes linked graphs at `path`, or with `keep` as the next checkpoint of a series in it.
+
+    Args:
+        group: all of them.
+        saved: which of them is being saved.
+        path: where to.
+        keep: how many of a series to keep.
+        notes: what the user wants to find there.
+    """
     folder = files.as_path("save", path)
     files.check_keep(keep)
     written = _checked(notes or {})
-    # No other thread may run a step while the arrays are read.
-    with nullcontext() if graph.device is None else turn(graph.device):
-        describer = Describer(graph._linked)
-        description = describer.describe()
-        made_by = {"torch": torch.__version__}
-        saved = {"made_by": made_by, "notes": written, "saved": graph._linked.index(graph), **description}
-        target = folder if keep is None else files.next_member(folder)
-        files.write(target, saved, _apart(describer.encoder.arrays))
+    describer = Describer(group)
+    description = describer.describe()
+    made_by = {"torch": torch.__version__}
+    content = {"made_by": made_by, "notes": written, "saved": saved, **description}
+    target = folder if keep is None else files.next_member(folder)
+    files.write(target, content, _apart(describer.encoder.arrays))
     if keep is not None:
         files.rotate(folder, keep)
     return target

@@ -6,11 +6,14 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, unique
+from stepgraph.checkpoint.kept import Kept
+from stepgraph.compiler.settings import Settings
+from stepgraph.declaration import Declaration
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.layers.layer import Layer
@@ -20,20 +23,17 @@ from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType
 
-if TYPE_CHECKING:
-    from stepgraph.graphs.compiled import CompiledGraph
 
-
-def layers_of(graphs: Iterable[CompiledGraph]) -> list[Layer]:
+def layers_of(graphs: Iterable[Declaration]) -> list[Layer]:
     """Every layer of the graphs once, a training graph's loss layer behind its nodes."""
     found: dict[Layer, None] = {}
     for graph in graphs:
-        found |= dict.fromkeys(node.layer for node in graph.nodes)
-        found |= {} if graph._loss_layer is None else {graph._loss_layer: None}
+        found |= dict.fromkeys(node.layer for node in graph.wired)
+        found |= {} if graph.loss_layer is None else {graph.loss_layer: None}
     return list(found)
 
 
-def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
+def named_tensors(graphs: Sequence[Declaration]) -> dict[str, Tensor]:
     """What a checkpoint restores by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
     names: dict[Tensor, str] = {}
     for layer, name in unique_names(layers_of(graphs)).items():
@@ -42,8 +42,8 @@ def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
             if field.partition(".")[0] in given:
                 names.setdefault(tensor, f"{name}.{field}")
     for graph in graphs:
-        called = {tensor: name for _, name, tensor in graph._feeds}
-        for tensor in graph._parameters:
+        called = {tensor: name for _, name, tensor in graph.feeds}
+        for tensor in graph.parameters:
             names.setdefault(tensor, f"input.{called.get(tensor, tensor.label)}")
     found: dict[str, Tensor] = {}
     for tensor, name in names.items():
@@ -54,8 +54,9 @@ def named_tensors(graphs: Sequence[CompiledGraph]) -> dict[str, Tensor]:
 class Describer:
     """Writes graphs down, with the arrays they hold."""
 
-    def __init__(self, graphs: Sequence[CompiledGraph]) -> None:
+    def __init__(self, graphs: Sequence[Kept]) -> None:
         self.graphs, self.encoder = graphs, Encoder()
+        self.declared = [graph.declaration for graph in graphs]
         self.optimizers: dict[Optimizer, int] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -71,29 +72,29 @@ class Describer:
             "graphs": graphs,
         }
 
-    def _graph(self, graph: CompiledGraph) -> dict[str, Any]:
-        encoder, feeds = self.encoder, graph._feeds
-        loss, optimizer = graph._loss_layer, graph._optimizer
+    def _graph(self, graph: Kept) -> dict[str, Any]:
+        encoder, declared = self.encoder, graph.declaration
+        loss, optimizer, feeds = declared.loss_layer, declared.optimizer, declared.feeds
         found = {
-            "class": "TrainingGraph" if graph.trains else "InferenceGraph",
-            "adopted": [[self._node(node) for node in one.nodes] for one in graph._graphs],
-            "nodes": [self._node(node) for node in graph._nodes],
+            "class": "TrainingGraph" if declared.trains else "InferenceGraph",
+            "adopted": [[self._node(node) for node in nodes] for nodes in declared.adopted],
+            "nodes": [self._node(node) for node in declared.own],
             "loss_layer": None if loss is None else encoder.layer(loss),
             "optimizer": None if optimizer is None else self.optimizers.setdefault(optimizer, len(self.optimizers)),
             "inputs": self._names(feeds.inputs),
             "loss_labels": self._names(feeds.labels),
             "loss_label_weights": self._names(feeds.weights),
-            "outputs": {name: self._output(graph, tensor) for name, tensor in graph._outputs.items()},
-            "constants": [encoder.tensor(tensor) for tensor in graph._constants],
+            "outputs": {name: self._output(graph, tensor) for name, tensor in declared.outputs.items()},
+            "constants": [encoder.tensor(tensor) for tensor in graph.constants],
         }
-        stopped = sorted(graph._stopped, key=lambda tensor: tensor.tensor_id)
+        stopped = sorted(declared.stopped, key=lambda tensor: tensor.tensor_id)
         for name, tensors in (
             ("stopped", stopped),
-            ("parameters", graph._parameters),
-            ("user_gradients", getattr(graph, "_user_gradients", ())),
+            ("parameters", declared.parameters),
+            ("user_gradients", declared.user_gradients),
         ):
             found[name] = [encoder.tensor(tensor) for tensor in tensors]
-        return {**found, "compiled": self._compilation(graph)}
+        return {**found, "compiled": _compilation(graph.settings)}
 
     def _node(self, node: Node) -> dict[str, Any]:
         tensor = self.encoder.tensor
@@ -109,37 +110,25 @@ class Describer:
     def _names(self, names: Mapping[str, Tensor]) -> dict[str, int]:
         return {name: self.encoder.tensor(tensor) for name, tensor in names.items()}
 
-    def _output(self, graph: CompiledGraph, tensor: Tensor) -> dict[str, Any]:
+    def _output(self, graph: Kept, tensor: Tensor) -> dict[str, Any]:
         """An output: a result, a gradient of a tensor, or one node's contribution to it."""
-        nodes = [*graph.nodes, *(() if graph._loss_node is None else (graph._loss_node,))]
-        handles = {} if not hasattr(graph, "_gradients") else graph._gradients.handles
-        key = next((key for key, handle in handles.items() if handle is tensor), None)
+        nodes, wired = graph.declaration.nodes, graph.declaration.wired
+        key = next((key for key, handle in graph.handles.items() if handle is tensor), None)
         if key is not None and key.kind == "gradient":
             return {"gradient": self.encoder.tensor(key.owner)}
         if key is not None:
             return {"source_gradient": [nodes.index(key.owner), key.position]}
         made = next((i for i, node in enumerate(nodes) if tensor in node.results), None)
-        if made is not None and made == len(graph.nodes):
+        if made is not None and made == len(wired):
             return {"loss_result": nodes[made].results.index(tensor)}
         return {"tensor": self.encoder.tensor(tensor)}
 
-    def _compilation(self, graph: CompiledGraph) -> dict[str, Any] | None:
-        if graph.device is None:
-            return None
-        mixed = graph._compute_type
-        return {
-            "options": int(graph._options),
-            "compute_type": None if mixed is None else str(DataType.of(mixed)),
-            "tf32": graph._tf32,
-            "memory_limit": graph._memory_limit,
-        }
-
     def _tensors(self) -> list[dict[str, Any]]:
-        names = {tensor: name for name, tensor in named_tensors(self.graphs).items()}
-        held = {tensor: array for graph in self.graphs for tensor, array in graph._constants.items()}
-        trained = {tensor for graph in self.graphs for tensor in graph._parameters}
-        fed = {tensor for graph in self.graphs for _, _, tensor in graph._feeds} - trained
-        made = {tensor for graph in self.graphs for node in graph.nodes for tensor in node.results}
+        names = {tensor: name for name, tensor in named_tensors(self.declared).items()}
+        held = {tensor: array for graph in self.graphs for tensor, array in graph.constants.items()}
+        trained = {tensor for graph in self.declared for tensor in graph.parameters}
+        fed = {tensor for graph in self.declared for _, _, tensor in graph.feeds} - trained
+        made = {tensor for graph in self.declared for node in graph.wired for tensor in node.results}
         found = []
         for tensor in self.encoder.tensors:
             described = {"label": tensor.label, **_descriptor(tensor.descriptor)}
@@ -157,10 +146,11 @@ class Describer:
         settings = {name: self.encoder.value(value) for name, value in optimizer.settings.items()}
         return {"class": class_name(type(optimizer)), "rule": optimizer.rule, "settings": settings}
 
-    def _progress(self, graph: CompiledGraph) -> dict[str, Any]:
-        number, array, progress = self.encoder.tensors, self.encoder.array, graph._progress()
-        slots = () if graph._optimizer is None else graph._optimizer.slots
-        names = {tensor: name for name, tensor in named_tensors(self.graphs).items()}
+    def _progress(self, graph: Kept) -> dict[str, Any]:
+        number, array, progress = self.encoder.tensors, self.encoder.array, graph.progress
+        optimizer = graph.declaration.optimizer
+        slots = () if optimizer is None else optimizer.slots
+        names = {tensor: name for name, tensor in named_tensors(self.declared).items()}
         buffers = {
             str(number[tensor]): [
                 array(f"{names[tensor]}@{slot}", one) for slot, one in zip(slots, arrays, strict=True)
@@ -180,6 +170,18 @@ class Describer:
             "buffers": buffers,
             "gradients": gradients,
         }
+
+
+def _compilation(settings: Settings | None) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    mixed = settings.compute_type
+    return {
+        "options": int(settings.options),
+        "compute_type": None if mixed is None else str(DataType.of(mixed)),
+        "tf32": settings.tf32,
+        "memory_limit": settings.memory_limit,
+    }
 
 
 def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:

@@ -20,10 +20,10 @@ Batch = dict[str, np.ndarray | torch.Tensor]
 
 def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
     """What linked graphs must be given data for: kind, name, tensor. What one of them makes for another is none."""
-    made = {tensor for graph in graphs for node in graph._all_nodes() for tensor in node.results}
+    made = {tensor for graph in graphs for node in graph.shown_nodes() for tensor in node.results}
     for graph in graphs:
-        for kind, name, tensor in graph._feeds:
-            if tensor not in made and tensor in graph._feeds.tensors:
+        for kind, name, tensor in graph.declaration.feeds:
+            if tensor not in made and tensor in graph.declaration.feeds.tensors:
                 yield kind, name, tensor
 
 
@@ -32,7 +32,7 @@ def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
     generator = np.random.default_rng(seed)
     found: Batch = {}
     for kind, name, tensor in feeds(graphs):
-        shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graphs[0]._feeds.batch else tensor.shape
+        shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graphs[0].declaration.feeds.batch else tensor.shape
         if not tensor.data_type.is_floating:
             numbers: np.ndarray = generator.integers(0, _bound(tensor, graphs), shape)
         else:
@@ -44,7 +44,7 @@ def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
 def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
     """One more than the largest whole number that every reader of a tensor takes; 0 is always one."""
     bounds = [2] if tensor.data_type is DataType.BOOLEAN else []
-    for node in (node for graph in graphs for node in graph._all_nodes() if tensor in node.arguments):
+    for node in (node for graph in graphs for node in graph.shown_nodes() if tensor in node.arguments):
         if isinstance(node.layer, EmbeddingLayer):
             bounds.append(node.layer.descriptor.embedding_count)
         elif node.is_loss and tensor in node.labels:
@@ -84,5 +84,5 @@ def _check_names(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tens
 
 def rows_of(batch: Batch, graphs: Sequence[Any]) -> int:
     """How many rows a batch has: the first extent of the first input."""
-    first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0]._feeds.tensors[0]), None)
-    return graphs[0]._feeds.batch if first is None else len(batch[first])
+    first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0].declaration.feeds.tensors[0]), None)
+    return graphs[0].declaration.feeds.batch if first is None else len(batch[first])

@@ -86,7 +86,7 @@ def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
             found |= _results(graphs, graph)
         return found
     for _, name, tensor in feeds(graphs):
-        taken = rows if tensor.shape[0] == graphs[0]._feeds.batch else None
+        taken = rows if tensor.shape[0] == graphs[0].declaration.feeds.batch else None
         graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, graphs[0].device, batch_size=taken)
     for graph in ordered:
         _start_gradients(graph, rows, seed)
@@ -99,7 +99,7 @@ def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
 
 def _infer(graph: Any, batch: Batch, rows: int) -> None:
     """Runs an inference graph so that every result stays readable."""
-    made = [tensor for node in graph._all_nodes() for tensor in node.results]
+    made = [tensor for node in graph.shown_nodes() for tensor in node.results]
     graph.add_outputs({f"result {index}": tensor for index, tensor in enumerate(made)})
     given: dict[str, Batch] = {"input": {}, "loss label": {}, "loss label weight": {}}
     for kind, name, _ in feeds([graph]):
@@ -110,13 +110,13 @@ def _infer(graph: Any, batch: Batch, rows: int) -> None:
 def _start_gradients(graph: Any, rows: int, seed: int) -> None:
     """Without a loss, gradients come from outside: drawn ones. A single number at the end stands for a loss."""
     generator = np.random.default_rng(seed + 1)
-    for tensor in graph._terminal():
+    for tensor in graph.compilation.terminal:
         if (
             tensor.data_type.is_floating
             and tensor.descriptor.element_count > 1
-            and tensor not in graph._read_elsewhere()
+            and tensor not in graph.compilation.read_elsewhere
         ):
-            shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph._feeds.batch else tensor.shape
+            shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph.declaration.feeds.batch else tensor.shape
             numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
             graph.allocate_user_gradient(tensor).bind(numbers, graph.device)
 
@@ -124,19 +124,21 @@ def _start_gradients(graph: Any, rows: int, seed: int) -> None:
 def _walk_back(graph: Any, rows: int) -> None:
     """The gradient pass; in float16 with a loss scale at which nothing overflows, as training finds one."""
     graph.execute_gradient(rows).wait()
-    while (graph.loss_scale or 1) > 1 and not all(array.isfinite().all() for array in graph._gradients.found.values()):
+    while (graph.loss_scale or 1) > 1 and not all(array.isfinite().all() for array in graph.gradients.found.values()):
         graph.loss_scale /= 2
         graph.execute_gradient(rows).wait()
 
 
 def _in_order(graphs: Sequence[Any]) -> list[Any]:
     """Linked graphs, each behind those whose results it reads."""
-    made = {graph: {t for node in graph._all_nodes() for t in node.results} for graph in graphs}
+    made = {graph: {t for node in graph.shown_nodes() for t in node.results} for graph in graphs}
     ordered: list[Any] = []
     waiting = list(graphs)
     while waiting:
         ready = [
-            g for g in waiting if not any(made[other] & set(g._feeds.tensors) for other in waiting if other is not g)
+            g
+            for g in waiting
+            if not any(made[other] & set(g.declaration.feeds.tensors) for other in waiting if other is not g)
         ]
         ordered += ready or waiting
         waiting = [graph for graph in waiting if graph not in ordered]
@@ -145,12 +147,12 @@ def _in_order(graphs: Sequence[Any]) -> list[Any]:
 
 def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
     """Every result of one graph, by the name of its layer; numbered where a layer has several."""
-    nodes = [node for one in graphs for node in one._all_nodes()]
+    nodes = [node for one in graphs for node in one.shown_nodes()]
     names = draw.unique_names(node.layer for node in nodes)
     counts = Counter(node.layer for node in nodes for _ in node.results)
     seen: Counter[Any] = Counter()
     found: Numbers = {}
-    mine = {tensor for node in graph._all_nodes() for tensor in node.results}
+    mine = {tensor for node in graph.shown_nodes() for tensor in node.results}
     for node in nodes:
         for tensor in node.results:
             seen[node.layer] += 1
@@ -164,10 +166,10 @@ def _gradients(graphs: Sequence[Any]) -> Numbers:
     """The gradients of parameters; linked graphs that share one have each a part of it."""
     found: dict[Tensor, torch.Tensor] = {}
     for graph in graphs:
-        for key, array in graph._gradients.found.items():
+        for key, array in graph.gradients.found.items():
             if key.kind == "gradient":
                 found[key.owner] = found[key.owner] + array if key.owner in found else array
-    layers = draw.unique_names(layers_of(graphs))
+    layers = draw.unique_names(layers_of(graph.declaration for graph in graphs))
     owners = {tensor: name for layer, name in layers.items() for tensor in layer.parameters.values()}
     named = [(name, tensor) for name, tensor in named_tensors(graphs).items() if tensor in found]
     return {

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(found: _Found, asked: Sequence[int] | None) -> None:
     """Plans the memory of each graph; batches that were not asked for may be impossible."""
     for graph in found.graphs:
-        declared = graph._feeds.batch
+        declared = graph.declaration.feeds.batch
         sizes = asked or sorted({1, declared, 4 * declared})
         plans = {}
         for rows in sizes:
@@ -183,7 +183,7 @@ def _number(value: Any) -> Any:
 def _layers(graph: Any, number: int, count: int) -> Any:
     from stepgraph import draw
 
-    return draw.table(graph._shown(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
+    return draw.table(graph.shown_nodes(), "Layers" if count == 1 else f"Layers of graph {number + 1} of {count}")
 
 
 def _with_roles(found: _Found) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
     layers = []
     for graph in found.graphs:
-        nodes = graph._shown()
+        nodes = graph.shown_nodes()
         names = draw.unique_names(node.layer for node in nodes)
         layers.append([_node(names[node.layer], node) for node in nodes])
     plans = [
@@ -252,8 +252,8 @@ def _node(name: str, node: Any) -> dict[str, Any]:
 def _draw(graphs: Sequence[Any], arguments: argparse.Namespace) -> None:
     from stepgraph import draw
 
-    nodes = [node for graph in graphs for node in graph._shown()]
-    stopped = frozenset().union(*(graph._stopped for graph in graphs))
+    nodes = [node for graph in graphs for node in graph.shown_nodes()]
+    stopped = frozenset().union(*(graph.stopped for graph in graphs))
     for path, picture in ((arguments.dot, draw.dot), (arguments.svg, draw.svg)):
         if path is None:
             continue

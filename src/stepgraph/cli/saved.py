@@ -100,13 +100,13 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
     from stepgraph.checkpoint.structure import named_tensors
 
     group = list(graphs)
-    nodes = [node for graph in group for node in graph._shown()]
+    nodes = [node for graph in group for node in graph.shown_nodes()]
     kinds = {t: "statistic" for node in nodes for t in node.layer.statistics.values()}
     kinds |= {t: "constant" for node in nodes for t in node.layer.constants.values()}
     frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
     return {
         name: kinds.get(tensor, "frozen" if tensor in frozen or not tensor.is_updatable else "parameter")
-        for name, tensor in named_tensors(group).items()
+        for name, tensor in named_tensors([graph.declaration for graph in group]).items()
     }
 
 

@@ -43,12 +43,13 @@ class Feeds:
     """The names a graph takes data for, and how a user's batch is read as data by name."""
 
     def __init__(self, graph: CompiledGraph, what: str) -> None:
-        self.what, self.declared = what, graph._feeds.batch
-        if not graph._feeds.tensors:
+        feeds = graph.declaration.feeds
+        self.what, self.declared = what, feeds.batch
+        if not feeds.tensors:
             raise StateError(what, "the graph takes no data: all its inputs are held", fix="call execute in a loop")
-        self.first = graph._feeds.tensors[0]
+        self.first = feeds.tensors[0]
         groups = (graph.inputs, graph.loss_labels, graph.loss_label_weights)
-        fed = set(graph._feeds.tensors)
+        fed = set(feeds.tensors)
         self.kinds = [{name: t for name, t in names.items() if t in fed} for names in groups]
 
     def named(self, item: Any, only_known: bool = False) -> tuple[dict[str, Any], ...]:

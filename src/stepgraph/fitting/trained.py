@@ -27,8 +27,9 @@ class Trained:
     def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
         if not isinstance(training, TrainingGraph):
             raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="give a TrainingGraph")
-        self.training, self.device = training, training._require_compiled("fit")
-        losses = [node for node in training._compiled if node.is_loss]
+        session = training.require_session("fit")
+        self.training, self.device = training, session.device
+        losses = [node for node in session.compilation.nodes if node.is_loss]
         if not losses:
             raise StateError("fit", "the graph has no loss", fix="give TrainingGraph a loss layer")
         if learns and training.optimizer is None:
@@ -49,7 +50,7 @@ class Trained:
     @property
     def stream(self) -> tuple[int, int]:
         """Seed and position of the graph's random stream."""
-        seed, position = self.training._progress().stream or (0, 0)
+        seed, position = self.training.progress().stream or (0, 0)
         return seed, position
 
     @contextmanager
@@ -118,10 +119,10 @@ class Trained:
     @torch.inference_mode()
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies what was accumulated. In new memory: what one pass found may be shared between parameters."""
-        found = self.training._gradients.found
+        found = self.training.gradients.found
         if not self.is_mean or factor == 1:
             return
-        for key in map(gradient, self.training._trainable()):
+        for key in map(gradient, self.training.require_session("fit").compilation.trainable):
             if key in found:
                 found[key] = found[key] * factor
 
@@ -139,7 +140,7 @@ class Trained:
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        is_batched = tensor.shape[0] == self.training._feeds.batch
+        is_batched = tensor.shape[0] == self.training.declaration.feeds.batch
         shape = (batch.rows, *tensor.shape[1:]) if is_batched else tensor.shape
         return tensor.torch() if values is None else buffers.read(values, shape, tensor.data_type, tensor.where)
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.step import STREAM, value
-from stepgraph.graphs.compiled import Answer, Found, require_completion, results_of
-from stepgraph.graphs.inspected import InspectedGraph
-from stepgraph.graphs.settings import SAME_DEVICE, ChosenDevice, mixed, tf32_allowed
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
+from stepgraph.compiler.step import value
+from stepgraph.graphs.compilation import Arrays
+from stepgraph.graphs.compiled import CompiledGraph, require_completion
+from stepgraph.graphs.session import Answer, announced, results_of
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.system.surroundings import Precision
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
-class InferenceGraph(InspectedGraph):
+class InferenceGraph(CompiledGraph):
     """A compiled forward pass. It shares the parameters of its layers: after a training step it sees the new values.
 
     Dropout passes its source on; normalization uses running statistics. Nodes may be added to the inference graph
@@ -52,24 +50,14 @@ class InferenceGraph(InspectedGraph):
         With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type. `tf32`
         is that of `TrainingGraph.compile`.
         """
-        with self._all_or_nothing("compile"):
-            self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
-            self._precision = Precision.of(self._tf32)
-            self._prepare(device, options, input_tensors, input_tensors_data)
-            self._programs.executable("inference", self._feeds.batch)
-            self._settle()
-
-    def memory_plan_for(self, batch_size: int) -> MemoryPlan:
-        """What the forward pass would need with so many rows; nothing is run or kept."""
-        self._require_compiled("memory_plan_for")
-        planned = self._new_programs(self._programs.channels_last)
-        return planned.plan_for("inference", self._batch_size(batch_size))
+        settings = Settings.checked(options, compute_type, tf32)
+        self._compile(device, settings, input_tensors, input_tensors_data)
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""
         group = self._linkable(graphs)
         for graph in group:
-            graph._linked = group
+            graph.linked = group
 
     def execute(
         self,
@@ -93,31 +81,25 @@ class InferenceGraph(InspectedGraph):
             options: `SYNCHRONOUS`, `PROFILING`, `PER_LAYER_PROFILING`, `SKIP_WRITING_INPUT_DATA_TO_DEVICE`.
             completion: called once with (result tensor, error, seconds).
         """
-        device = self._require_compiled("execute")
+        device = self.require_session("execute").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            batch = self._batch_size(batch_size)
-            given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-            feeds = self._fed(given, batch, options)
-            binding = self._bound("inference", batch)
-            self._check_destinations(outputs_data, binding.executable.part)
+            session = self.require_session("execute")
+            compiled = session.compilation
+            batch = compiled.batch_size(batch_size)
+            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+            feeds = session.fed(given, batch, options)
+            binding = session.bound("inference", batch)
+            session.check_destinations(outputs_data, binding.executable.part)
 
-            def keep(found: Found) -> Answer:
-                self._hold(binding.executable, found)
-                self._write_outputs(outputs_data, results_of(found))
-                last = self._compiled[-1].results[0]
-                loss = None if self._last_loss is None else binding.executable.loss(found)
+            def keep(found: Arrays) -> Answer:
+                session.hold(binding.executable, found)
+                session.write_outputs(outputs_data, results_of(found))
+                last = compiled.nodes[-1].results[0]
+                loss = None if compiled.last_loss is None else binding.executable.loss(found)
                 return last, binding.executable.result(found, value(last)), loss
 
-            self._accept(feeds, batch, options)
-            execution = self._launch(binding, feeds, options, completion, keep)
-        return self._announced(execution, options, completion)
-
-    def _prepare(self, *arguments: Any, **settings: Any) -> None:
-        super()._prepare(*arguments, **settings)
-        device = self._require_compiled("compile")
-        self._stream = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
-
-    def _arrays(self) -> Found:
-        return {**super()._arrays(), **self._stream}
+            session.accept(feeds, batch, options)
+            execution = session.launch(binding, feeds, options, completion, keep)
+        return announced(execution, options, completion)

@@ -15,13 +15,13 @@ from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Numbered, by_name, of_kind
 from stepgraph.checkpoint.restoring import check_buffers, understood
 from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_tensor
+from stepgraph.compiler.settings import limited, mixed, require_options
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, DeviceError, MemoryLimitError
-from stepgraph.graph import Graph, make_node
+from stepgraph.graph import NOT_KEPT, Graph, make_node
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.graphs.inference import InferenceGraph
-from stepgraph.graphs.settings import limited, mixed, require_options
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.layer import join
 from stepgraph.optimizers import Optimizer
@@ -127,7 +127,7 @@ def _compile(
     """Compiles rebuilt graphs and links them."""
     with _compiled(content.path):
         for graph, chosen in zip(graphs, settings, strict=True):
-            constants = {f"{tensor.tensor_id}": tensor for tensor in graph._constants}
+            constants = {f"{tensor.tensor_id}": tensor for tensor in graph.kept().constants}
             graph.compile(device, input_tensors=constants, **chosen)
         if len(graphs) > 1:
             graphs[0].link(graphs[1:])  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class _Builder:
         made = {tensor for node in graph.nodes for tensor in node.results}
         outputs = {name: self._output(graph, one) for name, one in described["outputs"].items()}
         graph.add_outputs({name: t for name, t in outputs.items() if t is not None and (t in made or is_training)})
-        graph._constants = {tensor: tensor.torch() for tensor in constants}
+        graph.hold_constants(constants)
         return graph
 
     def _training(self, described: Mapping[str, Any], adopted: Sequence[Graph]) -> TrainingGraph:
@@ -212,10 +212,10 @@ class _Builder:
                     f"{layer.label} gives {node.results}, it gave {results} when it was saved",
                     fix="use the version of the class that was saved",
                 )
-            for made, saved in zip(node.results, results, strict=True):
-                saved.hold(None, made._missing)
+            for saved in results:
+                saved.hold(None, NOT_KEPT)
             join(layer, graph, layer.layer_id)
-            graph._add(replace(node, results=tuple(results)))
+            graph.append(replace(node, results=tuple(results)))
         return graph
 
     def _names(self, names: Mapping[str, int], read: set[Tensor]) -> dict[str, Tensor]:
@@ -228,10 +228,11 @@ class _Builder:
         for number in described["user_gradients"]:
             graph.allocate_user_gradient(self.tensors[number])
         progress = read_progress(described["progress"], dict(enumerate(self.tensors)), self.content.arrays)
-        if graph._optimizer is not None:
-            progress.time_version = graph._optimizer.time_version
-        check_buffers(f"{self.content.path}", progress, 0 if graph._optimizer is None else len(graph._optimizer.slots))
-        graph._resume(progress)
+        optimizer = graph.optimizer
+        if optimizer is not None:
+            progress.time_version = optimizer.time_version
+        check_buffers(f"{self.content.path}", progress, 0 if optimizer is None else len(optimizer.slots))
+        graph.resume(progress)
 
     def _output(self, graph: TrainingGraph | InferenceGraph, described: Mapping[str, Any]) -> Tensor | None:
         if "tensor" in described:
@@ -240,9 +241,9 @@ class _Builder:
             return None
         if "gradient" in described:
             tensor = self.tensors[described["gradient"]]
-            return graph._gradients.handle(gradient(tensor), tensor)
-        nodes = Numbered(graph._all_nodes())
+            return graph.gradients.handle(gradient(tensor), tensor)
+        nodes = Numbered(graph.declaration.with_loss().nodes)
         if "loss_result" in described:
             return Numbered(nodes[len(nodes) - 1].results)[described["loss_result"]]
         node, position = described["source_gradient"]
-        return graph._gradients.handle(source_gradient(nodes[node], position), Numbered(nodes[node].sources)[position])
+        return graph.gradients.handle(source_gradient(nodes[node], position), Numbered(nodes[node].sources)[position])

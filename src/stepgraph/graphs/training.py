@@ -1,37 +1,36 @@
-"""Training graphs: compiled once, then executed as whole iterations or phase by phase."""
+"""Training graphs: forward, gradient and update as one compiled step, or one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from stepgraph.compiler.step import gradient
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
+from stepgraph.compiler.step import gradient, source_gradient
+from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
-from stepgraph.graphs.compiled import NOTHING, Answer, Found, current, logger, require_completion, results_of
-from stepgraph.graphs.differentiated import DifferentiatedGraph
-from stepgraph.graphs.recipe import checked, require_tensor
-from stepgraph.graphs.settings import SAME_DEVICE, ChosenDevice, limited, mixed, tf32_allowed
+from stepgraph.graphs.compilation import Arrays, Compilation
+from stepgraph.graphs.compiled import CompiledGraph, require_completion
+from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
-from stepgraph.runtime.gradients import added, summed
+from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.system.surroundings import Precision
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 _NONE = ExecutionOptions.NONE
-_is_updatable = attrgetter("is_updatable")
 
 
-class TrainingGraph(DifferentiatedGraph):
+class TrainingGraph(CompiledGraph):
     """A graph that learns: forward, gradient and update, in one call or three.
 
     Args:
@@ -51,14 +50,19 @@ class TrainingGraph(DifferentiatedGraph):
         True
     """
 
+    trains = True
+
     def __init__(
         self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
     ) -> None:
-        super().__init__(graphs, loss_layer, optimizer)
-        self._updatable: list[bool] = []
-        self._takes_seeds = False
-        self._state: TrainingState | None = None
-        self._pending: Progress | None = None
+        super().__init__(graphs)
+        if loss_layer is not None and not isinstance(loss_layer, Layer):
+            raise DataTypeError(
+                "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
+            )
+        checked = None if optimizer is None else _checked(optimizer)
+        self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked)
+        self._pending: Progress | None = None  # restored before it is compiled
 
     # Preparing
 
@@ -67,7 +71,7 @@ class TrainingGraph(DifferentiatedGraph):
         """The optimizer given at creation or with `compile_optimizer`; assign its numbers at any time."""
         if self._state is not None:
             self._state.count_steps()
-        return self._optimizer
+        return self._declared.optimizer
 
     @property
     def loss_scale(self) -> float | None:
@@ -100,12 +104,14 @@ class TrainingGraph(DifferentiatedGraph):
                     f"{parameter.tensor!r} belongs to a layer and is trained already",
                     fix="leave it out",
                 )
-        with self._all_or_nothing("set_training_tensor_parameters"):
-            self._parameters = tuple(dict.fromkeys(parameter.tensor for parameter in parameters))
-            if self.device is not None:
-                constants = {str(t.tensor_id): t for t in self._constants if t not in self._parameters}
-                data = {name: self._constants[t].cpu() for name, t in constants.items()}
-                self.compile(self.device, self._options, constants, data, **self._settings())
+        declared = replace(self.declaration, parameters=tuple(dict.fromkeys(one.tensor for one in parameters)))
+        now = self.compilation
+        if now is None:
+            self._declared = declared
+            return
+        constants = {str(t.tensor_id): t for t in now.constants if t not in declared.parameters}
+        data = {name: now.constants[t].cpu() for name, t in constants.items()}
+        self._compile(now.device, now.settings, constants, data, declared)
 
     def compile(
         self,
@@ -135,45 +141,34 @@ class TrainingGraph(DifferentiatedGraph):
             memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
                 dropped and computed again, at the cost of time; what still does not fit is refused.
         """
-        with _all_or_none(self._linked, "compile"):
-            self._compute_type, self._tf32 = mixed(compute_type), tf32_allowed(tf32)
-            self._memory_limit, self._precision = limited(memory_limit), Precision.of(self._tf32)
-            for tensor in self._parameters:
-                tensor.torch()  # raises, by name, where there is nothing to train
-            self._prepare(device, options, input_tensors, input_tensors_data, self._parameters)
-            _rebuild(self._others())
-            self._build()
-            for graph in self._linked:
-                graph._settle()
-            if self._pending is not None:
-                self._resume(self._pending)
+        settings = Settings.checked(options, compute_type, tf32, memory_limit)
+        self._compile(device, settings, input_tensors, input_tensors_data)
 
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
     ) -> None:
         """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
-        require_tensor("bind_optimizer_data", tensor)
-        if self.device is not None and tensor not in self._trainable():
+        _require_tensor("bind_optimizer_data", tensor)
+        now, optimizer = self.compilation, self._declared.optimizer
+        if now is not None and tensor not in now.trainable:
             raise UnknownNameError(
                 "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
             )
-        if self.device is not None and self._optimizer is not None and len(data) != len(self._optimizer.slots):
-            slots = ", ".join(self._optimizer.slots) or "none"
+        if now is not None and optimizer is not None and len(data) != len(optimizer.slots):
+            slots = ", ".join(optimizer.slots) or "none"
             raise ArgumentError(
                 "bind_optimizer_data",
-                f"{len(data)} buffers were given, {self._optimizer.rule} takes {slots}",
+                f"{len(data)} buffers were given, {optimizer.rule} takes {slots}",
                 fix="give one buffer for each",
             )
         tensor.bind_optimizer_data(data, device_data)
-        if self.device is not None and self._optimizer is not None:
-            self._training_state.adopt(tensor)
+        if self._state is not None and optimizer is not None:
+            self._state.adopt(tensor)
 
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Gives a compiled graph an optimizer, or another one."""
-        self._require_compiled("compile_optimizer")
-        with self._all_or_nothing("compile_optimizer"):
-            self._optimizer = checked(optimizer)
-            self._restart()
+        self.require_session("compile_optimizer")
+        self._again("compile_optimizer", replace(self._declared, optimizer=_checked(optimizer)))
 
     def link(self, graphs: Sequence[TrainingGraph]) -> None:
         """Joins sub-graphs compiled with `LINK_GRAPHS`.
@@ -182,12 +177,88 @@ class TrainingGraph(DifferentiatedGraph):
         sub-graphs is one parameter: the first graph that has it updates it with the sum of the gradients.
         """
         group = self._linkable(graphs)
-        with _all_or_none(group, "link"):
-            for graph in group:
-                graph._linked = group
-            _rebuild(group)
-            for graph in group:
-                graph._settle()
+        now = self.require_session("link").compilation
+        with self._changing():
+            self._replace("link", lambda others: now.renewed(others, now.declaration), graphs=group)
+
+    def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
+        """Lets no gradient flow back through these tensors."""
+        if not isinstance(tensors, Iterable):
+            kind = type(tensors).__name__
+            raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
+        for tensor in tensors:
+            _require_tensor("stop_gradient", tensor)
+        declared = replace(self._declared, stopped=self._declared.stopped | frozenset(tensors))
+        if self.session is None:
+            self._declared = declared
+        else:
+            self._again("stop_gradient", declared, "gradients stop at other tensors")
+
+    # Gradients
+
+    def allocate_user_gradient(self, tensor: Tensor) -> Tensor:
+        """A gradient tensor for a result that outside code goes on with; write dL/dresult there before the pass.
+
+        It is added to the gradients that come from layers. Unwritten, it counts as zero.
+        """
+        _require_tensor("allocate_user_gradient", tensor)
+        if tensor not in {result for node in self._looked_at() for result in node.results}:
+            raise UnknownNameError(
+                "allocate_user_gradient", f"{tensor!r} is not a result of this graph", fix="pass what node() returned"
+            )
+        if tensor not in self._declared.user_gradients:
+            handle = Tensor(tensor.descriptor, label=f"gradient of {tensor.label}")
+            handle.device = self.device
+            known = self._declared.user_gradients
+            self._take_user_gradient(tensor, replace(self._declared, user_gradients={**known, tensor: handle}))
+        return self._declared.user_gradients[tensor]
+
+    def _take_user_gradient(self, tensor: Tensor, declared: Declaration) -> None:
+        session = self.session
+        if session is None:
+            self._declared = declared
+        elif tensor not in session.compilation.seeded():
+            reason = f"{tensor.label} takes a gradient from outside"
+            self._again("allocate_user_gradient", declared, reason, keeps_passes=True)
+        else:
+            with self._changing():
+                self._redeclare(session.compilation.redeclared(user_gradients=declared.user_gradients), declared)
+
+    def gradient_tensor(self, input: Tensor) -> Tensor | None:
+        """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
+        _require_tensor("gradient_tensor", input)
+        now = self.compilation
+        if now is None or input not in {*now.feeds.tensors, *now.constants, *now.declaration.parameters}:
+            return None
+        known = now.programs.program(now.feeds.batch).outputs
+        return self.gradients.handle(gradient(input), input) if gradient(input) in known else None
+
+    def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
+        """The layer's own contributions to its sources' gradients, one each; empty for a layer of another graph."""
+        nodes = [node for node in self._compiled_nodes if node.layer is layer]
+        return [
+            self.gradients.handle(source_gradient(node, i), t) for node in nodes for i, t in enumerate(node.sources)
+        ]
+
+    def result_gradient_tensors(self, layer: Layer) -> list[Tensor]:
+        """The gradients of the layer's results, summed over what reads them; empty where nothing does."""
+        now = self.compilation
+        if now is None:
+            return []
+        results = [t for node in now.nodes if node.layer is layer for t in node.results]
+        known = now.programs.program(now.feeds.batch).outputs if results else {}
+        return [self.gradients.handle(gradient(t), t) for t in results if gradient(t) in known]
+
+    def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
+        """The gradient of a layer's parameter, before clipping, rescaling and regularization.
+
+        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is
+        not trainable, or where the step was not run as separate forward and gradient passes.
+        """
+        nodes = [node for node in self._compiled_nodes if node.layer is layer]
+        mine = bool(nodes) and not nodes[0].disable_update and parameter in layer.parameters.values()
+        found = self.gradients.found.get(gradient(parameter)) if mine and parameter.is_updatable else None
+        return None if found is None else found.cpu().numpy()
 
     # Executing
 
@@ -213,41 +284,41 @@ class TrainingGraph(DifferentiatedGraph):
             options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
             completion: called once with (loss or last result, error, seconds).
         """
-        device = self._require_compiled("execute")
+        device = self.require_session("execute").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            self._refresh()
-            batch = self._batch_size(batch_size)
-            given = self._feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-            feeds = self._fed(given, batch, options)
+            session = self.refreshed("execute")
+            batch = session.compilation.batch_size(batch_size)
+            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+            feeds = session.fed(given, batch, options)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            learning = not evaluating and (self._last_loss is not None or self._has_seed(batch))
-            if learning and len(self._linked) > 1 and self._exchanges():
+            learning = not evaluating and (session.compilation.last_loss is not None or session.has_seed(batch))
+            if learning and len(self.linked) > 1 and session.compilation.exchanges:
                 raise StateError(
                     "TrainingGraph.execute",
                     "a linked graph would miss the gradients of this one",
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
-            binding = self._bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
+            binding = session.bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
             if outputs_data:
-                self._check_destinations(outputs_data, binding.executable.part)
+                session.check_destinations(outputs_data, binding.executable.part)
 
-            def keep(found: Found) -> Answer:
-                self._hold(binding.executable, found)
+            def keep(found: Arrays) -> Answer:
+                session.hold(binding.executable, found)
                 if not evaluating:  # an evaluation leaves the passes before it alone
-                    self._has_drawn()
-                    self._forget_passes(found)
+                    session.has_drawn()
+                    session.forget_passes(found)
                 if learning and binding.executable.counts_steps:
-                    self._training_state.updated()
+                    session.updated()
                 if outputs_data:
-                    self._write_outputs(outputs_data, results_of(found) | self._gradients.by_handle(found))
-                return self._answer(binding.executable, found)
+                    session.write_outputs(outputs_data, results_of(found) | session.gradients.by_handle(found))
+                return session.answer(binding.executable, found)
 
-            seeds = self._seeds(batch) if learning and self._takes_seeds else {}
-            self._accept(feeds, batch, options)
-            execution = self._launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
-        return execution if completion is None and not options else self._announced(execution, options, completion)
+            seeds = session.seeds(batch) if learning and session.takes_seeds else {}
+            session.accept(feeds, batch, options)
+            execution = session.launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
+        return execution if completion is None and not options else announced(execution, options, completion)
 
     def execute_forward(
         self,
@@ -258,28 +329,28 @@ class TrainingGraph(DifferentiatedGraph):
         completion: Completion | None = None,
     ) -> Execution:
         """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
-        device = self._require_compiled("execute_forward")
+        device = self.require_session("execute_forward").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            self._refresh()
-            batch = self._batch_size(batch_size)
-            feeds = self._fed({}, batch, options)
+            session = self.refreshed("execute_forward")
+            batch = session.compilation.batch_size(batch_size)
+            feeds = session.fed({}, batch, options)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            binding = self._bound("evaluation" if evaluating else "forward", batch)
-            self._check_destinations(outputs_data, binding.executable.part)
+            binding = session.bound("evaluation" if evaluating else "forward", batch)
+            session.check_destinations(outputs_data, binding.executable.part)
 
-            def keep(found: Found) -> Answer:
-                self._hold(binding.executable, found)
+            def keep(found: Arrays) -> Answer:
+                session.hold(binding.executable, found)
                 if not evaluating:  # an evaluation leaves the passes before it alone
-                    self._has_drawn()
-                    self._saved, self._forward_batch = feeds | found, batch
-                self._write_outputs(outputs_data, results_of(found))
-                return self._answer(binding.executable, found)
+                    session.has_drawn()
+                    session.saved, session.forward_batch = feeds | found, batch
+                session.write_outputs(outputs_data, results_of(found))
+                return session.answer(binding.executable, found)
 
-            self._accept(feeds, batch, options)
-            execution = self._launch(binding, feeds, options, completion, keep)
-        return self._announced(execution, options, completion)
+            session.accept(feeds, batch, options)
+            execution = session.launch(binding, feeds, options, completion, keep)
+        return announced(execution, options, completion)
 
     def execute_gradient(
         self,
@@ -294,47 +365,47 @@ class TrainingGraph(DifferentiatedGraph):
         It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those that no update has
         used yet.
         """
-        device = self._require_compiled("execute_gradient")
+        device = self.require_session("execute_gradient").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            self._refresh()
-            batch = self._check_forward(batch_size)
-            binding = self._bound("gradient", batch)
-            self._check_destinations(outputs_data, binding.executable.part)
+            session = self.refreshed("execute_gradient")
+            batch = _forward_batch(session, batch_size)
+            binding = session.bound("gradient", batch)
+            session.check_destinations(outputs_data, binding.executable.part)
             adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
-            kept = self._gradients.to_add_to([gradient(t) for t in self._trainable()]) if adding else {}
+            kept = session.gradients.to_add_to([gradient(t) for t in session.compilation.trainable]) if adding else {}
 
-            def keep(found: Found) -> Answer:
-                self._gradients.replace(added(kept, found))
-                self._write_outputs(outputs_data, self._gradients.by_handle(self._gradients.found))
+            def keep(found: Arrays) -> Answer:
+                session.gradients.replace(added(kept, found))
+                session.write_outputs(outputs_data, session.gradients.by_handle(session.gradients.found))
                 return NOTHING
 
-            execution = self._launch(binding, self._saved | self._seeds(batch), options, completion, keep)
-        return self._announced(execution, options, completion)
+            execution = session.launch(binding, session.saved | session.seeds(batch), options, completion, keep)
+        return announced(execution, options, completion)
 
     def execute_optimizer_update(
         self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
     ) -> Execution:
         """Updates the parameters with the gradients of the last gradient pass, as often as it is called."""
-        device = self._require_compiled("execute_optimizer_update")
+        device = self.require_session("execute_optimizer_update").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            self._refresh()
-            if self._optimizer is None:
+            session = self.refreshed("execute_optimizer_update")
+            if self._declared.optimizer is None:
                 raise StateError(
                     "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
                 )
-            if not self._gradients.are_known:
+            if not session.gradients.are_known:
                 raise StateError(
                     "execute_optimizer_update",
                     "there are no gradients",
                     fix="call execute_forward and execute_gradient first",
                 )
 
-            binding = self._bound("update", self._feeds.batch)
-            gradients = summed(self._gradients, self._found_elsewhere(), self._trainable())
+            binding = session.bound("update", session.feeds.batch)
+            gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
             for _, key in binding.opened:
                 if key not in gradients:
                     raise StateError(
@@ -343,119 +414,113 @@ class TrainingGraph(DifferentiatedGraph):
                         fix="call execute_forward and execute_gradient again",
                     )
 
-            def keep(found: Found) -> Answer:
+            def keep(found: Arrays) -> Answer:
                 if binding.executable.counts_steps:
-                    self._training_state.updated()
-                self._gradients.used = True
-                self._saved, self._forward_batch = {}, None  # they belong to the parameters before the update
+                    session.updated()
+                session.gradients.used = True
+                session.saved, session.forward_batch = {}, None  # they belong to the parameters before the update
                 return NOTHING
 
-            execution = self._launch(binding, gradients, options, completion, keep)
-        return self._announced(execution, options, completion)
+            execution = session.launch(binding, gradients, options, completion, keep)
+        return announced(execution, options, completion)
 
     def synchronize_updates(self) -> None:
         """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
-        self._require_compiled("synchronize_updates")
-        for tensor in self._held:
+        for tensor in self.require_session("synchronize_updates").compilation.held:
             tensor.synchronize_data()
 
-    # Compiling again, resuming, and between the calls
+    # Between the calls
 
-    def _progress(self) -> Progress:
+    def refreshed(self, call: str) -> Session:
+        """What lives between calls, with what was assigned since the last one."""
+        session = self.require_session(call)
+        if session.is_outdated:
+            self._again("execute", self._declared, "other parameters are updatable", keeps_passes=True)
+            session = self.require_session(call)
+        assert session.state is not None
+        session.state.refresh()
+        return session
+
+    def progress(self) -> Progress:
+        """How far the graph has come, beside what its tensors hold."""
         if self._state is None:
-            time = None if self._optimizer is None else self._optimizer.time_step
+            optimizer = self._declared.optimizer
+            time = None if optimizer is None else optimizer.time_step
             return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
-        found, unused = self._state.progress(), {} if self._gradients.used else self._gradients.found
+        found, unused = self._state.progress(), {} if self.gradients.used else self.gradients.found
         found.gradients = {key.owner: array for key, array in unused.items() if key.kind == "gradient"}
         return found
 
-    def _resume(self, progress: Progress) -> None:
-        """Goes on from there; a graph that is not compiled yet does so when it is."""
-        self._pending = progress if self._state is None else None
-        if self._state is not None:
-            self._state.resume(progress)
-            self._forget_passes()
+    def resume(self, progress: Progress, optimizer: Optimizer | None = None) -> None:
+        """Goes on from there, with the numbers of an optimizer; before `compile`, when the graph is compiled."""
+        if optimizer is not None and self._declared.optimizer is not None:
+            self._declared.optimizer.adopt(optimizer)
+        session = self.session
+        self._pending = progress if session is None else None
+        if session is not None and session.state is not None:
+            session.state.resume(progress)
+            session.forget_passes()
             if progress.gradients:
-                place = self._state.device.torch
-                self._gradients.replace({gradient(t): a.to(place) for t, a in progress.gradients.items()})
-
-    def _build(self) -> None:
-        """Traces and plans the step; refuses it where it does not fit. Nothing but this graph changes."""
-        self._updatable = [*map(_is_updatable, self._held)]
-        step = self._programs.executable("step", self._feeds.batch).step
-        self._takes_seeds = bool(step.seeded)
-
-    def _settle(self, saved: Found | None = None) -> None:
-        """Takes over what was built: optimizer buffers, tensors on the device, no passes but those that are `saved`."""
-        device, before = self._require_compiled("compile"), self._state
-        kept = before if before is not None and before.device == device else TrainingState(device)
-        scaled = self._compute_type is torch.float16
-        state = kept.attached(self._optimizer, self._trainable() if self._optimizer else (), scaled)
-        super()._settle()
-        state.begin(fresh=kept is not before)
-        self._state = state
-        if saved is None:
-            self._forget_passes()
-        else:
-            self._saved = saved
-
-    def _restart(self) -> None:
-        """Builds and settles anew."""
-        _rebuild([self])
-        self._settle()
-
-    def _again(self, reason: str, keeps_passes: bool = False) -> None:
-        if self.device is not None:
-            logger.info("compiling again: %s", reason)
-            with _all_or_none(self._linked, "execute"):
-                _rebuild(self._linked)
-                for graph in self._linked:
-                    graph._settle(graph._repeated_forward() if keeps_passes else None)
+                place = session.device.torch
+                self.gradients.replace({gradient(t): a.to(place) for t, a in progress.gradients.items()})
 
     @property
-    def _training_state(self) -> TrainingState:
-        assert self._state is not None
-        return self._state
+    def _state(self) -> TrainingState | None:
+        return None if self.session is None else self.session.state
 
-    def _refresh(self) -> None:
-        if self._updatable != [*map(_is_updatable, self._held)]:
-            self._again("other parameters are updatable", keeps_passes=True)
-        self._training_state.refresh()
+    @property
+    def _compiled_nodes(self) -> tuple[Node, ...]:
+        return () if self.session is None else self.session.compilation.nodes
 
-    def _memory(self) -> Iterable[Any]:
-        return chain((self._training_state.arrays,), map(current, self._held))
+    def _new_session(self, compilation: Compilation) -> Session:
+        before, device, optimizer = self._state, compilation.device, compilation.declaration.optimizer
+        kept = before if before is not None and before.device == device else TrainingState(device)
+        scaled = compilation.settings.compute_type is torch.float16
+        state = kept.attached(optimizer, compilation.trainable if optimizer else (), scaled)
+        return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
-    def _arrays(self) -> Found:
-        return super()._arrays() | self._training_state.arrays
+    def _gradients_elsewhere(self) -> list[Gradients]:
+        return [graph.gradients for graph in self.linked if graph is not self]
 
-    def _check_forward(self, batch_size: int | None) -> int:
-        if self._forward_batch is None:
-            raise StateError(
-                "execute_gradient",
-                "there is no forward pass to go back through",
-                fix="call execute_forward first, not for inference; again after each update",
-            )
-        if batch_size and batch_size != self._forward_batch:
-            raise ArgumentError(
-                "execute_gradient",
-                f"batch_size is {batch_size}, the forward pass ran with {self._forward_batch}",
-                fix="leave it out",
-            )
-        return self._forward_batch
+    def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
+        """A new session; what is returned puts it in place, and goes on from what was restored before."""
+        put_in_place = super().prepared(compilation, keeps_passes, same_call)
+
+        def put_and_resume() -> None:
+            put_in_place()
+            if self._pending is not None:
+                self.resume(self._pending)
+
+        return put_and_resume
 
 
-@contextmanager
-def _all_or_none(graphs: Sequence[TrainingGraph], call: str) -> Iterator[None]:
-    """Several graphs change together, or none does."""
-    with ExitStack() as stack:
-        for graph in graphs:
-            stack.enter_context(graph._all_or_nothing(call))
-        yield
+def _forward_batch(session: Session, batch_size: int | None) -> int:
+    """The batch size of the forward pass that a gradient pass goes back through."""
+    if session.forward_batch is None:
+        raise StateError(
+            "execute_gradient",
+            "there is no forward pass to go back through",
+            fix="call execute_forward first, not for inference; again after each update",
+        )
+    if batch_size and batch_size != session.forward_batch:
+        raise ArgumentError(
+            "execute_gradient",
+            f"batch_size is {batch_size}, the forward pass ran with {session.forward_batch}",
+            fix="leave it out",
+        )
+    return session.forward_batch
 
 
-def _rebuild(graphs: Sequence[TrainingGraph]) -> None:
-    """Compiles linked graphs again: each takes gradients from the new programs of the others."""
-    for graph in graphs:
-        graph._programs = graph._new_programs(graph._programs.channels_last)
-    for graph in graphs:
-        graph._build()
+def _require_tensor(where: str, given: Any) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(given, Tensor):
+        raise DataTypeError(where, f"{type(given).__name__} is not a Tensor", fix="pass a Tensor of this graph")
+
+
+def _checked(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, if it is one."""
+    if not isinstance(optimizer, Optimizer) or not optimizer.rule:
+        raise DataTypeError(
+            "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
+        )
+    return optimizer

@@ -18,10 +18,12 @@ from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.program import Phase, Program
 from stepgraph.compiler.step import Fusion, gradient
 from stepgraph.errors import MemoryLimitError
+from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.profile import Profile
+from stepgraph.runtime.trial import on_copies
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -49,27 +51,25 @@ class Probe:
 
         Random layers draw what they will draw in that update.
         """
-        training = self.training
-        device = training._require_compiled("fit")
-        training._refresh()  # as the update that follows would do
-        feeds = training._feeds.arrays(training._feeds.named(*batch.parts), batch.rows, device)
-        arrays = {**training._arrays(), **feeds, **training._seeds(batch.rows)}
-        executable = self._executable(batch.rows)
-        arrays |= {key: arrays[key].clone() for key in executable.part.written}
-        with turn(device), executable.settings():
-            found = executable.run(executable.bind(arrays).filled({}))
-        return {key.owner: array for key, array in zip(executable.part.outputs, found, strict=True)}
+        session = self.training.refreshed("fit")  # as the update that follows would do
+        feeds = session.feeds.arrays(session.feeds.named(*batch.parts), batch.rows, session.device)
+        arrays = {**session.arrays(), **feeds, **session.seeds(batch.rows)}
+        executable = self._executable(session.compilation, batch.rows)
+        with turn(session.device):
+            found, _ = on_copies(executable, arrays)
+        return {key.owner: array for key, array in found.items()}
 
     def profile(self, batch: Batch, runs: int) -> Profile:
         """Time by layer and phase of a step with this batch, the least of some runs."""
         plan = self.training.memory_plan
         copied = plan.parameters + plan.statistics + plan.optimizer_state
-        _require_within(self.training._memory_limit, plan.total + copied)
+        limit = self.training.require_session("fit").compilation.settings.memory_limit
+        _require_within(limit, plan.total + copied)
         return self.training.profile(*batch.parts, batch_size=batch.rows, repeat=runs)
 
-    def _executable(self, rows: int) -> Executable:
+    def _executable(self, compiled: Compilation, rows: int) -> Executable:
         """Forward and gradient in one piece that gives the gradients of what is trained, and nothing else."""
-        program = self.training._programs.program(rows)
+        program = compiled.programs.program(rows)
         if self._made is None or self._made[0] is not program:
             step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # few runs are not worth it
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]

@@ -87,7 +87,7 @@ class Recorder(Unrecorded):
     def _write_beginning(
         self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]
     ) -> None:
-        device = self.training._require_compiled("fit")
+        device = self.training.require_session("fit").device
         self.record.add(
             "begin",
             time=_now(),
@@ -163,9 +163,10 @@ class Recorder(Unrecorded):
     def _write_distributions(self, step: int, batch: Batch) -> None:
         """Parameters before update `step`, and the gradients of its first batch where there is time for them."""
         self.looks += 1
-        names = draw.parameter_names(self.training._compiled)
+        compiled = self.training.require_session("fit").compilation
+        names = draw.parameter_names(compiled.nodes)
         with self.budget.spending():
-            found = {names.get(t, t.label): distribution(t.torch()) for t in self.training._trainable()}
+            found = {names.get(t, t.label): distribution(t.torch()) for t in compiled.trainable}
         gradients: dict[str, Any] = {}
         if self.looks <= ALWAYS or self.budget.has_room(self.gradient_seconds):
             spent = self.budget.spent
@@ -186,7 +187,7 @@ class Recorder(Unrecorded):
             self._add("profile", step=step, when=when, rows_in_batch=batch.rows, runs=runs, rows=rows)
 
     def _wait(self) -> None:
-        device = self.training._require_compiled("fit").torch
+        device = self.training.require_session("fit").device.torch
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 

@@ -97,7 +97,7 @@ class Run:
                 fix=f"remove the line from {FILE}, or give another run",
             ) from None
 
-    def _begin(self, entry: dict[str, Any]) -> None:
+    def take_begin(self, entry: dict[str, Any]) -> None:
         """What was done after the checkpoint that a run goes on from will be done again."""
         step, epoch = entry["step"], entry["epoch"]
         self.begins.append(entry)
@@ -108,24 +108,24 @@ class Run:
         self.profiles = [one for one in self.profiles if one["step"] <= step]
         self.end = None
 
-    def _steps(self, entry: dict[str, Any]) -> None:
+    def take_steps(self, entry: dict[str, Any]) -> None:
         losses, rates = entry["loss"], entry["rate"]
         rates = rates if isinstance(rates, list) else [rates] * len(losses)
         for place, (loss, rate) in enumerate(zip(losses, rates, strict=True)):
             self.steps.append((entry["first"] + place, float(loss), float(rate)))
         self.speeds.append((entry["first"] + len(losses) - 1, entry["rows"], entry["seconds"]))
 
-    def _epoch(self, entry: dict[str, Any]) -> None:
+    def take_epoch(self, entry: dict[str, Any]) -> None:
         self.epochs.append({name: _number(value) for name, value in entry["numbers"].items()})
 
-    def _end(self, entry: dict[str, Any]) -> None:
+    def take_end(self, entry: dict[str, Any]) -> None:
         self.end = {"step": entry["step"], "stopped": entry["stopped"], **entry}
 
-    def _distributions(self, entry: dict[str, Any]) -> None:
+    def take_distributions(self, entry: dict[str, Any]) -> None:
         known = [one for one in self.distributions if one["step"] < entry["step"]]
         self.distributions = [*known, {"parameters": {}, "gradients": {}, **entry}]
 
-    def _profile(self, entry: dict[str, Any]) -> None:
+    def take_profile(self, entry: dict[str, Any]) -> None:
         self.profiles.append({"step": entry["step"], "when": entry["when"], "rows": entry["rows"], **entry})
 
 
@@ -146,13 +146,13 @@ def _number(value: Any) -> Any:
 
 
 _TAKERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
-    "begin": Run._begin,
+    "begin": Run.take_begin,
     "graph": lambda run, entry: setattr(run, "graph", entry),
     "memory": lambda run, entry: setattr(run, "memory", entry),
-    "steps": Run._steps,
-    "epoch": Run._epoch,
-    "distributions": Run._distributions,
-    "profile": Run._profile,
+    "steps": Run.take_steps,
+    "epoch": Run.take_epoch,
+    "distributions": Run.take_distributions,
+    "profile": Run.take_profile,
     "missing": lambda run, entry: run.missing.append(entry),
-    "end": Run._end,
+    "end": Run.take_end,
 }

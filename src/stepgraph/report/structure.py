@@ -16,15 +16,16 @@ HOLDERS = 40
 
 def graph(training: TrainingGraph) -> dict[str, Any]:
     """Every node with what it reads, makes and learns; gradients that stop, and why; the drawing."""
-    nodes = training._compiled
-    step = training._step(training._feeds.batch, True)
+    compiled = training.require_session("report").compilation
+    nodes, feeds = compiled.nodes, compiled.feeds
+    step = compiled.step(feeds.batch, True)
     names = draw.parameter_names(nodes)
     makers = {tensor: names[node.layer] for node in nodes for tensor in node.results}
-    called = {t: name for _, name, t in training._feeds}
+    called = {t: name for _, name, t in feeds}
     every = {t for node in nodes for t in (*node.arguments, *node.results)}
     return {
         "nodes": [_node(node, step, names, {**called, **makers}) for node in nodes],
-        "batch": training._feeds.batch,
+        "batch": feeds.batch,
         "gradients": _stops(nodes, step, names),
         "drawing": draw.svg(nodes, every - step.active, called),
     }
@@ -32,11 +33,13 @@ def graph(training: TrainingGraph) -> dict[str, Any]:
 
 def plan(training: TrainingGraph) -> dict[str, Any]:
     """The memory plan: its sums, live bytes by kind at each operator, and what is alive at the peak."""
-    part = training._programs.executable("step", training._feeds.batch).part
+    compiled = training.require_session("report").compilation
+    programs, batch = compiled.programs, compiled.feeds.batch
+    part = programs.executable("step", batch).part
     live = memory.timeline(part)
     totals = [sum(kinds.values()) for _, _, kinds in live]
     peak = max(range(len(totals)), key=totals.__getitem__, default=None)
-    found = training._programs.plans["step", training._feeds.batch]
+    found = programs.plans["step", batch]
     kinds = ("activations", "gradients", "workspace")
     return {
         "plan": {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -29,7 +28,17 @@ Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
 
 
-_turns: dict[torch.device | None, threading.RLock] = defaultdict(threading.RLock)
+class _Turns(dict[torch.device | None, threading.RLock]):
+    """One lock per device, for the whole process: graphs share a device's memory and streams.
+
+    `setdefault` keeps one lock where two threads ask for a device at the same time.
+    """
+
+    def __missing__(self, place: torch.device | None) -> threading.RLock:
+        return self.setdefault(place, threading.RLock())
+
+
+_turns = _Turns()
 
 
 def turn(device: Device | None) -> AbstractContextManager[Any]:

@@ -31,6 +31,10 @@ class Gradients:
             self.handles[key].hold(self.shown.get(key), "no gradient pass has computed it")
         return self.handles[key]
 
+    def key(self, tensor: Tensor) -> Key:
+        """What is read through a tensor: a gradient, or its own value."""
+        return next((key for key, handle in self.handles.items() if handle is tensor), value(tensor))
+
     def replace(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Takes the gradients of a new pass."""
         self.found, self.used, self.are_known = dict(found), False, True

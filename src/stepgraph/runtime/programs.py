@@ -25,7 +25,7 @@ class Programs:
     Args:
         step: what to compute for a batch size, in training or inference mode.
         kept: what stays readable after one whole call.
-        require_fit: raises where a plan for a batch size needs more than the graph may.
+        require_fit: raises where the plan of a part for a batch size needs more than the graph may; told who asks.
         channels_last: where images have their channels, if that is known already.
     """
 
@@ -33,7 +33,7 @@ class Programs:
         self,
         step: Callable[[int, bool], Step],
         kept: Callable[[], Sequence[Key]],
-        require_fit: Callable[[MemoryPlan, str, int], None],
+        require_fit: Callable[[MemoryPlan, str, int, str], None],
         channels_last: bool | None = None,
     ) -> None:
         self._step, self._kept, self._require_fit = step, kept, require_fit
@@ -71,13 +71,13 @@ class Programs:
         self.channels_last = program.step.channels_last
         return program
 
-    def executable(self, part: str, batch: int) -> Executable:
+    def executable(self, part: str, batch: int, call: str = "execute") -> Executable:
         """A part of the step: `step`, `forward`, `gradient`, `update`, `forward only`, `inference` or `evaluation`."""
         found = self.executables.get((part, batch))
         if found is None:
             if self.executables:
                 logger.info("compiling %s for batch size %d", part, batch)
-            self._make(part, batch)
+            self._make(part, batch, call)
             found = self.executables[part, batch]
         if batch != self._last:
             self._use(batch)
@@ -98,19 +98,27 @@ class Programs:
         step = self.program(batch, training=part != "inference").step
         return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
-    def keeping_anew(self) -> Programs:
-        """The same programs, with executables that keep what is to be kept now."""
-        other = Programs(self._step, self._kept, self._require_fit, self.channels_last)
+    def handed_on(
+        self,
+        step: Callable[[int, bool], Step],
+        kept: Callable[[], Sequence[Key]],
+        require_fit: Callable[[MemoryPlan, str, int, str], None],
+        anew: bool,
+    ) -> Programs:
+        """The same programs for another compilation; `anew`, with executables of its own, that keep other results."""
+        other = Programs(step, kept, require_fit, self.channels_last)
         other._traced, other._recent, other._block = self._traced, self._recent, self._block
+        if not anew:
+            other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other
 
-    def _make(self, part: str, batch: int) -> None:
+    def _make(self, part: str, batch: int, call: str) -> None:
         """Everything is planned, and refused if it does not fit, before anything is made that could run."""
         program = self.program(batch, training=part not in ("inference", "evaluation"))
         step = program.step
         parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
-        self._require_fit(plan, part, batch)
+        self._require_fit(plan, part, batch, call)
         made = {(name, batch): Executable(one, step, self._block) for name, one in parts.items()}
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan

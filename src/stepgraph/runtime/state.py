@@ -68,10 +68,11 @@ class TrainingState:
         elif SCALE not in new.arrays:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
         if optimizer is not None:
-            new._attach(optimizer, trainable)
+            new.attach(optimizer, trainable)
         return new
 
-    def _attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
+    def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
+        """Takes an optimizer, whose buffers begin as `attached` says."""
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
         self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
         place = self.device.torch

@@ -37,12 +37,17 @@ def everything(program: Program) -> Part:
     return phases.whole(program, list(program.outputs))
 
 
+def on_copies(executable: Executable, arrays: Arrays) -> tuple[dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
+    """Runs a part so that nothing changes: what it finds, and the copies that it wrote to."""
+    part = executable.part
+    after = {key: arrays[key].clone() for key in part.written}
+    with executable.settings():
+        results = executable.run(executable.bind({**arrays, **after}).filled({}))
+    return dict(zip(part.outputs, results, strict=True)), after
+
+
 def replay(program: Program, arrays: Arrays) -> Trial:
     """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
     step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
-    part = everything(program)
-    after = {key: arrays[key].clone() for key in part.written}
-    executable = Executable(part, step)
-    with executable.settings():
-        results = executable.run(executable.bind({**arrays, **after}).filled({}))
-    return Trial(step, arrays, dict(zip(part.outputs, results, strict=True)), after)
+    found, after = on_copies(Executable(everything(program), step), arrays)
+    return Trial(step, arrays, found, after)

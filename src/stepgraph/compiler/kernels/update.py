@@ -7,13 +7,14 @@ apart into the rule's own for the compiler that fuses them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import fx
@@ -29,7 +30,28 @@ AT_ONCE = {  # how many arrays of a parameter's size a rule has on its way
     **{"adam": 6, "adam amsgrad": 7, "adamw": 7, "adamw amsgrad": 8},
 }
 MOST_AT_ONCE = 7  # of other rules
-_optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # those of steps that are recorded
+
+
+class _Numbered:
+    """Optimizers of recorded steps by number: an operator takes numbers and arrays, no Python objects."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
+        self._next = itertools.count()
+
+    def number(self, optimizer: Optimizer) -> int:
+        """The number of an optimizer, never that of another one."""
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = number = next(self._next)
+            self._optimizers[number] = optimizer
+        return self._numbers[optimizer]
+
+    def __getitem__(self, number: int) -> Optimizer:
+        return self._optimizers[number]
+
+
+_numbered = _Numbered()
 
 
 def update(
@@ -65,10 +87,9 @@ def update(
         reference(optimizer, parameters, gradients, states, named(), norm=norm, finite=finite)
     else:
         flat, n = [array for slot in states for array in slot], named()
-        _optimizers[id(optimizer)] = optimizer
         names = ",".join(name for name in vars(n) if name != TOGETHER)
         torch.ops.stepgraph.update_by_rule_(
-            parameters, gradients, flat, getattr(n, TOGETHER), norm, finite, id(optimizer), names
+            parameters, gradients, flat, getattr(n, TOGETHER), norm, finite, _numbered.number(optimizer), names
         )
 
 
@@ -242,7 +263,7 @@ def update_by_rule(
     """`reference` for an optimizer by its number, on whatever device."""
     count, n = len(parameters), SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
     slots = [states[i : i + count] for i in range(0, len(states), count)]
-    reference(_optimizers[optimizer], parameters, gradients, slots, n, norm=norm, finite=finite)
+    reference(_numbered[optimizer], parameters, gradients, slots, n, norm=norm, finite=finite)
 
 
 @torch.library.register_fake("stepgraph::update_by_rule_", lib=_library)
@@ -253,7 +274,7 @@ def _(*_: object) -> None:
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """Bytes that `update_by_rule_` needs inside."""
     parameters, optimizer = arguments[0], arguments[6]
-    count = AT_ONCE.get(_optimizers[optimizer].rule, MOST_AT_ONCE)
+    count = AT_ONCE.get(_numbered[optimizer].rule, MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in parameters)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 
-from stepgraph.compiler.step import Fusion
+from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
+from stepgraph.system.surroundings import Precision
 from stepgraph.types import DataType, GraphCompilationOptions
 
 
@@ -20,6 +22,37 @@ class _Same(Enum):
 
     def __repr__(self) -> str:
         return "SAME_DEVICE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a graph is compiled.
+
+    Args:
+        options: what was asked for.
+        compute_type: what layers compute in, where it is not what tensors declare.
+        tf32: whether a GPU may round float32 factors to TF32; None is as PyTorch was set.
+        memory_limit: bytes that a step may need.
+        precision: what that comes to now.
+    """
+
+    options: GraphCompilationOptions = GraphCompilationOptions.NONE
+    compute_type: torch.dtype | None = None
+    tf32: bool | None = None
+    memory_limit: int | None = None
+    precision: Precision = FULL
+
+    @classmethod
+    def checked(cls, options: Any, compute_type: Any, tf32: Any, memory_limit: Any = None) -> Settings:
+        """What a caller asks for, refused where it makes no sense."""
+        require_options(options, GraphCompilationOptions)
+        tf32 = tf32_allowed(tf32)
+        return cls(options, mixed(compute_type), tf32, limited(memory_limit), Precision.of(tf32))
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Whether faster implementations are looked for."""
+        return GraphCompilationOptions.DETERMINISTIC not in self.options
 
 
 SAME_DEVICE = _Same.DEVICE

@@ -1,0 +1,339 @@
+"""One compilation of what is declared: what to compute for which batch size, and the programs that do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from stepgraph import draw
+from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.recompute import largest_batch
+from stepgraph.compiler.settings import Settings, fusion_of
+from stepgraph.compiler.step import Key, Step, gradient, layer_tensors, source_gradient, value
+from stepgraph.declaration import Declaration
+from stepgraph.device import Device
+from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
+from stepgraph.layers.node import Node
+from stepgraph.runtime.blame import unread
+from stepgraph.runtime.feeds import Data, Feeds, Names, merged
+from stepgraph.runtime.programs import PASSES, Programs
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import GraphCompilationOptions as Options
+
+Arrays = dict[Key, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Compilation:
+    """A declaration for a device. It changes nothing else, and is replaced as a whole.
+
+    Args:
+        declaration: what is compiled, with the loss attached.
+        device: where it runs.
+        settings: how it was asked to be compiled.
+        constants: inputs that are not fed, with their data.
+        held: parameters, statistics and constants of the layers.
+        handles: gradients that are read through tensors.
+        group: the compilations of all linked graphs, this one among them.
+        place: which of them it is.
+        before: the programs that this compilation goes on from; their layout in memory stays.
+    """
+
+    declaration: Declaration
+    device: Device
+    settings: Settings
+    constants: Mapping[Tensor, torch.Tensor]
+    held: tuple[Tensor, ...]
+    handles: Mapping[Key, Tensor]
+    group: list[Compilation]
+    place: int
+    before: Programs | None = None
+
+    @cached_property
+    def programs(self) -> Programs:
+        """What can run; each program is made when it is first asked for."""
+        layout = None if self.before is None else self.before.channels_last
+        return Programs(self.step, self.kept, self.require_fit, layout)
+
+    def renewed(self, group: list[Compilation], declaration: Declaration) -> Compilation:
+        """The same with other details of the declaration, in a new group, which it joins."""
+        new = replace(self, declaration=declaration, group=group, place=len(group), before=self.programs)
+        group.append(new)
+        return new
+
+    def redeclared(self, *, anew: bool = False, **declared: Any) -> Compilation:
+        """The same programs for another declaration; `anew`, with executables that keep other results."""
+        new = replace(self, declaration=replace(self.declaration, **declared), before=self.programs)
+        new.__dict__["programs"] = self.programs.handed_on(new.step, new.kept, new.require_fit, anew)
+        return new
+
+    # What is computed
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes, the loss included."""
+        return self.declaration.nodes
+
+    @cached_property
+    def feeds(self) -> Feeds:
+        """What is fed in each call."""
+        return self.declaration.feeds
+
+    @cached_property
+    def last_loss(self) -> Node | None:
+        """The loss that a call answers with."""
+        return next((node for node in reversed(self.nodes) if node.is_loss), None)
+
+    @cached_property
+    def whole(self) -> str:
+        """The part that runs a call in one piece."""
+        return "step" if self.declaration.trains else "inference"
+
+    @cached_property
+    def checks_numerics(self) -> bool:
+        """Whether a run that leaves anything not finite is undone."""
+        return Options.CHECK_NUMERICS in self.settings.options
+
+    @cached_property
+    def checks_indices(self) -> bool:
+        """Whether indices are looked at before a call. Elsewhere operators raise where one is out of range."""
+        return Options.FUSE_LAYERS in self.settings.options or self.device.torch.type != "cpu"
+
+    def step(self, batch: int, training: bool) -> Step:
+        """What to compute for a batch size."""
+        settings, device = self.settings, self.device.torch
+        plain = Step(
+            self.nodes,
+            self.feeds.tensors,
+            device,
+            (self.feeds.batch, batch),
+            compute_type=settings.compute_type,
+            chooses_kernels=settings.chooses_kernels,
+            # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
+            channels_last=device.type == "cuda" and settings.chooses_kernels,
+            fusion=fusion_of(settings.options, device, planned=settings.memory_limit is not None),
+            precision=settings.precision,
+            memory_limit=settings.memory_limit,
+            names=draw.parameter_names(self.nodes),
+        )
+        return self._learning(plain) if training and self.declaration.trains else plain
+
+    def _learning(self, plain: Step) -> Step:
+        declared, handed = self.declaration, self._handed_back()
+        return replace(
+            plain,
+            training=True,
+            trainable=self.trainable,
+            wanted=self.wanted,
+            optimizer=declared.optimizer,
+            seeded=self.seeded(),
+            starts=frozenset(self.terminal) - {*declared.user_gradients, *self.read_elsewhere},
+            shared=handed & {*self.trainable},
+            stopped=declared.stopped,
+            all_gradients=Options.COMPUTE_ALL_GRADIENTS in self.settings.options,
+        )
+
+    def batch_size(self, given: int | None) -> int:
+        """The batch size of a call, refused where it is another than declared and the result has other rows."""
+        declared = self.feeds.batch
+        if given is None:
+            return declared
+        batch = self.feeds.batch_size(given)
+        if batch == declared:
+            return batch
+        ends = [node.sources[0] for node in self.nodes if node.is_loss] or self.nodes[-1].results
+        rows = {tensor.shape[0] for tensor in ends}
+        if not rows & {declared, 1}:
+            raise ArgumentError(
+                "execute",
+                f"batch_size is {batch}, but the first input has {declared} rows and the result {rows.pop()}",
+                fix="declare an input first whose first extent is the batch, or pass batch_size=None",
+            )
+        return batch
+
+    # What stays readable after a call
+
+    def kept(self) -> list[Key]:
+        """What a whole call keeps."""
+        found = [value(tensor) for tensor in self.kept_results()]
+        if self.declaration.trains:
+            found += self._kept_gradients()
+        return list(dict.fromkeys([*found, *map(value, unread(self.nodes))])) if self.checks_numerics else found
+
+    def kept_results(self) -> list[Tensor]:
+        """Results that stay readable after a whole call."""
+        nodes = self.nodes
+        watched = [t for node in self._watched() for t in node.results]
+        losses = [t for node in nodes if node.is_loss for t in (*node.results, *node.sources)]
+        made = {t for node in nodes for t in node.results}
+        wanted = [*self.declaration.outputs.values(), *nodes[-1].results, *losses, *watched]
+        return [tensor for tensor in dict.fromkeys(wanted) if tensor in made]
+
+    def _kept_gradients(self) -> list[Key]:
+        """Gradients that were declared as outputs, or belong to layers under debugging."""
+        nodes, declared = self._watched(), set(self.declaration.outputs.values())
+        keys = [key for key, handle in self.handles.items() if handle in declared]
+        keys += [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
+        keys += [gradient(t) for node in nodes for t in node.results]
+        return [*dict.fromkeys(keys), *(gradient(t) for t in self.trainable if self.checks_numerics)]
+
+    def _watched(self) -> list[Node]:
+        debugging = Options.DEBUG_LAYERS in self.settings.options
+        return [node for node in self.nodes if debugging and node.layer.is_debugging_enabled]
+
+    # What is learned, alone or with linked graphs
+
+    @property
+    def trainable(self) -> tuple[Tensor, ...]:
+        """Tensors this graph updates."""
+        candidates = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
+        updated = dict.fromkeys((*candidates, *self.declaration.parameters))
+        elsewhere = self._owned_elsewhere
+        return tuple(t for t in updated if t.is_updatable and t.data_type.is_floating and t not in elsewhere)
+
+    @property
+    def others(self) -> list[Compilation]:
+        """Those of the graphs that this one is linked with."""
+        return [one for place, one in enumerate(self.group) if place != self.place]
+
+    @property
+    def _owned_elsewhere(self) -> set[Tensor]:
+        """Parameters that an earlier graph of a linked group updates."""
+        earlier = self.group[: self.place]
+        return {t for one in earlier for node in one.nodes for t in node.layer.parameters.values()}
+
+    def seeded(self) -> tuple[Tensor, ...]:
+        """Results that take a gradient from outside: asked for, from a linked graph, or last without a loss."""
+        results = [t for node in self.nodes for t in node.results if t.data_type.is_floating]
+        last = {*self.terminal} - self.read_elsewhere
+        asked = {*self.declaration.user_gradients, *last, *self._handed_back()}
+        return tuple(t for t in results if t in asked)
+
+    @property
+    def terminal(self) -> tuple[Tensor, ...]:
+        """The last results, where there is no loss to stand for them."""
+        return self.nodes[-1].results if self.last_loss is None else ()
+
+    @property
+    def read_elsewhere(self) -> set[Tensor]:
+        """What linked graphs are fed with."""
+        return {tensor for one in self.others for tensor in one.feeds.tensors}
+
+    @property
+    def wanted(self) -> frozenset[Tensor]:
+        """Inputs that are results of linked graphs and can have a gradient, and parameters that those update."""
+        made = {t for one in self.others for node in one.nodes for t in node.results}
+        handed = (t for t in self.feeds.tensors if t in made and t.data_type.is_floating)
+        return frozenset(handed) | frozenset(self._owned_elsewhere)
+
+    def _handed_back(self) -> frozenset[Tensor]:
+        """Tensors for which linked graphs compute gradients."""
+        return frozenset[Tensor]().union(*(one.hands_back() for one in self.others))
+
+    def hands_back(self) -> set[Tensor]:
+        """What linked graphs want a gradient of and get one: not where no loss depends on it."""
+        if self.programs.is_recording:  # graphs that read one another count on it
+            return {*self.wanted}
+        found = self.programs.program(self.feeds.batch).outputs
+        return {tensor for tensor in self.wanted if gradient(tensor) in found}
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients go from this graph to a linked one, or come from there."""
+        if len(self.group) == 1:
+            return False
+        made = {t for node in self.nodes for t in node.results}
+        return bool(self.wanted or made & self.read_elsewhere)
+
+    # What it needs
+
+    def memory_plan_for(self, batch: int) -> MemoryPlan:
+        """What a whole call would need with another batch size; nothing is kept."""
+        return replace(self, before=self.programs).programs.plan_for(self.whole, self.batch_size(batch))
+
+    def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
+        """Refuses a plan that needs more than the limit, and tells which batch would fit."""
+        limit, needed = self.settings.memory_limit, plan.total
+        if limit is None or needed <= limit:
+            return
+        rows = "" if batch == self.feeds.batch else f" (batch_size={batch})"
+        where = f"{self.declaration.kind}.{call}{rows}"
+        for_good = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
+        if part != "step":
+            problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
+            whole = "run whole steps with execute, which computes results again, or raise the limit"
+            fix = whole if part in PASSES else "use fewer rows, or raise the limit"
+        elif call == "add_outputs":
+            problem = f"with these outputs the step needs {needed:,} bytes, the limit is {limit:,}"
+            fix = "declare fewer outputs, or raise the limit"
+        else:
+            problem = (
+                f"the step needs {needed:,} bytes, also when it computes again what it can; the limit is {limit:,}"
+            )
+            largest = largest_batch(self._needed, batch, needed, limit)
+            fix = f"use a batch of at most {largest}" if largest else "no batch fits: raise the limit"
+        raise MemoryLimitError(where, problem, for_good=for_good, fix=fix)
+
+    def _needed(self, batch: int) -> int | None:
+        """Bytes of the step for another batch size; None where the graph cannot run with it."""
+        try:
+            return self.memory_plan_for(batch).total
+        except StepgraphError:
+            return None
+
+
+def compiled(
+    declaration: Declaration,
+    device: Device,
+    settings: Settings,
+    constants: Mapping[Tensor, torch.Tensor],
+    handles: Mapping[Key, Tensor],
+    group: list[Compilation],
+) -> Compilation:
+    """A compilation of what is declared, checked; nothing is traced yet. It joins the group."""
+    for tensor in declaration.parameters:
+        tensor.torch()  # raises, by name, where there is nothing to train
+    declared = declaration.with_loss()
+    if not declared.nodes:
+        raise StateError(f"{declared.kind}.compile", "the graph has no layers", fix="add nodes first")
+    feeds = declared.feeds.find(declared.nodes, {*constants, *declared.parameters})
+    declared = replace(declared, feeds=feeds)
+    declared.require_outputs(declared.outputs, handles.values())
+    held = _held(declared.nodes, {*feeds.tensors, *constants})
+    found = Compilation(declared, device, settings, constants, held, handles, group, len(group))
+    group.append(found)
+    return found
+
+
+def read_constants(tensors: Names, data: Data, device: Device) -> dict[Tensor, torch.Tensor]:
+    """Inputs that are constant, with their data on the device."""
+    found = {}
+    for name, tensor in merged("constant input", {}, tensors).items():
+        where, values = f"Tensor '{tensor.label}' ('{name}')", data.get(name, tensor.data)
+        if values is None:
+            raise DataError(where, "the constant input has no data", fix="pass it in input_tensors_data")
+        found[tensor] = buffers.read(values, tensor.shape, tensor.data_type, where).to(device.torch, copy=True)
+    return found
+
+
+def _held(nodes: Sequence[Node], given: Collection[Tensor]) -> tuple[Tensor, ...]:
+    """Parameters, statistics and constants of the layers; each must hold data."""
+    other = {*given, *(t for node in nodes for t in node.results)}
+    found: dict[Tensor, None] = {}
+    for node in nodes:
+        for tensor in (*node.arguments, *layer_tensors(node)):
+            if tensor not in other and not tensor.has_data:
+                raise DataError(
+                    node.where,
+                    "one of its tensors holds no data",
+                    tensor=repr(tensor),
+                    fix="create it with data, fill or random, or give it data with bind_and_write_data",
+                )
+            if tensor not in other:
+                found[tensor] = None
+    return tuple(found)

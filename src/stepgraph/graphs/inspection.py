@@ -1,0 +1,110 @@
+"""Looking at a compiled graph: how it runs, what it needs, where its numbers stop being finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+
+from stepgraph import draw
+from stepgraph.compiler import memory
+from stepgraph.compiler.step import STREAM
+from stepgraph.declaration import Declaration
+from stepgraph.errors import StateError
+from stepgraph.graphs.compilation import Arrays, Compilation
+from stepgraph.graphs.session import Session
+from stepgraph.layers.node import Node
+from stepgraph.runtime.description import described
+from stepgraph.runtime.feeds import Data
+from stepgraph.runtime.numerics import NumericsReport, report
+from stepgraph.runtime.profile import Profile, profile
+from stepgraph.runtime.trial import everything, replay
+
+# As text and as a picture
+
+
+def table(title: str, nodes: Sequence[Node], compilation: Compilation | None) -> RenderableType:
+    """The layers, and of a compiled graph its memory plan and how it runs."""
+    parts: list[RenderableType] = [draw.table(nodes, title)]
+    for text in _told(compilation):
+        parts += ["", draw.lines(text)]
+    return Group(*parts)
+
+
+def svg(nodes: Sequence[Node], declaration: Declaration) -> str:
+    """The graph as a picture."""
+    return draw.svg(nodes, declaration.stopped, {tensor: name for _, name, tensor in declaration.feeds})
+
+
+def html(title: str, nodes: Sequence[Node], declaration: Declaration, compilation: Compilation | None) -> str:
+    """The same for a notebook."""
+    return draw.graph_html(title, svg(nodes, declaration), nodes, *_told(compilation))
+
+
+def _told(compilation: Compilation | None) -> list[str]:
+    if compilation is None:
+        return []
+    programs, batch, trains = compilation.programs, compilation.feeds.batch, compilation.declaration.trains
+    rows = described(programs.program(batch, trains), programs.executables.get((compilation.whole, batch)))
+    lines = [f"  {name:<12}{text}" for name, text in rows]
+    return [str(programs.plan), "\n".join(["How it runs", *lines])]
+
+
+# Running a step once more, on copies of what it changes
+
+
+class _Batch(NamedTuple):
+    """What one more run of a step works on: its batch size, its number, all arrays it reads."""
+
+    batch: int
+    step: int | None
+    arrays: Arrays
+
+
+def check_numerics(session: Session, given: tuple[Data | None, ...], batch_size: int | None) -> NumericsReport:
+    """Where a step's numbers stop being finite."""
+    compiled = session.compilation
+    chosen = _chosen(session, "check_numerics", given, batch_size)
+    program = compiled.programs.program(chosen.batch, compiled.declaration.trains)
+    plan = memory.plan(program.step, everything(program))
+    compiled.require_fit(plan, "check_numerics", chosen.batch, "check_numerics")
+    return report(replay(program, chosen.arrays), chosen.step, session.feeds.spoken)
+
+
+def profiled(session: Session, given: tuple[Data | None, ...], batch_size: int | None, repeat: int) -> Profile:
+    """Time by layer and phase, the least of some runs."""
+    chosen = _chosen(session, "profile", given, batch_size)
+    executable = session.compilation.programs.executable(session.compilation.whole, chosen.batch)
+    found = []
+    with executable.settings():
+        for _ in range(repeat):
+            copies = {key: chosen.arrays[key].clone() for key in executable.part.written}
+            arrays = executable.bind({**chosen.arrays, **copies}).filled({})
+            found.append(profile(executable.part, arrays, session.device.torch)[1])
+    return Profile.best_of(found)
+
+
+def _chosen(session: Session, call: str, given: tuple[Data | None, ...], batch_size: int | None) -> _Batch:
+    """The batch that was given, or that of the last call."""
+    last = session.last
+    if any(data is not None for data in given):
+        batch = session.compilation.batch_size(batch_size)
+        feeds = session.feeds.arrays(session.feeds.named(*given), batch, session.device)
+        return _Batch(batch, session.next_step, _beside(session, batch, again=False) | feeds)
+    if last is None:
+        raise StateError(
+            f"{session.compilation.declaration.kind}.{call}",
+            "nothing has been executed yet",
+            fix="execute a step first, or pass a batch",
+        )
+    return _Batch(last.batch, last.step, _beside(session, last.batch, again=True) | last.feeds)
+
+
+def _beside(session: Session, batch: int, again: bool) -> Arrays:
+    """Arrays beside the feeds: for the last step once more (`again`), which had the random numbers before these."""
+    if session.state is None:
+        return session.arrays()
+    stream = session.arrays()[STREAM].clone()
+    stream[1] -= int(again and session.last is not None and session.last.drew)
+    return session.arrays() | session.seeds(batch) | {STREAM: stream}

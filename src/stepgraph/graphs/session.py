@@ -1,0 +1,299 @@
+"""What lives between the calls of a compiled graph, and how one call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.program import Part
+from stepgraph.compiler.settings import require_options
+from stepgraph.compiler.step import STREAM, Key, value
+from stepgraph.device import Device
+from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
+from stepgraph.graphs.compilation import Arrays, Compilation
+from stepgraph.runtime import execution as executions
+from stepgraph.runtime.executable import Binding, Executable
+from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.feeds import MOST, Data, Feeds
+from stepgraph.runtime.gradients import Gradients, seeds, starts_at
+from stepgraph.runtime.indices import Indices
+from stepgraph.runtime.losses import Loss
+from stepgraph.runtime.profile import profile
+from stepgraph.runtime.state import TrainingState
+from stepgraph.runtime.undoing import explanation, undone_unless_finite
+from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors import buffers
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import DataType, ExecutionOptions
+
+# What a call results in: for which tensor, its array, and the loss.
+Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
+NOTHING: Answer = (None, None, None)
+DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
+_current = attrgetter("current")
+_is_updatable = attrgetter("is_updatable")
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
+
+    batch: int
+    step: int | None
+    feeds: Arrays
+    drew: bool = False
+
+
+class Session:
+    """What a compiled graph keeps from one call to the next.
+
+    Args:
+        compilation: what is run.
+        state: optimizer buffers, live numbers and the random stream; None where nothing is trained.
+        gradients: those of the last gradient pass.
+        elsewhere: those of linked graphs.
+        before: the session that this one takes over from.
+    """
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        state: TrainingState | None,
+        gradients: Gradients,
+        elsewhere: Callable[[], Sequence[Gradients]],
+        before: Session | None,
+    ) -> None:
+        self.compilation, self.state = compilation, state
+        self.gradients, self.elsewhere = gradients, elsewhere
+        self.device: Device = compilation.device
+        self.feeds: Feeds = compilation.feeds  # names that are declared later are refused by name
+        self.saved: Arrays = {}  # what the forward pass has left for the gradient pass
+        self.forward_batch: int | None = None
+        self.last: Call | None = None
+        self.takes_seeds = state is not None and bool(compilation.programs.program(self.feeds.batch).step.seeded)
+        self._updatable = [*map(_is_updatable, compilation.held)]
+        self.written: Arrays = {} if before is None else before.written
+        self.given: list[torch.Tensor | None] = [] if before is None else before.given
+        self.holding: tuple[tuple[Tensor, Key], ...] = () if before is None else before.holding
+        self._indices: dict[int, Indices] = {}
+        self._raising: set[int] = set()  # batch sizes for which operators find indices out of range by themselves
+        stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
+        self._stream: Arrays = {} if stream is None else {STREAM: stream}
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether other parameters may be updated than were when the programs were made."""
+        return self._updatable != [*map(_is_updatable, self.compilation.held)]
+
+    # Arrays that stay between calls
+
+    def memory(self) -> Iterable[Any]:
+        """What `arrays` depends on: if none of it changed, the arrays are the same. Checked in every call."""
+        held = map(_current, self.compilation.held)
+        return held if self.state is None else chain((self.state.arrays,), held)
+
+    def arrays(self) -> Arrays:
+        """Arrays that stay between calls."""
+        compiled = self.compilation
+        held = {value(tensor): tensor.torch() for tensor in compiled.held}
+        constants = {value(tensor): array for tensor, array in compiled.constants.items()}
+        return {**held, **constants, **(self._stream if self.state is None else self.state.arrays)}
+
+    def bound(self, part: str, batch: int) -> Binding:
+        """A part with the arrays that stay between calls, looked up anew where a tensor was bound to other memory."""
+        return self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
+
+    def seeds(self, batch: int) -> Arrays:
+        """Gradients from outside for a batch size."""
+        program = self.compilation.programs.program(batch)
+        if not program.step.seeded:
+            return {}
+        return seeds(program, self.compilation.declaration.user_gradients, self.elsewhere())
+
+    def has_seed(self, batch: int) -> bool:
+        """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
+        compiled = self.compilation
+        if compiled.last_loss is not None or any(t.has_data for t in compiled.declaration.user_gradients.values()):
+            return True
+        program = compiled.programs.program(batch)
+        return any(starts_at(tensor, program) for tensor in program.step.seeded)
+
+    # One call
+
+    def fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Arrays:
+        """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
+        if type(options) is not ExecutionOptions:
+            require_options(options, ExecutionOptions)
+        if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
+            # What was bound since the last call was written later.
+            then = zip(self.written.items(), self.given, strict=True)
+            given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
+        checks = self.compilation.checks_indices and batch not in self._raising
+        return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None)
+
+    def _indices_of(self, batch: int) -> Indices:
+        """Which feeds are indices, and of what, for a batch size."""
+        found = self._indices.get(batch)
+        if found is None:
+            if len(self._indices) >= MOST:
+                self._indices.clear()
+            compiled = self.compilation
+            found = self._indices[batch] = Indices(compiled.step(batch, False), self.feeds.spoken)
+            known = compiled.programs.executables.get((compiled.whole, batch))
+            if known is not None and known.runs_alone:  # in one thread an index out of range is an ordinary error
+                self._raising.add(batch)
+        return found
+
+    def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
+        """Remembers the data of a call that nothing refuses any more."""
+        if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
+            self.written, self.given = feeds, [*map(_current, self.feeds.tensors)]
+        self.last = Call(batch, self.next_step, feeds)
+
+    @property
+    def next_step(self) -> int | None:
+        """The number of the next update."""
+        optimizer = self.compilation.declaration.optimizer
+        return None if optimizer is None else optimizer.time_step
+
+    def launch(
+        self,
+        binding: Binding,
+        arrays: Mapping[Key, torch.Tensor],
+        options: ExecutionOptions,
+        completion: Completion | None,
+        keep: Callable[[Arrays], Answer],
+    ) -> Execution:
+        """Runs an executable and lets `keep` store what it found; the handle tells the rest.
+
+        The caller has its turn on the device since it took its data, so that a call of another thread sees nothing of
+        this one. An interrupt comes before or after, never in between.
+        """
+        timed = bool(options) and ExecutionOptions.PROFILING in options
+        execution = Execution(self.device, timed, announced=completion is not None)
+        with Uninterrupted():
+            try:
+                execution.finish(*keep(self._run(binding, arrays, options, execution)))
+            except (ExecutionError, NumericsError) as error:
+                self._indices_of(binding.executable.step.batch[1]).require_all(arrays)
+                execution.fail(error)
+                if completion is None:
+                    raise
+        return execution
+
+    def _run(
+        self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
+    ) -> Arrays:
+        """What one run of an executable gives."""
+        executable = binding.executable
+        profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
+        if not profiles and not self.compilation.checks_numerics:
+            return executable(binding, arrays)
+
+        def run() -> Arrays:
+            if not profiles:
+                return executable(binding, arrays)
+            found, execution.profile = profile(executable.part, binding.filled(arrays), executable.step.device)
+            return found
+
+        if not self.compilation.checks_numerics:
+            return run()
+
+        def explain(found: Arrays, after: Arrays) -> NumericsError:
+            before = {**self.arrays(), **arrays}
+            explained = explanation(self.compilation.programs, executable, before, found, after)
+            return explained(self.compilation.declaration.kind, self.next_step, self.feeds.spoken)
+
+        return undone_unless_finite(run, binding, arrays, explain)
+
+    # What it leaves
+
+    def hold(self, executable: Executable, found: Arrays) -> None:
+        """Makes results readable through their tensors, and those of earlier calls unreadable."""
+        if self.holding is not executable.results:
+            for tensor in dict(self.holding).keys() - dict(executable.results).keys():
+                tensor.hold(None, DROPPED)
+            self.holding = executable.results
+        for tensor, key in self.holding:
+            tensor.hold(found[key])
+
+    def answer(self, executable: Executable, found: Arrays) -> Answer:
+        """The loss, or the last result without a loss."""
+        loss_node = self.compilation.last_loss
+        if loss_node is None:
+            last = self.compilation.nodes[-1].results[0]
+            return last, executable.result(found, value(last)), None
+        loss = executable.loss(found)
+        return loss_node.results[0], loss, loss
+
+    def updated(self) -> None:
+        """An update has run: the step count goes on."""
+        assert self.state is not None
+        self.state.updated()
+
+    def forget_passes(self, found: Mapping[Key, torch.Tensor] = MappingProxyType({})) -> None:
+        """Forgets what separate passes have left; the gradients that a whole step `found` are readable instead."""
+        self.saved, self.forward_batch = {}, None
+        self.gradients.forget(found)
+
+    def has_drawn(self) -> None:
+        """The random numbers of the last call are past."""
+        if self.last is not None:
+            self.last.drew = True
+
+    def repeated_forward(self) -> Arrays:
+        """The forward pass once more, with the same data and random numbers, for programs that were made since."""
+        saved, batch = self.saved, self.forward_batch
+        if batch is None:
+            return {}
+        feeds = {value(t): saved[value(t)] for t in self.feeds.tensors}
+        arrays = self.arrays() | feeds
+        executable = self.compilation.programs.executable("forward", batch)
+        moving = {key: arrays[key].clone() for key in {STREAM, *executable.part.written}}
+        moving[STREAM][1] -= 1
+        return feeds | executable(executable.bind(arrays | moving), {})
+
+    # Outputs
+
+    def check_destinations(self, outputs_data: Data | None, part: Part) -> None:
+        """Refuses, before anything runs, memory for outputs that are not declared, not computed or do not fit."""
+        outputs = self.compilation.declaration.outputs
+        for name, destination in (outputs_data or {}).items():
+            if name not in outputs:
+                known = ", ".join(f"'{one}'" for one in outputs) or "none"
+                problem = f"'{name}' is not an output of this graph"
+                raise UnknownNameError("execute", problem, known=known, fix="declare it with add_outputs")
+            tensor, like = outputs[name], part.results.get(self.gradients.key(outputs[name]))
+            where = f"Tensor '{tensor.label}' (output '{name}')"
+            if like is None:
+                raise DataError(where, "this pass does not compute it", fix="leave it out")
+            buffers.destination(destination, like.shape, DataType.of(like.dtype), where)
+
+    def write_outputs(self, outputs_data: Data | None, found: Mapping[Tensor, torch.Tensor]) -> None:
+        """Copies results into the caller's memory."""
+        for name, destination in (outputs_data or {}).items():
+            tensor = self.compilation.declaration.outputs[name]
+            buffers.write(found[tensor], destination, f"Tensor '{tensor.label}' (output '{name}')")
+
+
+def announced(execution: Execution, options: ExecutionOptions, completion: Completion | None) -> Execution:
+    """Waits for the work where that was asked for, and tells who wants to know; not while others wait for it."""
+    if not options and completion is None:
+        return execution
+    synchronous = ExecutionOptions.SYNCHRONOUS in options
+    if synchronous and execution.error is None:
+        execution.wait()
+    if completion is not None:
+        execution.announce(completion, waited=synchronous)
+    return execution
+
+
+def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
+    """The results among what was found, by tensor."""
+    return {key.owner: array for key, array in found.items() if key.kind == "value"}

@@ -1,0 +1,80 @@
+"""Runs that leave nothing behind which is not finite: one that would is undone, and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
+from stepgraph.errors import NumericsError
+from stepgraph.runtime.blame import unread
+from stepgraph.runtime.executable import Binding, Executable
+from stepgraph.runtime.finite import all_finite
+from stepgraph.runtime.numerics import report
+from stepgraph.runtime.programs import Programs
+from stepgraph.runtime.trial import Trial, replay
+from stepgraph.tensors.tensor import Tensor
+
+Arrays = dict[Key, torch.Tensor]
+_COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
+
+
+def undone_unless_finite(
+    run: Callable[[], Arrays],
+    binding: Binding,
+    arrays: Mapping[Key, torch.Tensor],
+    explain: Callable[[Arrays, Arrays], NumericsError],
+) -> Arrays:
+    """What a run gives. Where it leaves anything not finite, nothing is changed and `explain` makes the error.
+
+    Args:
+        run: runs once, on the bound arrays and the others.
+        binding: the part that runs, with the arrays that stay.
+        arrays: the others.
+        explain: is given what was found, and what was written and is undone.
+    """
+    executable = binding.executable
+    memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
+    before = {key: memory[key].clone() for key in executable.part.written}
+    found = run()
+    if all_finite(_left_behind(executable, found, {key: memory[key] for key in before})):
+        return found
+    after = {key: memory[key].clone() for key in before}
+    with torch.inference_mode():
+        for key, array in before.items():
+            memory[key].copy_(array)
+    raise explain(found, after)
+
+
+def explanation(
+    programs: Programs, executable: Executable, before: Arrays, found: Arrays, after: Arrays
+) -> Callable[[str, int | None, Mapping[Tensor, str]], NumericsError]:
+    """The error for a run that was undone, given the kind of graph, the number of the step and names of feeds."""
+    name, batch = next(key for key, one in programs.executables.items() if one is executable)
+    if name in _COMPLETE:
+        trial = Trial(executable.step, before, found, after)
+    else:
+        trial = replay(programs.program(batch, name not in ("inference", "evaluation")), before)
+
+    def error(kind: str, step: int | None, spoken: Mapping[Tensor, str]) -> NumericsError:
+        told = report(trial, step, spoken)
+        if told.ok:
+            return NumericsError(
+                f"{kind}.execute",
+                "the compiled step made a NaN or an infinity, which it does not when run operator by operator",
+                fix="compile with DETERMINISTIC as well and see whether it stays",
+            )
+        kept = {"taken_back": "parameters, optimizer and statistics are as before this call"}
+        return told.error(**(kept if after else {}))
+
+    return error
+
+
+def _left_behind(executable: Executable, found: Arrays, memory: Arrays) -> list[torch.Tensor]:
+    """What must be finite after a run: results that no layer reads, trained gradients, and what was written."""
+    step = executable.step
+    results = map(value, unread(step.nodes))
+    gradients = [] if step.scales_loss else map(gradient, step.trainable)
+    written = [array for key, array in memory.items() if key not in (STREAM, NUMBERS, SCALE)]
+    return [*(found[key] for key in (*results, *gradients) if key in found), *written]
