@@ -23,7 +23,6 @@ from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion, value
-from stepgraph.layers import attention as attention_layer
 
 OPTIONS = sg.GraphCompilationOptions
 aten = torch.ops.aten
@@ -311,7 +310,7 @@ def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
         library.impl(name, function, "CPU")
     monkeypatch.setitem(sys.modules, "stepgraph.compiler.tiles.attention", SimpleNamespace())
-    monkeypatch.setattr(attention_layer, "WIDTHS", (8,))
+    monkeypatch.setattr(tiled, "WIDTHS", (8,))
     monkeypatch.setattr(tiled, "FORWARD", aten._scaled_dot_product_flash_attention_for_cpu.default)
     monkeypatch.setattr(tiled, "BACKWARD", aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     yield

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.layers.attention import fits_tiles
+from stepgraph.compiler.attention import fits_tiles
 from tests import launches
 from tests.launches import noted
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch.fx import traceback
 
 from stepgraph.compiler import kernels
+from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
     NUMBERS,
@@ -108,10 +110,9 @@ class _Walk:
                 t: (array.clone() if keep else array) if t in statistics else _as(array, computed)
                 for t, array in own.items()
             }
-            scope = Scope(
-                cast, step.training, self.arrays[STREAM], index, step.batch, step.channels_last, step.tiles_attention
-            )
-            results = _called(node, [_as(source, computed) for source in sources], scope)
+            scope = Scope(cast, step.training, self.arrays[STREAM], index, step.batch)
+            forward = lowered(step, node.layer, partial(_called, node))
+            results = forward([_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
             self.drew |= scope.drew
             for tensor, new in scope.updates.items():

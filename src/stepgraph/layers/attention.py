@@ -19,8 +19,6 @@ from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
 
 _PROJECTIONS = ("query", "key", "value", "output")
-WIDTHS = (16, 32, 64, 128)  # of a head, in tiles
-SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
 
 
 @dataclass(frozen=True)
@@ -210,12 +208,10 @@ class MultiheadAttentionLayer(Layer):
         q, k, v = (split_heads(x, heads=settings.head_count) for x in (q, k, v))
         mask = join_masks(*masks, batch=query.shape[0], keys=k.shape[2], dtype=q.dtype)
         drops = scope.training and settings.dropout > 0
-        as_one = mask is None and scope.tiles and fits_tiles(q, k, v)
-        if drops or (not as_one and q.is_cuda and q.dtype is torch.float32 and k.shape[2] <= SHORT):
+        if drops:
             weights = attention_weights(q, k, mask)
-            if drops:
-                weights = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
-            heads = weights @ v if mask is None else (weights @ v).masked_fill(all_masked(mask), 0)
+            kept = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
+            heads = weighted(kept, v, mask)
         else:
             heads = attend(q, k, v, mask)
         return self._project(3, heads.transpose(1, 2).flatten(2), scope)
@@ -224,12 +220,6 @@ class MultiheadAttentionLayer(Layer):
         rows = self.descriptor.projected[index]
         biases = None if self.biases is None else scope.array(self.biases[index], rows)
         return F.linear(x, scope.array(self.weights[index], rows, x.shape[-1]), biases)
-
-
-def fits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernels that fused steps have for attention on a GPU compute these."""
-    width = q.shape[-1]
-    return q.dtype is torch.float32 and width == k.shape[-1] == v.shape[-1] and width in WIDTHS
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -241,6 +231,11 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Non
     """`softmax(q kᵀ / sqrt(d) + mask)`; the least finite number stands for -∞, so that no row becomes NaN."""
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
     return torch.softmax(scores if mask is None else (scores + mask).clamp_min(torch.finfo(q.dtype).min), -1)
+
+
+def weighted(weights: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The values, weighted; zero for queries whose keys are all masked."""
+    return weights @ v if mask is None else (weights @ v).masked_fill(all_masked(mask), 0)
 
 
 def split_heads(x: torch.Tensor, *, heads: int) -> torch.Tensor:

@@ -236,9 +236,7 @@ class ConvolutionLayer(Layer):
         descriptor = self.descriptor
         weights = scope.array(self.weights, *descriptor.weights_shape)
         biases = None if self.biases is None else scope.array(self.biases, descriptor.output_feature_channel_count)
-        if scope.channels_last:
-            x, weights = (array.contiguous(memory_format=torch.channels_last) for array in (x, weights))
-        y = CONVOLUTIONS[descriptor.type](
+        return CONVOLUTIONS[descriptor.type](
             x,
             weights,
             biases,
@@ -247,8 +245,6 @@ class ConvolutionLayer(Layer):
             padding=descriptor.padding(*x.shape[2:]),
             groups=x.shape[1] // weights.shape[1],
         )
-        # Images of one channel are in both orders at once, and libraries take either: what follows must know which.
-        return y.clone(memory_format=torch.channels_last) if scope.channels_last and x.shape[1] == 1 else y
 
 
 def convolve(

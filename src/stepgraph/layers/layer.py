@@ -72,8 +72,6 @@ class Scope:
         stream: seed and position of the random stream; drawn from with `keep_mask` and `random`.
         salt: what tells this node's random numbers from those of others.
         batch: the declared batch size and that of this call.
-        channels_last: how convolutions should lay out images in memory.
-        tiles: whether attention will be fused into kernels of our own, which stand in for PyTorch's one operator.
         updates: new values of statistics; written with `update`.
         draws: how often the layer has drawn random numbers, by seed.
     """
@@ -83,8 +81,6 @@ class Scope:
     stream: torch.Tensor | None = None
     salt: int = 0
     batch: tuple[int, int] = (0, 0)
-    channels_last: bool = False
-    tiles: bool = False
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     draws: dict[int, int] = field(default_factory=dict)
 

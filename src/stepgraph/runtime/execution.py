@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,14 @@ def turn(device: Device | None) -> AbstractContextManager[Any]:
     """
     if device is None:
         return _turns[None]
-    if device.is_cuda and device.torch.index != torch.cuda.current_device():
+    if device.is_cuda and _has_several_gpus() and device.torch.index != torch.cuda.current_device():
         return _elsewhere(device.torch)
     return _turns[device.torch]
+
+
+@cache
+def _has_several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 @contextmanager

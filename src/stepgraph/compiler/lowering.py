@@ -1,0 +1,70 @@
+"""How layers are recorded for a device and a layout: a layer's forward is its equation and knows of neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from stepgraph.compiler.attention import fits_tiles
+from stepgraph.compiler.step import Step
+from stepgraph.layers.attention import attention_weights, weighted
+from stepgraph.layers.convolution import ConvolutionLayer
+from stepgraph.layers.layer import Layer, Scope
+
+SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
+LAST = torch.channels_last
+Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
+
+
+def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
+    """A layer's forward as it is recorded for a step."""
+    if step.channels_last and isinstance(layer, ConvolutionLayer):
+        return _channels_last(layer, forward)
+    return _attending(step, forward) if step.device.type == "cuda" else forward
+
+
+def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
+    """Images and filters have their channels last in memory."""
+
+    def run(sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
+        (x,) = sources
+        weights = scope.array(layer.weights, *layer.descriptor.weights_shape).contiguous(memory_format=LAST)
+        laid_out = replace(scope, arrays={**scope.arrays, layer.weights: weights})
+        (y,) = forward([x.contiguous(memory_format=LAST)], laid_out)
+        # Images of one channel are in both orders at once, and libraries take either: what follows must know which.
+        return (y.clone(memory_format=LAST) if x.shape[1] == 1 else y,)
+
+    return run
+
+
+def _attending(step: Step, forward: Forward) -> Forward:
+    """Attention over few keys is written out, unless tiles will compute it."""
+
+    def run(sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
+        with _WrittenOut(step.tiles_attention):
+            return forward(sources, scope)
+
+    return run
+
+
+class _WrittenOut(TorchFunctionMode):
+    """Records products and a softmax in the place of PyTorch's attention, where they are faster."""
+
+    def __init__(self, in_tiles: bool) -> None:
+        super().__init__()
+        self._in_tiles = in_tiles
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention and not kwargs and self._is_faster(*args):
+            q, k, v, mask = (*args, None)[:4]
+            return weighted(attention_weights(q, k, mask), v, mask)
+        return function(*args, **(kwargs or {}))
+
+    def _is_faster(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
+        as_one = mask is None and self._in_tiles and fits_tiles(q, k, v)
+        return not as_one and q.dtype is torch.float32 and k.shape[2] <= SHORT
