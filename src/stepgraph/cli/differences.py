@@ -169,9 +169,10 @@ def _gradients(graphs: Sequence[Any]) -> Numbers:
         for key, array in graph.gradients.found.items():
             if key.kind == "gradient":
                 found[key.owner] = found[key.owner] + array if key.owner in found else array
-    layers = draw.unique_names(layers_of(graph.declaration for graph in graphs))
+    declared = [graph.declaration for graph in graphs]
+    layers = draw.unique_names(layers_of(declared))
     owners = {tensor: name for layer, name in layers.items() for tensor in layer.parameters.values()}
-    named = [(name, tensor) for name, tensor in named_tensors(graphs).items() if tensor in found]
+    named = [(name, tensor) for name, tensor in named_tensors(declared).items() if tensor in found]
     return {
         What("gradient", name, owners.get(tensor, name)): found[tensor].detach().cpu()
         for name, tensor in reversed(named)
