@@ -172,7 +172,7 @@ def test_what_cannot_fit_is_refused_with_the_batch_that_would() -> None:
     fixed = {"options": sg.GraphCompilationOptions.DETERMINISTIC}
     plain = residual_network(16, **fixed)
     limit = plain.memory_plan.total // 4
-    with pytest.raises(sg.MemoryLimitError, match="use a batch of at most") as refused:
+    with pytest.raises(sg.MemoryLimitError, match="use a batch size of at most") as refused:
         residual_network(16, memory_limit=limit, **fixed)
     largest = int(str(refused.value).split("at most ")[1].rstrip(".\n"))
     assert 1 <= largest < 16
@@ -182,7 +182,7 @@ def test_what_cannot_fit_is_refused_with_the_batch_that_would() -> None:
 def test_where_no_batch_fits_a_graph_stays_compiled_as_it_was() -> None:
     training, _, _ = small_network(32)
     before = training.memory_plan
-    with pytest.raises(MemoryError, match="no batch fits"):
+    with pytest.raises(MemoryError, match="no batch size fits"):
         training.compile(sg.Device.cpu(), memory_limit=1000)
     assert training.memory_plan == before
     zeros = np.zeros((32, 64), np.float32)
@@ -251,7 +251,7 @@ def test_other_batch_sizes_keep_to_the_limit_and_the_plan_covers_them() -> None:
     before = training.memory_plan
     with pytest.raises(sg.MemoryLimitError, match=r"execute \(batch_size=512\): the step needs") as refused:
         training.execute(*batch_of(512), batch_size=512)
-    assert "use a batch of at most" in str(refused.value)
+    assert "use a batch size of at most" in str(refused.value)
     assert training.memory_plan == before and ("step", 512) not in training.executables
     assert np.isfinite(training.execute(*batch_of(64)).loss)
     assert np.isfinite(training.execute(*batch_of(16), batch_size=16).loss) and training.memory_plan == before

@@ -126,7 +126,7 @@ def test_batch_size_that_is_no_count_is_refused(rows: Any) -> None:
 def test_gradient_pass_refuses_another_batch_size_than_its_forward_pass() -> None:
     network = Network(mse()).compiled()
     forward(network, batch_size=2)
-    with pytest.raises(sg.ArgumentError, match="is 3, the forward pass ran with 2"):
+    with pytest.raises(sg.ArgumentError, match="is 3, but the forward pass ran with 2"):
         network.training.execute_gradient(3)
 
 

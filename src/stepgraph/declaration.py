@@ -1,4 +1,4 @@
-"""What is declared about a training or inference graph: wiring, names, loss, what is trained."""
+"""The declaration of a training or inference graph: wiring, names, loss, trained tensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from stepgraph.tensors.tensor import Tensor
 
 @dataclass(frozen=True)
 class Declaration:
-    """What was wired and named. A value: declaring more gives another one.
+    """The wiring and names of a graph. It is immutable: declaring more creates a new one.
 
     Args:
-        kind: the class of the graph, as messages name it.
+        kind: the class name of the graph, for messages.
         trains: whether it is a training graph.
-        adopted: the nodes of the graphs it was made from, one tuple for each.
-        own: the nodes that were added to it.
-        feeds: names for data; after a compilation also those that it found by itself.
+        adopted: the nodes of the adopted graphs, one tuple per graph.
+        own: the nodes added to the graph itself.
+        feeds: names for data; after a compilation, including those it found automatically.
         outputs: results that stay readable, by name.
         loss_layer: compares the last result with the labels.
-        loss_node: that layer as a node; None where there is none, or where labels are missing or do not fit.
+        loss_node: that layer as a node; None if there is none, or if labels are missing or do not fit.
         loss_results: the tensors of that node, which stay the same while their shapes do.
         optimizer: updates the parameters.
         parameters: inputs that are trained.
@@ -69,7 +69,7 @@ class Declaration:
         return list(found)
 
     def with_loss(self) -> Declaration:
-        """The same with the loss behind the last result; raises where it has nothing to compare with."""
+        """The same with the loss after the last result; raises an error if it has nothing to compare with."""
         layer, wired = self.loss_layer, self.wired
         if layer is None or not wired:
             return replace(self, loss_node=None)
@@ -89,20 +89,20 @@ class Declaration:
         return replace(self, loss_node=replace(node, results=results, is_loss=True), loss_results=results)
 
     def shown(self) -> Declaration:
-        """The same with the loss where it fits; whether it must is for `compile` to say."""
+        """The same with the loss if it fits; `compile` decides whether it must."""
         try:
             return self.with_loss()
         except StepgraphError:
             return replace(self, loss_node=None)
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Whether the first extent of a tensor follows the batch size; before a compilation that of each does."""
+        """Whether a tensor's first dimension is the batch size; before a compilation, every tensor's is."""
         return not self.feeds.tensors or tensor.shape[0] == self.feeds.batch
 
     def require_outputs(self, outputs: Names, gradients: Iterable[Tensor]) -> None:
-        """Refuses outputs that no layer makes and that are no gradients."""
+        """Rejects outputs that no layer produces and that are not gradients."""
         known = {*(tensor for node in self.nodes for tensor in node.results), *gradients}
         for name, tensor in outputs.items():
             if tensor not in known:
-                problem = f"no layer makes the output '{name}' ({tensor!r})"
+                problem = f"no layer produces the output '{name}' ({tensor!r})"
                 raise UnknownNameError("add_outputs", problem, fix="pass what node() returned")

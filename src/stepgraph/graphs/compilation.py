@@ -1,4 +1,4 @@
-"""One compilation of what is declared: what to compute for which batch size, and the programs that do."""
+"""One compilation of a declaration: what to compute for each batch size, and the programs that compute it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Arrays = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Compilation:
-    """A declaration for a device. It changes nothing else, and is replaced as a whole.
+    """A declaration compiled for a device. It changes nothing else and is replaced as a whole.
 
     Args:
         declaration: what is compiled, with the loss attached.
         device: where it runs.
-        settings: how it was asked to be compiled.
+        settings: the options of `compile`.
         constants: inputs that are not fed, with their data.
         held: parameters, statistics and constants of the layers.
         handles: gradients that are read through tensors.
-        group: the compilations of all linked graphs, this one among them.
-        place: which of them it is.
-        before: the programs that this compilation goes on from; their layout in memory stays.
+        group: the compilations of all linked graphs, including this one.
+        place: its index in the group.
+        before: the programs that this compilation continues from; their memory layout is kept.
     """
 
     declaration: Declaration
@@ -56,7 +56,7 @@ class Compilation:
 
     @cached_property
     def programs(self) -> Programs:
-        """What can run; each program is made when it is first asked for."""
+        """The programs that can run; each is built on first use."""
         layout = None if self.before is None else self.before.channels_last
         return Programs(self.step, self.kept, self.require_fit, layout)
 
@@ -67,7 +67,7 @@ class Compilation:
         return new
 
     def redeclared(self, *, anew: bool = False, **declared: Any) -> Compilation:
-        """The same programs for another declaration; `anew`, with executables that keep other results."""
+        """The same programs for another declaration; `anew` rebuilds executables that keep other results."""
         new = replace(self, declaration=replace(self.declaration, **declared), before=self.programs)
         new.__dict__["programs"] = self.programs.handed_on(new.step, new.kept, new.require_fit, anew)
         return new
@@ -81,27 +81,27 @@ class Compilation:
 
     @cached_property
     def feeds(self) -> Feeds:
-        """What is fed in each call."""
+        """The tensors that receive data in each call."""
         return self.declaration.feeds
 
     @cached_property
     def last_loss(self) -> Node | None:
-        """The loss that a call answers with."""
+        """The loss that a call returns."""
         return next((node for node in reversed(self.nodes) if node.is_loss), None)
 
     @cached_property
     def whole(self) -> str:
-        """The part that runs a call in one piece."""
+        """The name of the part that runs a whole call."""
         return "step" if self.declaration.trains else "inference"
 
     @cached_property
     def checks_numerics(self) -> bool:
-        """Whether a run that leaves anything not finite is undone."""
+        """Whether a run that produces non-finite values is rolled back."""
         return Options.CHECK_NUMERICS in self.settings.options
 
     @cached_property
     def checks_indices(self) -> bool:
-        """Whether indices are looked at before a call. Elsewhere operators raise where one is out of range."""
+        """Whether indices are checked before a call. On other devices operators raise if one is out of range."""
         return Options.FUSE_LAYERS in self.settings.options or self.device.torch.type != "cpu"
 
     def step(self, batch: int, training: bool) -> Step:
@@ -114,7 +114,7 @@ class Compilation:
             (self.feeds.batch, batch),
             compute_type=settings.compute_type,
             chooses_kernels=settings.chooses_kernels,
-            # The matrix units of GPUs read channels; the other order would be turned around before each convolution.
+            # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and settings.chooses_kernels,
             fusion=fusion_of(settings.options, device, planned=settings.memory_limit is not None),
             precision=settings.precision,
@@ -139,7 +139,7 @@ class Compilation:
         )
 
     def batch_size(self, given: int | None) -> int:
-        """The batch size of a call, refused where it is another than declared and the result has other rows."""
+        """The batch size of a call; rejected if it differs from the declared one and the result has other rows."""
         declared = self.feeds.batch
         if given is None:
             return declared
@@ -152,7 +152,7 @@ class Compilation:
             raise ArgumentError(
                 "execute",
                 f"batch_size is {batch}, but the first input has {declared} rows and the result {rows.pop()}",
-                fix="declare an input first whose first extent is the batch, or pass batch_size=None",
+                fix="declare an input whose first dimension is the batch first, or pass batch_size=None",
             )
         return batch
 
@@ -175,7 +175,7 @@ class Compilation:
         return [tensor for tensor in dict.fromkeys(wanted) if tensor in made]
 
     def _kept_gradients(self) -> list[Key]:
-        """Gradients that were declared as outputs, or belong to layers under debugging."""
+        """Gradients that were declared as outputs, or that belong to layers being debugged."""
         nodes, declared = self._watched(), set(self.declaration.outputs.values())
         keys = [key for key, handle in self.handles.items() if handle in declared]
         keys += [source_gradient(node, i) for node in nodes for i in range(len(node.sources))]
@@ -190,7 +190,7 @@ class Compilation:
 
     @property
     def trainable(self) -> tuple[Tensor, ...]:
-        """Tensors this graph updates."""
+        """The tensors that this graph updates."""
         candidates = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
         updated = dict.fromkeys((*candidates, *self.declaration.parameters))
         elsewhere = self._owned_elsewhere
@@ -198,7 +198,7 @@ class Compilation:
 
     @property
     def others(self) -> list[Compilation]:
-        """Those of the graphs that this one is linked with."""
+        """The compilations of the graphs linked with this one."""
         return [one for place, one in enumerate(self.group) if place != self.place]
 
     @property
@@ -208,7 +208,7 @@ class Compilation:
         return {t for one in earlier for node in one.nodes for t in node.layer.parameters.values()}
 
     def seeded(self) -> tuple[Tensor, ...]:
-        """Results that take a gradient from outside: asked for, from a linked graph, or last without a loss."""
+        """Results that take an outside gradient: a user gradient, one of a linked graph, or the last without a loss."""
         results = [t for node in self.nodes for t in node.results if t.data_type.is_floating]
         last = {*self.terminal} - self.read_elsewhere
         asked = {*self.declaration.user_gradients, *last, *self._handed_back()}
@@ -216,17 +216,17 @@ class Compilation:
 
     @property
     def terminal(self) -> tuple[Tensor, ...]:
-        """The last results, where there is no loss to stand for them."""
+        """The last results, if there is no loss after them."""
         return self.nodes[-1].results if self.last_loss is None else ()
 
     @property
     def read_elsewhere(self) -> set[Tensor]:
-        """What linked graphs are fed with."""
+        """Results that linked graphs read."""
         return {tensor for one in self.others for tensor in one.feeds.tensors}
 
     @property
     def wanted(self) -> frozenset[Tensor]:
-        """Inputs that are results of linked graphs and can have a gradient, and parameters that those update."""
+        """Inputs that are results of linked graphs and can have a gradient, and parameters that those graphs update."""
         made = {t for one in self.others for node in one.nodes for t in node.results}
         handed = (t for t in self.feeds.tensors if t in made and t.data_type.is_floating)
         return frozenset(handed) | frozenset(self._owned_elsewhere)
@@ -236,15 +236,15 @@ class Compilation:
         return frozenset[Tensor]().union(*(one.hands_back() for one in self.others))
 
     def hands_back(self) -> set[Tensor]:
-        """What linked graphs want a gradient of and get one: not where no loss depends on it."""
-        if self.programs.is_recording:  # graphs that read one another count on it
+        """The tensors whose gradients linked graphs want and receive: those on which a loss depends."""
+        if self.programs.is_recording:  # graphs that read one another rely on it
             return {*self.wanted}
         found = self.programs.program(self.feeds.batch).outputs
         return {tensor for tensor in self.wanted if gradient(tensor) in found}
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients go from this graph to a linked one, or come from there."""
+        """Whether this graph exchanges gradients with a linked one."""
         if len(self.group) == 1:
             return False
         made = {t for node in self.nodes for t in node.results}
@@ -253,34 +253,32 @@ class Compilation:
     # What it needs
 
     def memory_plan_for(self, batch: int) -> MemoryPlan:
-        """What a whole call would need with another batch size; nothing is kept."""
+        """The memory that a whole call would need with another batch size; nothing is kept."""
         return replace(self, before=self.programs).programs.plan_for(self.whole, self.batch_size(batch))
 
     def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
-        """Refuses a plan that needs more than the limit, and tells which batch would fit."""
+        """Rejects a plan that exceeds the memory limit; the error shows which batch size would fit."""
         limit, needed = self.settings.memory_limit, plan.total
         if limit is None or needed <= limit:
             return
         rows = "" if batch == self.feeds.batch else f" (batch_size={batch})"
         where = f"{self.declaration.kind}.{call}{rows}"
-        for_good = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
+        persistent = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
         if part != "step":
             problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
-            whole = "run whole steps with execute, which computes results again, or raise the limit"
+            whole = "run whole steps with execute, which can recompute results, or raise the limit"
             fix = whole if part in PASSES else "use fewer rows, or raise the limit"
         elif call == "add_outputs":
             problem = f"with these outputs the step needs {needed:,} bytes, the limit is {limit:,}"
             fix = "declare fewer outputs, or raise the limit"
         else:
-            problem = (
-                f"the step needs {needed:,} bytes, also when it computes again what it can; the limit is {limit:,}"
-            )
+            problem = f"the step needs {needed:,} bytes even with recomputation; the limit is {limit:,}"
             largest = largest_batch(self._needed, batch, needed, limit)
-            fix = f"use a batch of at most {largest}" if largest else "no batch fits: raise the limit"
-        raise MemoryLimitError(where, problem, for_good=for_good, fix=fix)
+            fix = f"use a batch size of at most {largest}" if largest else "no batch size fits: raise the limit"
+        raise MemoryLimitError(where, problem, persistent=persistent, fix=fix)
 
     def _needed(self, batch: int) -> int | None:
-        """Bytes of the step for another batch size; None where the graph cannot run with it."""
+        """Bytes of the step for another batch size; None if the graph cannot run with it."""
         try:
             return self.memory_plan_for(batch).total
         except StepgraphError:
@@ -295,9 +293,9 @@ def compiled(
     handles: Mapping[Key, Tensor],
     group: list[Compilation],
 ) -> Compilation:
-    """A compilation of what is declared, checked; nothing is traced yet. It joins the group."""
+    """A checked compilation of the declaration; nothing is traced yet. It joins the group."""
     for tensor in declaration.parameters:
-        tensor.torch()  # raises, by name, where there is nothing to train
+        tensor.torch()  # raises, with the tensor's name, if there is nothing to train
     declared = declaration.with_loss()
     if not declared.nodes:
         raise StateError(f"{declared.kind}.compile", "the graph has no layers", fix="add nodes first")
@@ -332,7 +330,7 @@ def _held(nodes: Sequence[Node], given: Collection[Tensor]) -> tuple[Tensor, ...
                     node.where,
                     "one of its tensors holds no data",
                     tensor=repr(tensor),
-                    fix="create it with data, fill or random, or give it data with bind_and_write_data",
+                    fix="create it with data, fill or random, or write data with bind_and_write_data",
                 )
             if tensor not in other:
                 found[tensor] = None

@@ -1,4 +1,4 @@
-"""What training and inference graphs share: names for data, compiling, saving, looking inside."""
+"""What training and inference graphs share: named data, compilation, saving, inspection."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ logger = logging.getLogger("stepgraph")
 
 
 class CompiledGraph(Graph):
-    """A graph made from other graphs that can be compiled and executed.
+    """A graph built from other graphs that can be compiled and executed.
 
-    It has a declaration (what was wired and named), and once it is compiled a session (what lives between calls) with
-    a compilation (what to compute). Each change makes new ones and then replaces them at one moment.
+    It has a declaration (its wiring and names) and, once compiled, a session (the state between calls) with
+    a compilation (what to compute). Each change builds new ones and then swaps them in atomically.
 
     Args:
-        graphs: the graphs whose nodes are adopted, in order; they stay usable and may be shared.
+        graphs: the graphs whose nodes are adopted, in order; they stay usable and can be shared.
 
     Attributes:
-        linked: the graphs joined with `link`, this one included.
-        session: what lives between calls; None before `compile`.
-        gradients: those of the last gradient pass.
+        linked: the graphs connected with `link`, including this one.
+        session: the state between calls; None before `compile`.
+        gradients: the gradients of the last gradient pass.
     """
 
     trains: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class CompiledGraph(Graph):
         self._graphs = _adoptable(type(self).__name__, graphs)
         self._declared = Declaration(type(self).__name__, self.trains)
         self.linked: tuple[Any, ...] = (self,)
-        self._constants: tuple[Tensor, ...] = ()  # of a graph that was loaded and is not compiled yet
+        self._constants: tuple[Tensor, ...] = ()  # of a loaded graph that is not compiled yet
         self.session: Session | None = None
         self.gradients = Gradients()
 
@@ -71,35 +71,35 @@ class CompiledGraph(Graph):
 
     @property
     def declaration(self) -> Declaration:
-        """What is declared now; the loss is attached where it fits."""
+        """The current declaration, with the loss attached if it fits."""
         adopted = tuple(graph.nodes for graph in self._graphs)
         self._declared = replace(self._declared, adopted=adopted, own=tuple(self._nodes)).shown()
         return self._declared
 
     @property
     def compilation(self) -> Compilation | None:
-        """What was compiled; None before `compile`."""
+        """The current compilation; None before `compile`."""
         return None if self.session is None else self.session.compilation
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The adopted nodes, then the graph's own."""
+        """The adopted nodes, followed by the graph's own."""
         return tuple(node for graph in self._graphs for node in graph.nodes) + tuple(self._nodes)
 
     @property
     def layers(self) -> list[Layer]:
-        """Every layer once, in the order of its first node; the loss layer given at creation is the last."""
+        """Every layer once, in the order of its first node; the loss layer passed at creation comes last."""
         found = self.declaration
         return found.layers if found.wired else []
 
     @property
     def layer_count(self) -> int:
-        """How many layers have been added, in this graph and in those it was made from."""
+        """The number of layers added to this graph and to the graphs it adopted."""
         return sum(graph.layer_count for graph in self._graphs) + super().layer_count
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """The inputs by name; those that `compile` found by itself included."""
+        """The inputs by name, including those that `compile` found automatically."""
         return dict(self._declared.feeds.inputs)
 
     @property
@@ -119,7 +119,7 @@ class CompiledGraph(Graph):
 
     @property
     def linked_graphs(self) -> tuple[Any, ...]:
-        """The graphs joined with `link`, this one included."""
+        """The graphs connected with `link`, including this one."""
         return self.linked
 
     @property
@@ -128,7 +128,7 @@ class CompiledGraph(Graph):
         return self._declared.stopped
 
     def shown_nodes(self) -> tuple[Node, ...]:
-        """The nodes that a reader is told about: the loss given at creation is one of them."""
+        """The nodes to display, including the loss passed at creation."""
         return self.declaration.nodes
 
     def _is_batched(self, tensor: Tensor) -> bool:
@@ -137,16 +137,16 @@ class CompiledGraph(Graph):
     def add_inputs(
         self, inputs: Names, loss_labels: Names | None = None, loss_label_weights: Names | None = None
     ) -> None:
-        """Names the tensors that `execute` is given data for: inputs, labels, label weights. Calls accumulate."""
+        """Names the tensors that receive data in `execute`: inputs, labels, label weights. Calls accumulate."""
         feeds = self._declared.feeds.declare(inputs, loss_labels, loss_label_weights)
         self._declared = replace(self._declared, feeds=feeds)
         if self.session is not None:
             self.session.feeds = feeds
 
     def add_outputs(self, outputs: Names) -> None:
-        """Names tensors that stay readable after a call, and that `outputs_data` may ask for.
+        """Names tensors that stay readable after a call and that `outputs_data` can request.
 
-        On a graph that is compiled this makes a new plan, which is refused where it exceeds the memory limit.
+        On a compiled graph this creates a new plan, which is rejected if it exceeds the memory limit.
         """
         declared = merged("output", self._declared.outputs, outputs)
         session = self.session
@@ -157,12 +157,12 @@ class CompiledGraph(Graph):
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
             dropped = any(tensor not in old.kept_results() for tensor in outputs.values())
-            new = old.redeclared(outputs=declared, anew=dropped)  # executables were made to drop it
+            new = old.redeclared(outputs=declared, anew=dropped)  # existing executables discard it
             new.programs.executable(new.whole, new.feeds.batch, "add_outputs")
             self._redeclare(new, replace(self._declared, outputs=declared))
 
     def _redeclare(self, compilation: Compilation, declared: Declaration) -> None:
-        """Takes another declaration over that needs no other programs."""
+        """Adopts a declaration that needs no new programs."""
         assert self.session is not None
         with Uninterrupted():
             compilation.group[compilation.place] = compilation
@@ -173,14 +173,14 @@ class CompiledGraph(Graph):
     def save(
         self, path: str | os.PathLike[str], *, keep: int | None = None, notes: Mapping[str, Any] | None = None
     ) -> Path:
-        """Writes a checkpoint: everything needed to go on, and the graph itself. Returns its directory.
+        """Writes a checkpoint: the graph and everything needed to continue training. Returns its directory.
 
-        A checkpoint that is there is replaced in one moment: killed at any time, the path holds the old one or the new.
+        An existing checkpoint is replaced atomically: if the process is killed, the path holds the old or the new one.
 
         Args:
             path: the directory of the checkpoint; with `keep`, a folder for a series of them.
             keep: write `path/checkpoint-000001`, `…2` and so on, and keep the newest `keep` of them.
-            notes: your own JSON values (an epoch, a score), given back by `restore`.
+            notes: your own JSON values (an epoch, a score), returned by `restore`.
         """
         # No other thread may run a step while the arrays are read.
         with nullcontext() if self.device is None else turn(self.device):
@@ -189,15 +189,15 @@ class CompiledGraph(Graph):
     def restore(
         self, path: str | os.PathLike[str], *, partial: bool = False, only_parameters: bool = False
     ) -> RestoreReport:
-        """Takes over what a checkpoint holds; afterwards training goes on as if it had never stopped.
+        """Restores a checkpoint; training then continues as if it had never stopped.
 
-        The graph may be compiled or not yet, for the device of the checkpoint or another. Tensors are matched by name.
-        Nothing is changed unless the files are whole and everything fits.
+        The graph need not be compiled, and its device can differ from the checkpoint's. Tensors are matched by name.
+        Nothing changes unless the files are intact and everything fits.
 
         Args:
-            path: a checkpoint, or a folder with a series of them, of which the latest is taken.
-            partial: take what fits; the report tells what did not.
-            only_parameters: leave optimizer, step counts and random numbers as they are.
+            path: a checkpoint, or a folder with a series of them, of which the latest is used.
+            partial: restore what fits; the report lists the rest.
+            only_parameters: leave the optimizer, step counts and random numbers unchanged.
         """
         group = [graph.kept() for graph in self.linked]
         found = restoring.read(group, path, partial, only_parameters, self.trains)
@@ -209,7 +209,7 @@ class CompiledGraph(Graph):
         return found.report
 
     def kept(self) -> Kept:
-        """Everything about this graph that a checkpoint keeps."""
+        """Everything about this graph that a checkpoint stores."""
         now = self.compilation
         if now is None:
             constants = {tensor: tensor.torch() for tensor in self._constants}
@@ -217,20 +217,20 @@ class CompiledGraph(Graph):
         return Kept(self.declaration, now.settings, now.constants, self.progress(), self.gradients.handles)
 
     def progress(self) -> Progress:
-        """How far the graph has come."""
+        """The training state outside the tensors."""
         return Progress()
 
     def resume(self, progress: Progress, optimizer: Optimizer | None = None) -> None:
-        """Goes on from there, with the numbers of an optimizer."""
+        """Continues from `progress`, with the hyperparameters of an optimizer."""
 
     def hold_constants(self, tensors: Sequence[Tensor]) -> None:
-        """Makes inputs constant, with the data they have, when the graph is compiled."""
+        """Makes inputs constant, with their current data, when the graph is compiled."""
         self._constants = tuple(tensors)
 
     # Compiling
 
     def require_session(self, call: str) -> Session:
-        """What lives between calls; refused where the graph is not compiled."""
+        """The state between calls; raises an error if the graph is not compiled."""
         if self.session is None:
             raise StateError(
                 f"{type(self).__name__}.{call}", "the graph is not compiled", fix="call compile(device) first"
@@ -245,7 +245,7 @@ class CompiledGraph(Graph):
         data: Data | None,
         declared: Declaration | None = None,
     ) -> None:
-        """Compiles what is declared for a device."""
+        """Compiles the declaration for a device."""
         place = chosen(f"{type(self).__name__}.compile", device, self.device)
         with self._changing():
             constants = read_constants(tensors or {}, data or {}, place)
@@ -257,10 +257,10 @@ class CompiledGraph(Graph):
             self._replace("compile", make)
 
     def _again(self, call: str, declared: Declaration, reason: str = "", keeps_passes: bool = False) -> None:
-        """Compiles what is compiled with another declaration; `keeps_passes` goes on after the passes that have run."""
+        """Recompiles with another declaration; `keeps_passes` continues after the passes that have already run."""
         old = self.require_session(call).compilation
         if reason:
-            logger.info("compiling again: %s", reason)
+            logger.info("recompiling: %s", reason)
         with self._changing():
             changed = replace(
                 old.declaration,
@@ -283,9 +283,9 @@ class CompiledGraph(Graph):
         keeps_passes: bool = False,
         same_call: bool = False,
     ) -> None:
-        """Makes new sessions for this graph and those linked with it, then puts them in place at one moment.
+        """Creates new sessions for this graph and those linked with it, then swaps them in atomically.
 
-        Whatever is refused is refused before anything is replaced.
+        Every error is raised before anything is replaced.
         """
         together = self.linked if graphs is None else tuple(graphs)
         group: list[Compilation] = []
@@ -307,9 +307,9 @@ class CompiledGraph(Graph):
                 change()
 
     def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
-        """A new session; what is returned puts it in place and cannot fail."""
+        """Creates a session and returns a function that installs it and cannot fail."""
         session = self._new_session(compilation)
-        if same_call and self.session is not None:  # only details are different
+        if same_call and self.session is not None:  # only details differ
             session.last, session.feeds = self.session.last, self.session.feeds
         if keeps_passes and self.session is not None:
             session.forward_batch, session.saved = self.session.forward_batch, self.session.saved
@@ -331,7 +331,7 @@ class CompiledGraph(Graph):
         return put_in_place
 
     def _declared_as(self, compiled: Declaration, feeds: Feeds) -> Declaration:
-        """What is declared, once that has been compiled."""
+        """The declaration after `compiled` has been compiled."""
         names = ("loss_node", "loss_results", "optimizer", "parameters", "stopped", "user_gradients")
         return replace(self._declared, feeds=feeds, **{name: getattr(compiled, name) for name in names})
 
@@ -339,7 +339,7 @@ class CompiledGraph(Graph):
         return Session(compilation, None, self.gradients, lambda: [], self.session)
 
     def _tell_device(self, compilation: Compilation) -> None:
-        """Every layer and tensor of a graph that has been compiled knows its device."""
+        """Sets the device of every layer and tensor of a compiled graph."""
         device = compilation.device
         for node in compilation.nodes:
             node.layer.device_type = device.actual_device_type  # type: ignore[misc]
@@ -350,12 +350,12 @@ class CompiledGraph(Graph):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """No other call runs meanwhile, and what is made does not depend on the caller's modes."""
+        """Excludes other calls, and makes the result independent of the caller's modes."""
         with turn(None) if self.device is None else nullcontext(), turn(self.device), surroundings.tracing():
             yield
 
     def _linkable(self, graphs: Sequence[Self]) -> tuple[Self, ...]:
-        """This graph and the others, with all they are linked with already, each once, if they can be linked."""
+        """This graph, the others, and everything already linked with them, each once, if they can be linked."""
         where = f"{type(self).__name__}.link"
         if not isinstance(graphs, Sequence):
             raise DataTypeError(where, f"{type(graphs).__name__} is not a list", fix="pass a list of graphs")
@@ -371,16 +371,16 @@ class CompiledGraph(Graph):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What whole calls need, by kind: the largest of all batch sizes compiled so far; zero before `compile`."""
+        """The memory that whole calls need, by kind: the maximum over compiled batch sizes; zero before `compile`."""
         return MemoryPlan() if self.session is None else self.session.compilation.programs.plan
 
     @property
     def device_memory_size(self) -> int:
-        """Bytes of all intermediates and optimizer state; known after `compile`, 0 before."""
+        """Bytes of all intermediates and optimizer state; 0 before `compile`."""
         return self.memory_plan.device_memory_size
 
     def memory_plan_for(self, batch_size: int) -> MemoryPlan:
-        """What a whole call would need with so many rows; nothing is run or kept.
+        """The memory that a whole call would need with this many rows; nothing is run or kept.
 
         Example:
             >>> training.memory_plan_for(256).total  # doctest: +SKIP
@@ -390,16 +390,16 @@ class CompiledGraph(Graph):
 
     @property
     def pipeline(self) -> Report:
-        """Which passes made the compiled step, and what each did: operators, bytes of intermediates, time.
+        """The passes that produced the compiled step and their effects: operators, bytes of intermediates, time.
 
-        Printed, it is a table. The passes run once more for it; the graph stays as it is.
+        It prints as a table. The passes are rerun for it; the graph does not change.
         """
         now = self.require_session("pipeline").compilation
         return now.programs.report(now.whole, now.feeds.batch)
 
     @property
     def executables(self) -> list[tuple[str, int]]:
-        """What has been compiled so far, as (part, batch size): it grows only when something new is asked for."""
+        """What has been compiled so far, as (part, batch size); grows only when a call needs something new."""
         return [] if self.session is None else list(self.session.compilation.programs.executables)
 
     def check_numerics(
@@ -410,18 +410,18 @@ class CompiledGraph(Graph):
         *,
         batch_size: int | None = None,
     ) -> NumericsReport:
-        """Names the first layer and phase in which a NaN or an infinity comes up, and changes nothing.
+        """Finds the first layer and phase that produces a NaN or an infinity, and changes nothing.
 
-        A step is run once more, operator by operator, on copies of what it would change. What counts is what it leaves
-        behind: the loss, trained gradients, parameters, optimizer state and statistics; an infinity that comes to
-        nothing on the way does not.
+        Reruns a step operator by operator, on copies of everything it would change. Only what the step leaves
+        behind counts: the loss, trained gradients, parameters, optimizer state and statistics. An intermediate infinity
+        that does not reach any of these is ignored.
 
         Args:
-            inputs_data: a batch to try. Without one it is that of the last call, with the parameters of now: where its
-                update has made them NaN already, the report says so, and `CHECK_NUMERICS` is what stops in time.
+            inputs_data: a batch to try. By default, that of the last call, with the current parameters: if its update
+                has already made them NaN, the report says so; `CHECK_NUMERICS` catches this in time.
             loss_labels_data: its labels.
             loss_label_weights_data: its label weights.
-            batch_size: its rows; the tensors' own if not given.
+            batch_size: its rows; by default, the tensors' own.
 
         Example:
             >>> print(training.check_numerics())  # doctest: +SKIP
@@ -442,27 +442,27 @@ class CompiledGraph(Graph):
     ) -> Profile:
         """Time by layer and phase, measured operator by operator; nothing is learned.
 
-        Waiting for each operator costs time of its own, so the sum is more than a step takes, most of all on a GPU.
-        `execute` with `PER_LAYER_PROFILING` measures a step that counts.
+        Synchronizing after each operator adds overhead, so the sum exceeds the time of a step, especially on a GPU.
+        `execute` with `PER_LAYER_PROFILING` measures a real training step.
 
         Args:
-            inputs_data: a batch; that of the last call if not given.
+            inputs_data: a batch; by default, that of the last call.
             loss_labels_data: its labels.
             loss_label_weights_data: its label weights.
-            batch_size: its rows; the tensors' own if not given.
-            repeat: how often the step runs; each operator counts with its least time.
+            batch_size: its rows; by default, the tensors' own.
+            repeat: how often the step runs; the minimum time of each operator counts.
 
         Example:
             >>> print(training.profile({"image": images}, {"label": labels}))  # doctest: +SKIP
         """
         if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-            raise ArgumentError("profile", f"repeat is {repeat!r}", fix="give a whole number ≥ 1")
+            raise ArgumentError("profile", f"repeat is {repeat!r}", fix="pass an integer ≥ 1")
         given = (inputs_data, loss_labels_data, loss_label_weights_data)
         with turn(self.require_session("profile").device):
             return inspection.profiled(self.refreshed("profile"), given, batch_size, repeat)
 
     def refreshed(self, call: str) -> Session:
-        """What lives between calls, with what was assigned since the last one."""
+        """The state between calls, including what was assigned since the last one."""
         return self.require_session(call)
 
     def __rich__(self) -> RenderableType:
@@ -483,19 +483,19 @@ class CompiledGraph(Graph):
 
 
 def _adoptable(where: str, graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Graphs to be made one, each given once."""
+    """The graphs to combine, each passed once."""
     if not isinstance(graphs, Sequence):
-        raise DataTypeError(where, f"graphs is {type(graphs).__name__}, not a list", fix="give a list of Graph")
+        raise DataTypeError(where, f"graphs is {type(graphs).__name__}, not a list", fix="pass a list of Graph")
     for graph in graphs:
         if not isinstance(graph, Graph):
-            raise DataTypeError(where, f"{type(graph).__name__} is not a graph", fix="give a list of Graph")
+            raise DataTypeError(where, f"{type(graph).__name__} is not a graph", fix="pass a list of Graph")
     if len(set(graphs)) != len(graphs):
-        raise ArgumentError(where, "a graph was given twice", fix="give each graph once")
+        raise ArgumentError(where, "a graph was passed twice", fix="pass each graph once")
     return tuple(graphs)
 
 
 def require_completion(completion: Any) -> None:
-    """Refuses what cannot be called when the work is done."""
+    """Rejects a completion handler that is not callable."""
     if completion is not None and not callable(completion):
         raise DataTypeError(
             "execute", f"completion is {type(completion).__name__}, not a function", fix="pass a function"

@@ -17,10 +17,10 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 
 class InferenceGraph(CompiledGraph):
-    """A compiled forward pass. It shares the parameters of its layers: after a training step it sees the new values.
+    """A compiled forward pass. It shares the parameters of its layers, so it sees the updates of every training step.
 
-    Dropout passes its source on; normalization uses running statistics. Nodes may be added to the inference graph
-    itself, for example a softmax that training does not want.
+    Dropout passes its source through; normalization uses running statistics. Nodes can be added to the inference graph
+    itself, for example a softmax that training does not need.
 
     Example:
         >>> x = Tensor((1, 2))
@@ -43,18 +43,18 @@ class InferenceGraph(CompiledGraph):
         compute_type: DataType | torch.dtype | str | None = None,
         tf32: bool | None = None,
     ) -> None:
-        """Compiles for `device`, if it is left out for that of before.
+        """Compiles for `device`; by default, for the previous device.
 
-        Inputs in `input_tensors` become constants with the data given here.
+        Inputs in `input_tensors` become constants with the data passed here.
 
-        With `compute_type` layers compute in bfloat16 or float16; what you read stays in its declared type. `tf32`
-        is that of `TrainingGraph.compile`.
+        With `compute_type`, layers compute in bfloat16 or float16; what you read keeps its declared type. `tf32`
+        is the same as in `TrainingGraph.compile`.
         """
         settings = Settings.checked(options, compute_type, tf32)
         self._compile(device, settings, input_tensors, input_tensors_data)
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
-        """Joins sub-graphs compiled with `LINK_GRAPHS`: what one makes and another reads needs no data."""
+        """Connects sub-graphs compiled with `LINK_GRAPHS`: a result of one that another reads needs no data."""
         group = self._linkable(graphs)
         for graph in group:
             graph.linked = group
@@ -73,11 +73,11 @@ class InferenceGraph(CompiledGraph):
         """Runs the forward pass.
 
         Args:
-            inputs_data: data by input name; longer than needed is fine.
-            loss_labels_data: labels by name, for a graph that holds a loss node.
+            inputs_data: data by input name; it may have more rows than needed.
+            loss_labels_data: labels by name, for a graph with a loss node.
             loss_label_weights_data: label weights by name.
-            outputs_data: memory by output name, to be written.
-            batch_size: rows of this call; the tensors' own if not given.
+            outputs_data: memory by output name, which is overwritten.
+            batch_size: rows of this call; by default, the tensors' own.
             options: `SYNCHRONOUS`, `PROFILING`, `PER_LAYER_PROFILING`, `SKIP_WRITING_INPUT_DATA_TO_DEVICE`.
             completion: called once with (result tensor, error, seconds).
         """

@@ -1,4 +1,4 @@
-"""Looking at a compiled graph: how it runs, what it needs, where its numbers stop being finite."""
+"""Inspecting a compiled graph: how it runs, what it needs, where its numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepgraph.runtime.trial import everything, replay
 
 
 def table(title: str, nodes: Sequence[Node], compilation: Compilation | None) -> RenderableType:
-    """The layers, and of a compiled graph its memory plan and how it runs."""
+    """The layers and, for a compiled graph, its memory plan and how it runs."""
     parts: list[RenderableType] = [draw.table(nodes, title)]
     for text in _told(compilation):
         parts += ["", draw.lines(text)]
@@ -33,7 +33,7 @@ def table(title: str, nodes: Sequence[Node], compilation: Compilation | None) ->
 
 
 def svg(nodes: Sequence[Node], declaration: Declaration) -> str:
-    """The graph as a picture."""
+    """The graph as an SVG."""
     return draw.svg(nodes, declaration.stopped, {tensor: name for _, name, tensor in declaration.feeds})
 
 
@@ -51,11 +51,11 @@ def _told(compilation: Compilation | None) -> list[str]:
     return [str(programs.plan), "\n".join(["How it runs", *lines])]
 
 
-# Running a step once more, on copies of what it changes
+# Rerunning a step on copies of everything it changes
 
 
 class _Batch(NamedTuple):
-    """What one more run of a step works on: its batch size, its number, all arrays it reads."""
+    """The data of a rerun step: its batch size, its number, all arrays it reads."""
 
     batch: int
     step: int | None
@@ -63,7 +63,7 @@ class _Batch(NamedTuple):
 
 
 def check_numerics(session: Session, given: tuple[Data | None, ...], batch_size: int | None) -> NumericsReport:
-    """Where a step's numbers stop being finite."""
+    """Finds where a step's numbers stop being finite."""
     compiled = session.compilation
     chosen = _chosen(session, "check_numerics", given, batch_size)
     program = compiled.programs.program(chosen.batch, compiled.declaration.trains)
@@ -73,7 +73,7 @@ def check_numerics(session: Session, given: tuple[Data | None, ...], batch_size:
 
 
 def profiled(session: Session, given: tuple[Data | None, ...], batch_size: int | None, repeat: int) -> Profile:
-    """Time by layer and phase, the least of some runs."""
+    """Time by layer and phase, the minimum over several runs."""
     chosen = _chosen(session, "profile", given, batch_size)
     executable = session.compilation.programs.executable(session.compilation.whole, chosen.batch)
     found = []
@@ -86,7 +86,7 @@ def profiled(session: Session, given: tuple[Data | None, ...], batch_size: int |
 
 
 def _chosen(session: Session, call: str, given: tuple[Data | None, ...], batch_size: int | None) -> _Batch:
-    """The batch that was given, or that of the last call."""
+    """The batch passed by the caller, or that of the last call."""
     last = session.last
     if any(data is not None for data in given):
         batch = session.compilation.batch_size(batch_size)
@@ -102,7 +102,7 @@ def _chosen(session: Session, call: str, given: tuple[Data | None, ...], batch_s
 
 
 def _beside(session: Session, batch: int, again: bool) -> Arrays:
-    """Arrays beside the feeds: for the last step once more (`again`), which had the random numbers before these."""
+    """Arrays other than the feeds; `again` repeats the last step, with its random numbers."""
     if session.state is None:
         return session.arrays()
     stream = session.arrays()[STREAM].clone()

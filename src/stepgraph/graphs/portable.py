@@ -1,4 +1,4 @@
-"""Whole graphs in a file: saved with everything they hold, loaded by a program that never saw them built."""
+"""Whole graphs in a file: saved with everything they hold, loaded by a program that did not build them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def save(
     keep: int | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a training or inference graph into a directory; the same as `graph.save(path)`."""
+    """Writes a training or inference graph to a directory; the same as `graph.save(path)`."""
     if not isinstance(graph, CompiledGraph):
         kind = type(graph).__name__
-        raise DataTypeError("save", f"{kind} is no graph to save", fix="pass save(path, training)")
+        raise DataTypeError("save", f"{kind} is not a graph that can be saved", fix="call save(path, training)")
     return graph.save(path, keep=keep, notes=notes)
 
 
@@ -53,15 +53,15 @@ def load(
     custom: Sequence[type] = (),
     **compilation: Any,
 ) -> Any:
-    """The graph that a checkpoint describes, with all it holds, rebuilt without the program that made it.
+    """Rebuilds the graph in a checkpoint, with everything it holds, without the program that built it.
 
     Args:
-        path: a checkpoint, or a folder with a series of them, of which the latest is taken.
-        device: compile for it, in the way the saved graph was compiled; None leaves that to you.
-        inference: make an inference graph, without the loss, whatever was saved.
-        custom: classes of your own that the graph needs (layers, optimizers, their descriptors and enumerations).
-        compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), all of them in place of
-            those that were saved. Without any, the graph is compiled with all four as they were saved; an inference
+        path: a checkpoint, or a folder with a series of them, of which the latest is used.
+        device: compile for this device with the saved settings; with None, you compile it yourself.
+        inference: build an inference graph, without the loss, whatever was saved.
+        custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations).
+        compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), which replace all of
+            the saved ones. Without any, the graph is compiled with all four saved settings; an inference
             graph has no `memory_limit`.
 
     Example:
@@ -90,15 +90,15 @@ def load(
 
 
 def _check_request(device: Device | None, custom: Sequence[type], compilation: Mapping[str, Any]) -> None:
-    """Refuses what the caller got wrong, so that anything wrong later is the file's."""
+    """Rejects invalid arguments, so that any later error is the file's fault."""
     if device is None and compilation:
-        raise ArgumentError("load", f"there is no device to compile for with {', '.join(compilation)}", fix="give one")
+        raise ArgumentError("load", f"{', '.join(compilation)} needs a device to compile for", fix="pass one")
     if device is not None and not isinstance(device, Device):
         raise DataTypeError("load", f"{device!r} is not a Device", fix="pass Device.any()")
     for name in compilation:
         if name not in _COMPILATION:
             known = ", ".join(_COMPILATION)
-            raise ArgumentError("load", f"compile has no setting {name!r} that is loaded", known=known, fix="use those")
+            raise ArgumentError("load", f"{name!r} is not a setting that load accepts", known=known, fix="use those")
     require_options(compilation.get("options", GraphCompilationOptions.NONE), GraphCompilationOptions)
     mixed(compilation.get("compute_type"))
     limited(compilation.get("memory_limit"))
@@ -106,7 +106,7 @@ def _check_request(device: Device | None, custom: Sequence[type], compilation: M
 
 
 def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any], trains: bool) -> dict[str, Any]:
-    """How a graph is compiled: as it was, or as asked for; linked graphs stay so."""
+    """The settings to compile with: the saved ones or the requested ones; linked graphs stay linked."""
     options = GraphCompilationOptions(0 if saved is None else of_kind(int, saved["options"]))
     if asked:
         given = asked.get("options", GraphCompilationOptions.NONE)
@@ -115,7 +115,7 @@ def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any], trai
         return {"options": options}
     precision = None if saved["compute_type"] is None else DataType[saved["compute_type"]]
     mixed(precision)
-    # Checkpoints of earlier versions have neither of these; the limit is that of a training step.
+    # Checkpoints of earlier versions have neither of these; the limit applies to a training step.
     tf32, limit = saved.get("tf32"), limited(saved.get("memory_limit"))
     found = {"options": options, "compute_type": precision, "tf32": None if tf32 is None else of_kind(bool, tf32)}
     return {**found, "memory_limit": limit} if trains else found
@@ -135,7 +135,7 @@ def _compile(
 
 @contextmanager
 def _compiled(path: Path) -> Iterator[None]:
-    """What a machine lacks is told as it is; any other refusal means that the description makes no sense."""
+    """Passes on errors about missing hardware; any other error means that the description is invalid."""
     lacking = None
     with understood(path):
         try:
@@ -147,7 +147,7 @@ def _compiled(path: Path) -> Iterator[None]:
 
 
 class _Builder:
-    """Makes the objects of one file: tensors first, then layers as nodes ask for them, then graphs."""
+    """Builds the objects of one file: tensors first, then layers as nodes need them, then graphs."""
 
     def __init__(self, content: files.Content, inference: bool, custom: Sequence[type]) -> None:
         description, arrays = content.description, content.arrays
@@ -196,7 +196,7 @@ class _Builder:
         return self.graphs[key]
 
     def _nodes(self, graph: Graph, nodes: Sequence[Mapping[str, Any]]) -> Any:
-        """Adds nodes; their shapes are inferred anew and must be those that were saved."""
+        """Adds nodes; their shapes are inferred again and must match the saved ones."""
         for one in nodes:
             layer = self.decoder.layer(one["layer"])
             if self.inference and layer.is_loss:
@@ -209,7 +209,7 @@ class _Builder:
             if [t.descriptor for t in node.results] != [t.descriptor for t in results]:
                 raise CheckpointError(
                     f"{self.content.path}",
-                    f"{layer.label} gives {node.results}, it gave {results} when it was saved",
+                    f"{layer.label} returns {node.results}, but returned {results} when it was saved",
                     fix="use the version of the class that was saved",
                 )
             for saved in results:

@@ -1,4 +1,4 @@
-"""What lives between the calls of a compiled graph, and how one call runs."""
+"""The state between calls of a compiled graph, and how one call runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions
 
-# What a call results in: for which tensor, its array, and the loss.
+# The outcome of a call: the tensor it is for, its array, and the loss.
 Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
 NOTHING: Answer = (None, None, None)
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
@@ -42,7 +42,7 @@ _is_updatable = attrgetter("is_updatable")
 
 @dataclass(slots=True)
 class Call:
-    """What is known about the last call: batch size, number of its step, data, whether its random numbers are past."""
+    """The last call: batch size, step number, data, and whether its random numbers have been used up."""
 
     batch: int
     step: int | None
@@ -51,14 +51,14 @@ class Call:
 
 
 class Session:
-    """What a compiled graph keeps from one call to the next.
+    """The state that a compiled graph keeps between calls.
 
     Args:
-        compilation: what is run.
-        state: optimizer buffers, live numbers and the random stream; None where nothing is trained.
-        gradients: those of the last gradient pass.
-        elsewhere: those of linked graphs.
-        before: the session that this one takes over from.
+        compilation: what to run.
+        state: optimizer buffers, live numbers and the random stream; None if nothing is trained.
+        gradients: the gradients of the last gradient pass.
+        elsewhere: the gradients of linked graphs.
+        before: the session that this one replaces.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Session:
         self.compilation, self.state = compilation, state
         self.gradients, self.elsewhere = gradients, elsewhere
         self.device: Device = compilation.device
-        self.feeds: Feeds = compilation.feeds  # names that are declared later are refused by name
-        self.saved: Arrays = {}  # what the forward pass has left for the gradient pass
+        self.feeds: Feeds = compilation.feeds  # names declared later raise an error
+        self.saved: Arrays = {}  # what the forward pass saved for the gradient pass
         self.forward_batch: int | None = None
         self.last: Call | None = None
         self.takes_seeds = state is not None and bool(compilation.programs.program(self.feeds.batch).step.seeded)
@@ -82,13 +82,13 @@ class Session:
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
         self.holding: tuple[tuple[Tensor, Key], ...] = () if before is None else before.holding
         self._indices: dict[int, Indices] = {}
-        self._raising: set[int] = set()  # batch sizes for which operators find indices out of range by themselves
+        self._raising: set[int] = set()  # batch sizes for which operators themselves detect indices out of range
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
 
     @property
     def is_outdated(self) -> bool:
-        """Whether other parameters may be updated than were when the programs were made."""
+        """Whether the set of updatable parameters has changed since the programs were built."""
         return self._updatable != [*map(_is_updatable, self.compilation.held)]
 
     # Arrays that stay between calls
@@ -99,14 +99,14 @@ class Session:
         return held if self.state is None else chain((self.state.arrays,), held)
 
     def arrays(self) -> Arrays:
-        """Arrays that stay between calls."""
+        """Arrays that persist between calls."""
         compiled = self.compilation
         held = {value(tensor): tensor.torch() for tensor in compiled.held}
         constants = {value(tensor): array for tensor, array in compiled.constants.items()}
         return {**held, **constants, **(self._stream if self.state is None else self.state.arrays)}
 
     def bound(self, part: str, batch: int) -> Binding:
-        """A part with the arrays that stay between calls, looked up anew where a tensor was bound to other memory."""
+        """A part with the arrays that persist between calls, looked up again if a tensor was bound to other memory."""
         return self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
 
     def seeds(self, batch: int) -> Arrays:
@@ -117,7 +117,7 @@ class Session:
         return seeds(program, self.compilation.declaration.user_gradients, self.elsewhere())
 
     def has_seed(self, batch: int) -> bool:
-        """Whether a whole step has something to walk back from: a loss, a written gradient, one number at the end."""
+        """Whether a whole step has a starting point for gradients: a loss, a written gradient, or a final scalar."""
         compiled = self.compilation
         if compiled.last_loss is not None or any(t.has_data for t in compiled.declaration.user_gradients.values()):
             return True
@@ -127,18 +127,18 @@ class Session:
     # One call
 
     def fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Arrays:
-        """Arrays of this call's feeds; with `SKIP_WRITING…` those of the last call."""
+        """Arrays of this call's feeds; with `SKIP_WRITING…`, those of the last call."""
         if type(options) is not ExecutionOptions:
             require_options(options, ExecutionOptions)
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
-            # What was bound since the last call was written later.
+            # Data bound since the last call takes precedence.
             then = zip(self.written.items(), self.given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
         checks = self.compilation.checks_indices and batch not in self._raising
         return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None)
 
     def _indices_of(self, batch: int) -> Indices:
-        """Which feeds are indices, and of what, for a batch size."""
+        """Which feeds are indices, and into what, for a batch size."""
         found = self._indices.get(batch)
         if found is None:
             if len(self._indices) >= MOST:
@@ -146,12 +146,12 @@ class Session:
             compiled = self.compilation
             found = self._indices[batch] = Indices(compiled.step(batch, False), self.feeds.spoken)
             known = compiled.programs.executables.get((compiled.whole, batch))
-            if known is not None and known.runs_alone:  # in one thread an index out of range is an ordinary error
+            if known is not None and known.runs_alone:  # in one thread, an index out of range raises an ordinary error
                 self._raising.add(batch)
         return found
 
     def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
-        """Remembers the data of a call that nothing refuses any more."""
+        """Remembers the data of a call that has passed all checks."""
         if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
             self.written, self.given = feeds, [*map(_current, self.feeds.tensors)]
         self.last = Call(batch, self.next_step, feeds)
@@ -170,10 +170,10 @@ class Session:
         completion: Completion | None,
         keep: Callable[[Arrays], Answer],
     ) -> Execution:
-        """Runs an executable and lets `keep` store what it found; the handle tells the rest.
+        """Runs an executable and lets `keep` store its results; returns the handle.
 
-        The caller has its turn on the device since it took its data, so that a call of another thread sees nothing of
-        this one. An interrupt comes before or after, never in between.
+        The caller has held its turn on the device since it read its data, so calls of other threads see nothing of
+        this one. An interrupt is handled before or after, never in between.
         """
         timed = bool(options) and ExecutionOptions.PROFILING in options
         execution = Execution(self.device, timed, announced=completion is not None)
@@ -190,7 +190,7 @@ class Session:
     def _run(
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
     ) -> Arrays:
-        """What one run of an executable gives."""
+        """Runs an executable once and returns its results."""
         executable = binding.executable
         profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
         if not profiles and not self.compilation.checks_numerics:
@@ -212,10 +212,10 @@ class Session:
 
         return undone_unless_finite(run, binding, arrays, explain)
 
-    # What it leaves
+    # Results
 
     def hold(self, executable: Executable, found: Arrays) -> None:
-        """Makes results readable through their tensors, and those of earlier calls unreadable."""
+        """Makes results readable through their tensors, and results of earlier calls unreadable."""
         if self.holding is not executable.results:
             for tensor in dict(self.holding).keys() - dict(executable.results).keys():
                 tensor.hold(None, DROPPED)
@@ -224,7 +224,7 @@ class Session:
             tensor.hold(found[key])
 
     def answer(self, executable: Executable, found: Arrays) -> Answer:
-        """The loss, or the last result without a loss."""
+        """The loss or, without a loss, the last result."""
         loss_node = self.compilation.last_loss
         if loss_node is None:
             last = self.compilation.nodes[-1].results[0]
@@ -233,22 +233,22 @@ class Session:
         return loss_node.results[0], loss, loss
 
     def updated(self) -> None:
-        """An update has run: the step count goes on."""
+        """Advances the step count after an update."""
         assert self.state is not None
         self.state.updated()
 
     def forget_passes(self, found: Mapping[Key, torch.Tensor] = MappingProxyType({})) -> None:
-        """Forgets what separate passes have left; the gradients that a whole step `found` are readable instead."""
+        """Discards the state of separate passes; the gradients that a whole step `found` become readable instead."""
         self.saved, self.forward_batch = {}, None
         self.gradients.forget(found)
 
     def has_drawn(self) -> None:
-        """The random numbers of the last call are past."""
+        """Marks the random numbers of the last call as used."""
         if self.last is not None:
             self.last.drew = True
 
     def repeated_forward(self) -> Arrays:
-        """The forward pass once more, with the same data and random numbers, for programs that were made since."""
+        """Reruns the forward pass with the same data and random numbers, for programs built since then."""
         saved, batch = self.saved, self.forward_batch
         if batch is None:
             return {}
@@ -262,7 +262,7 @@ class Session:
     # Outputs
 
     def check_destinations(self, outputs_data: Data | None, part: Part) -> None:
-        """Refuses, before anything runs, memory for outputs that are not declared, not computed or do not fit."""
+        """Rejects, before anything runs, memory for outputs that are not declared, not computed or do not fit."""
         outputs = self.compilation.declaration.outputs
         for name, destination in (outputs_data or {}).items():
             if name not in outputs:
@@ -283,7 +283,7 @@ class Session:
 
 
 def announced(execution: Execution, options: ExecutionOptions, completion: Completion | None) -> Execution:
-    """Waits for the work where that was asked for, and tells who wants to know; not while others wait for it."""
+    """Waits for the work if requested, then calls the completion handler; not while others wait for it."""
     if not options and completion is None:
         return execution
     synchronous = ExecutionOptions.SYNCHRONOUS in options
@@ -295,5 +295,5 @@ def announced(execution: Execution, options: ExecutionOptions, completion: Compl
 
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
-    """The results among what was found, by tensor."""
+    """The results in `found`, by tensor."""
     return {key.owner: array for key, array in found.items() if key.kind == "value"}

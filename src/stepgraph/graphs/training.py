@@ -1,4 +1,4 @@
-"""Training graphs: forward, gradient and update as one compiled step, or one by one."""
+"""Training graphs: forward, gradient and update as one compiled step, or separately."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class TrainingGraph(CompiledGraph):
     """A graph that learns: forward, gradient and update, in one call or three.
 
     Args:
-        graphs: graphs whose nodes are adopted, in order. Further nodes may be added to the training graph itself.
-        loss_layer: compares the last result with the labels. None where loss nodes or outside code do.
-        optimizer: updates the parameters. None computes gradients only; `compile_optimizer` may add one later.
+        graphs: graphs whose nodes are adopted, in order. You can add more nodes to the training graph itself.
+        loss_layer: compares the last result with the labels. None if loss nodes or outside code do so.
+        optimizer: updates the parameters. None computes gradients only; `compile_optimizer` can add one later.
 
     Example:
         >>> x, y = Tensor((4, 1)), Tensor((4, 1))
@@ -62,20 +62,20 @@ class TrainingGraph(CompiledGraph):
             )
         checked = None if optimizer is None else _checked(optimizer)
         self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked)
-        self._pending: Progress | None = None  # restored before it is compiled
+        self._pending: Progress | None = None  # restored before the graph is compiled
 
     # Preparing
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer given at creation or with `compile_optimizer`; assign its numbers at any time."""
+        """The optimizer passed at creation or to `compile_optimizer`; assign its hyperparameters at any time."""
         if self._state is not None:
             self._state.count_steps()
         return self._declared.optimizer
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied with before the gradient pass, in float16; None otherwise. May be assigned."""
+        """The factor applied to the loss before the gradient pass in float16; None otherwise. Can be assigned."""
         return None if self._state is None else self._state.loss_scale
 
     @loss_scale.setter
@@ -85,11 +85,11 @@ class TrainingGraph(CompiledGraph):
                 "loss_scale", "the graph does not scale its loss", fix='compile with compute_type="float16"'
             )
         if not number("loss_scale", "loss_scale", scale) > 0:
-            raise ArgumentError("loss_scale", f"the scale is {scale}", fix="give a positive number")
+            raise ArgumentError("loss_scale", f"the scale is {scale}", fix="pass a positive number")
         self._state.loss_scale = scale
 
     def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
-        """Makes input tensors trainable: they keep their data in the graph and the optimizer updates them."""
+        """Makes input tensors trainable: the graph keeps their data and the optimizer updates them."""
         own = {tensor for node in self.nodes for tensor in node.layer.parameters.values()}
         for parameter in parameters:
             if not isinstance(parameter, TensorParameter):
@@ -101,7 +101,7 @@ class TrainingGraph(CompiledGraph):
             if parameter.tensor in own:
                 raise ArgumentError(
                     "set_training_tensor_parameters",
-                    f"{parameter.tensor!r} belongs to a layer and is trained already",
+                    f"{parameter.tensor!r} belongs to a layer, which already trains it",
                     fix="leave it out",
                 )
         declared = replace(self.declaration, parameters=tuple(dict.fromkeys(one.tensor for one in parameters)))
@@ -126,20 +126,20 @@ class TrainingGraph(CompiledGraph):
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
 
-        Separate phases, evaluation and other batch sizes are compiled when they are first asked for, which is logged.
+        Separate phases, evaluation and other batch sizes are compiled on first use, which is logged.
 
         Args:
-            device: where to run; left out, a graph that was compiled before keeps its device.
+            device: where to run; by default, a graph that was compiled before keeps its device.
             options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
                 `FUSE_LAYERS`, `CHECK_NUMERICS`.
-            input_tensors: inputs that are constant; they need no data when executing.
-            input_tensors_data: their data; a tensor's own data if not given.
+            input_tensors: inputs that are constant; `execute` needs no data for them.
+            input_tensors_data: their data; by default, each tensor's own.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
-                losses and what you read stay float32. float16 scales the loss and skips updates that are not finite.
-            tf32: whether a GPU may multiply float32 matrices on its TF32 units, with 10 bits of mantissa; None takes
-                what `torch.backends` says now (PyTorch's default: convolutions may, matrix products may not).
-            memory_limit: bytes the step may need, as `memory_plan.total` counts them. Results that would not fit are
-                dropped and computed again, at the cost of time; what still does not fit is refused.
+                losses and what you read stay float32. float16 scales the loss and skips non-finite updates.
+            tf32: whether a GPU may multiply float32 matrices in TF32, with a 10-bit mantissa; None uses the current
+                setting of `torch.backends` (PyTorch's default allows TF32 for convolutions, not for matrix products).
+            memory_limit: bytes the step may need, as counted by `memory_plan.total`. Results that would not fit are
+                recomputed, which takes time; a step that still does not fit is rejected.
         """
         settings = Settings.checked(options, compute_type, tf32, memory_limit)
         self._compile(device, settings, input_tensors, input_tensors_data)
@@ -147,7 +147,7 @@ class TrainingGraph(CompiledGraph):
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
     ) -> None:
-        """Gives one parameter optimizer buffers to start from, in the optimizer's order (Adam: momentum, velocity)."""
+        """Sets the initial optimizer buffers of one parameter, in the optimizer's order (Adam: momentum, velocity)."""
         _require_tensor("bind_optimizer_data", tensor)
         now, optimizer = self.compilation, self._declared.optimizer
         if now is not None and tensor not in now.trainable:
@@ -158,23 +158,23 @@ class TrainingGraph(CompiledGraph):
             slots = ", ".join(optimizer.slots) or "none"
             raise ArgumentError(
                 "bind_optimizer_data",
-                f"{len(data)} buffers were given, {optimizer.rule} takes {slots}",
-                fix="give one buffer for each",
+                f"{len(data)} buffers were passed, but {optimizer.rule} takes {slots}",
+                fix="pass one array per buffer",
             )
         tensor.bind_optimizer_data(data, device_data)
         if self._state is not None and optimizer is not None:
             self._state.adopt(tensor)
 
     def compile_optimizer(self, optimizer: Optimizer) -> None:
-        """Gives a compiled graph an optimizer, or another one."""
+        """Sets or replaces the optimizer of a compiled graph."""
         self.require_session("compile_optimizer")
         self._again("compile_optimizer", replace(self._declared, optimizer=_checked(optimizer)))
 
     def link(self, graphs: Sequence[TrainingGraph]) -> None:
-        """Joins sub-graphs compiled with `LINK_GRAPHS`.
+        """Connects sub-graphs compiled with `LINK_GRAPHS`.
 
-        A result of one that another reads is handed over, and its gradient handed back. A parameter of several
-        sub-graphs is one parameter: the first graph that has it updates it with the sum of the gradients.
+        A result of one that another reads is passed on, and its gradient is passed back. A parameter of several
+        sub-graphs is a single parameter: the first graph that has it updates it with the sum of the gradients.
         """
         group = self._linkable(graphs)
         now = self.require_session("link").compilation
@@ -182,7 +182,7 @@ class TrainingGraph(CompiledGraph):
             self._replace("link", lambda others: now.renewed(others, now.declaration), graphs=group)
 
     def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
-        """Lets no gradient flow back through these tensors."""
+        """Stops gradients at these tensors."""
         if not isinstance(tensors, Iterable):
             kind = type(tensors).__name__
             raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
@@ -197,9 +197,9 @@ class TrainingGraph(CompiledGraph):
     # Gradients
 
     def allocate_user_gradient(self, tensor: Tensor) -> Tensor:
-        """A gradient tensor for a result that outside code goes on with; write dL/dresult there before the pass.
+        """A gradient tensor for a result that outside code uses; write dL/dresult to it before the pass.
 
-        It is added to the gradients that come from layers. Unwritten, it counts as zero.
+        It is added to the gradients from layers. Unwritten, it counts as zero.
         """
         _require_tensor("allocate_user_gradient", tensor)
         if tensor not in {result for node in self._looked_at() for result in node.results}:
@@ -225,7 +225,7 @@ class TrainingGraph(CompiledGraph):
                 self._redeclare(session.compilation.redeclared(user_gradients=declared.user_gradients), declared)
 
     def gradient_tensor(self, input: Tensor) -> Tensor | None:
-        """The gradient of an input, or None where it is not computed: not compiled, or nothing asks for it."""
+        """The gradient of an input, or None if it is not computed (not compiled, or not needed)."""
         _require_tensor("gradient_tensor", input)
         now = self.compilation
         if now is None or input not in {*now.feeds.tensors, *now.constants, *now.declaration.parameters}:
@@ -234,14 +234,14 @@ class TrainingGraph(CompiledGraph):
         return self.gradients.handle(gradient(input), input) if gradient(input) in known else None
 
     def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
-        """The layer's own contributions to its sources' gradients, one each; empty for a layer of another graph."""
+        """The layer's own contributions to its sources' gradients, one per source; empty for other graphs' layers."""
         nodes = [node for node in self._compiled_nodes if node.layer is layer]
         return [
             self.gradients.handle(source_gradient(node, i), t) for node in nodes for i, t in enumerate(node.sources)
         ]
 
     def result_gradient_tensors(self, layer: Layer) -> list[Tensor]:
-        """The gradients of the layer's results, summed over what reads them; empty where nothing does."""
+        """The gradients of the layer's results, summed over their consumers; empty if there are none."""
         now = self.compilation
         if now is None:
             return []
@@ -252,8 +252,8 @@ class TrainingGraph(CompiledGraph):
     def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
         """The gradient of a layer's parameter, before clipping, rescaling and regularization.
 
-        On the CPU the array is the graph's own: a pass that accumulates goes on adding to it. None where the layer is
-        not trainable, or where the step was not run as separate forward and gradient passes.
+        On the CPU the array is the graph's own: a pass that accumulates keeps adding to it. None if the layer is
+        not trainable, or if the step was not run as separate forward and gradient passes.
         """
         nodes = [node for node in self._compiled_nodes if node.layer is layer]
         mine = bool(nodes) and not nodes[0].disable_update and parameter in layer.parameters.values()
@@ -273,13 +273,13 @@ class TrainingGraph(CompiledGraph):
         options: ExecutionOptions = _NONE,
         completion: Completion | None = None,
     ) -> Execution:
-        """One training iteration: forward, gradient, update. The loss is that of the parameters before the update.
+        """Runs one training iteration: forward, gradient, update. The loss belongs to the parameters before the update.
 
         Args:
-            inputs_data: data by input name; longer than needed is fine.
+            inputs_data: data by input name; it may have more rows than needed.
             loss_labels_data: labels by name.
             loss_label_weights_data: label weights by name.
-            outputs_data: memory by output name, to be written.
+            outputs_data: memory by output name, which is overwritten.
             batch_size: rows of this call, fewer or more than declared; None or 0 uses the tensors' own.
             options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
             completion: called once with (loss or last result, error, seconds).
@@ -297,7 +297,7 @@ class TrainingGraph(CompiledGraph):
             if learning and len(self.linked) > 1 and session.compilation.exchanges:
                 raise StateError(
                     "TrainingGraph.execute",
-                    "a linked graph would miss the gradients of this one",
+                    "a linked graph would not receive the gradients of this one",
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
             binding = session.bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
@@ -306,7 +306,7 @@ class TrainingGraph(CompiledGraph):
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable, found)
-                if not evaluating:  # an evaluation leaves the passes before it alone
+                if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
                     session.forget_passes(found)
                 if learning and binding.executable.counts_steps:
@@ -328,7 +328,7 @@ class TrainingGraph(CompiledGraph):
         outputs_data: Data | None = None,
         completion: Completion | None = None,
     ) -> Execution:
-        """The forward pass on data written with `bind_and_write_data`; every result stays readable."""
+        """Runs the forward pass on data written with `bind_and_write_data`; every result stays readable."""
         device = self.require_session("execute_forward").device
         if completion is not None:
             require_completion(completion)
@@ -342,7 +342,7 @@ class TrainingGraph(CompiledGraph):
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable, found)
-                if not evaluating:  # an evaluation leaves the passes before it alone
+                if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
                     session.saved, session.forward_batch = feeds | found, batch
                 session.write_outputs(outputs_data, results_of(found))
@@ -360,10 +360,10 @@ class TrainingGraph(CompiledGraph):
         outputs_data: Data | None = None,
         completion: Completion | None = None,
     ) -> Execution:
-        """The gradient pass after `execute_forward`; every gradient that is computed stays readable.
+        """Runs the gradient pass after `execute_forward`; every computed gradient stays readable.
 
-        It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those that no update has
-        used yet.
+        It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those not yet used by
+        an update.
         """
         device = self.require_session("execute_gradient").device
         if completion is not None:
@@ -387,7 +387,7 @@ class TrainingGraph(CompiledGraph):
     def execute_optimizer_update(
         self, options: ExecutionOptions = _NONE, *, completion: Completion | None = None
     ) -> Execution:
-        """Updates the parameters with the gradients of the last gradient pass, as often as it is called."""
+        """Updates the parameters with the gradients of the last gradient pass; each call applies them again."""
         device = self.require_session("execute_optimizer_update").device
         if completion is not None:
             require_completion(completion)
@@ -425,14 +425,14 @@ class TrainingGraph(CompiledGraph):
         return announced(execution, options, completion)
 
     def synchronize_updates(self) -> None:
-        """Brings parameters and statistics home: afterwards the caller's own memory holds the new values."""
+        """Copies parameters and statistics back: afterwards your own arrays hold the new values."""
         for tensor in self.require_session("synchronize_updates").compilation.held:
             tensor.synchronize_data()
 
     # Between the calls
 
     def refreshed(self, call: str) -> Session:
-        """What lives between calls, with what was assigned since the last one."""
+        """The state between calls, including what was assigned since the last one."""
         session = self.require_session(call)
         if session.is_outdated:
             self._again("execute", self._declared, "other parameters are updatable", keeps_passes=True)
@@ -442,7 +442,7 @@ class TrainingGraph(CompiledGraph):
         return session
 
     def progress(self) -> Progress:
-        """How far the graph has come, beside what its tensors hold."""
+        """The training state outside the tensors."""
         if self._state is None:
             optimizer = self._declared.optimizer
             time = None if optimizer is None else optimizer.time_step
@@ -452,7 +452,7 @@ class TrainingGraph(CompiledGraph):
         return found
 
     def resume(self, progress: Progress, optimizer: Optimizer | None = None) -> None:
-        """Goes on from there, with the numbers of an optimizer; before `compile`, when the graph is compiled."""
+        """Continues from `progress`, with an optimizer's hyperparameters; if not compiled yet, after `compile`."""
         if optimizer is not None and self._declared.optimizer is not None:
             self._declared.optimizer.adopt(optimizer)
         session = self.session
@@ -483,7 +483,7 @@ class TrainingGraph(CompiledGraph):
         return [graph.gradients for graph in self.linked if graph is not self]
 
     def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
-        """A new session; what is returned puts it in place, and goes on from what was restored before."""
+        """Creates a session and returns a function that installs it and continues from previously restored state."""
         put_in_place = super().prepared(compilation, keeps_passes, same_call)
 
         def put_and_resume() -> None:
@@ -495,30 +495,30 @@ class TrainingGraph(CompiledGraph):
 
 
 def _forward_batch(session: Session, batch_size: int | None) -> int:
-    """The batch size of the forward pass that a gradient pass goes back through."""
+    """The batch size of the forward pass that a gradient pass differentiates."""
     if session.forward_batch is None:
         raise StateError(
             "execute_gradient",
-            "there is no forward pass to go back through",
-            fix="call execute_forward first, not for inference; again after each update",
+            "there is no forward pass to differentiate",
+            fix="call execute_forward first, without FORWARD_FOR_INFERENCE, and again after each update",
         )
     if batch_size and batch_size != session.forward_batch:
         raise ArgumentError(
             "execute_gradient",
-            f"batch_size is {batch_size}, the forward pass ran with {session.forward_batch}",
+            f"batch_size is {batch_size}, but the forward pass ran with {session.forward_batch}",
             fix="leave it out",
         )
     return session.forward_batch
 
 
 def _require_tensor(where: str, given: Any) -> None:
-    """Refuses what is no tensor."""
+    """Rejects anything but a tensor."""
     if not isinstance(given, Tensor):
         raise DataTypeError(where, f"{type(given).__name__} is not a Tensor", fix="pass a Tensor of this graph")
 
 
 def _checked(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, if it is one."""
+    """The optimizer, after a type check."""
     if not isinstance(optimizer, Optimizer) or not optimizer.rule:
         raise DataTypeError(
             "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
