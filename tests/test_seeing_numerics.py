@@ -222,7 +222,7 @@ def test_a_parameter_that_is_not_finite_already_is_named_with_the_others() -> No
     assert "first.weights" in str(told) and "second.weights" in str(told)
     told = training.check_numerics({"x": X}, {"y": Y})
     assert (told.what, told.layer, told.name, told.step) == ("parameter", "first", "weights", 3)
-    assert "when step 3 begins; an earlier one made it" in str(told) and "CHECK_NUMERICS" in str(told)
+    assert "when step 3 begins; an earlier step produced it" in str(told) and "CHECK_NUMERICS" in str(told)
 
 
 def test_a_gradient_from_outside_is_named() -> None:
@@ -350,7 +350,7 @@ def test_inference_graphs_check_too() -> None:
     assert str(inference.check_numerics()) == "Everything is finite."
     with pytest.raises(sg.NumericsError) as caught:
         inference.execute({"x": -X})
-    assert (caught.value.layer, caught.value.phase) == ("log", "forward") and "taken back" not in str(caught.value)
+    assert (caught.value.layer, caught.value.phase) == ("log", "forward") and "rolled back" not in str(caught.value)
     assert inference.check_numerics().layer == "log"
 
 
@@ -420,4 +420,4 @@ def test_a_gpu_is_checked_through_all_its_ways_to_run() -> None:
             step(training, -X)
         assert (caught.value.layer, caught.value.phase, caught.value.step) == ("log", "forward", good + 1)
         assert _everything(training) == before and training.check_numerics().layer == "log"
-        assert step(training).loss > 0 and "fusing begins in the background" in str(training)
+        assert step(training).loss > 0 and "fusion starts in the background" in str(training)

@@ -52,7 +52,7 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines["optimizer"] == "AdamOptimizer, learning rate 0.002"
     assert "convolution: gemm ×2 (edges, shapes)" in lines["kernels"]
     assert "convolution weights: winograd ×2 (shapes, edges)" in lines["kernels"]
-    assert lines["fused"] == "nothing; on the CPU only FUSE_LAYERS does"
+    assert lines["fused"] == "nothing; on the CPU, fusion requires FUSE_LAYERS"
     assert lines["runs as"].startswith("traced, ") and "again" not in lines["runs as"]
     assert len(str(training).split("How it runs")[1].splitlines()) <= 15
     training.optimizer.learning_rate = 0.5
@@ -62,7 +62,7 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_options_show_in_how_it_runs() -> None:
     lines = told(digits(OPTIONS.DETERMINISTIC, compute_type="bfloat16"))
     assert lines["precision"] == "float32, layers compute in bfloat16"
-    assert lines["kernels"] == "PyTorch's own, none chosen by measuring (DETERMINISTIC)"
+    assert lines["kernels"] == "PyTorch's own, none chosen by measurement (DETERMINISTIC)"
     assert lines["fused"] == "nothing"
 
 
@@ -75,7 +75,7 @@ def test_recomputing_shows() -> None:
     training.compile(CPU)
     assert "again" not in told(training)["runs as"]
     training.compile(CPU, memory_limit=int(0.8 * training.memory_plan.total))
-    assert "computed again to save memory" in told(training)["runs as"]
+    assert "recomputed to save memory" in told(training)["runs as"]
 
 
 def test_how_far_fusing_has_come_shows() -> None:
@@ -83,7 +83,7 @@ def test_how_far_fusing_has_come_shows() -> None:
     program, executable = training.compilation.programs.program(8), training.compilation.programs.executable("step", 8)
     said = lambda: dict(described(program, executable))["fused"]  # noqa: E731
     object.__setattr__(executable.step, "fusion", Fusion.LATER)
-    assert said() == "nothing yet: fusing begins in the background after 10 steps"
+    assert said() == "nothing yet: fusion starts in the background after 10 steps"
     executable._fusing = object()  # type: ignore[assignment]
     assert "being fused in the background" in said()
     executable._fusing, executable.is_fused = None, True

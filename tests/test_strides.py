@@ -82,7 +82,7 @@ def test_what_lies_otherwise_than_recorded_is_put_in_order(
             losses.append(training.check_numerics({"x": images}, {"y": labels}).ok)
             found[name] = losses
     assert found["turned"] == pytest.approx(found["plain"], rel=1e-6)
-    assert "copied into the recorded order: Turned" in caplog.text
+    assert "copied into the recorded layout: Turned" in caplog.text
 
 
 def test_strides_of_single_extents_mean_nothing() -> None:

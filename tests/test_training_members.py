@@ -219,7 +219,7 @@ def test_add_inputs_calls_accumulate_and_refuse_a_name_for_two_tensors() -> None
     training = sg.TrainingGraph([graph])
     training.add_inputs({"a": a})
     training.add_inputs({"b": b})
-    with pytest.raises(sg.StateError, match="'a' already stands for"):
+    with pytest.raises(sg.StateError, match="'a' already refers to"):
         training.add_inputs({"a": b})
     training.compile(CPU)
     data = {"a": np.full((2, 3), 5, "f"), "b": np.full((2, 3), 2, "f")}

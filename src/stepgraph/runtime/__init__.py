@@ -1,1 +1,1 @@
-"""What holds buffers between calls: executables, the state of training, and the handle an execute call returns."""
+"""What persists between calls: executables, training state, and the handle that an execute call returns."""

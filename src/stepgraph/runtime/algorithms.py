@@ -1,8 +1,8 @@
 """cuDNN's algorithms, loaded before they are timed.
 
-PyTorch lets cuDNN try its algorithms on each shape once and keeps the fastest. Whichever was not used before is loaded
-while the clock runs, so that it looks slow. What a thread has found is its own, but what it has loaded is there for all
-others: convolutions that ran in another thread before are timed as they will be.
+PyTorch lets cuDNN try its algorithms once per shape and keeps the fastest. The first use of an algorithm also loads
+it, which makes it look slow. The choice is kept per thread, but loaded algorithms are shared by all threads: if the
+convolutions have already run in another thread, their timing is accurate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def load(part: Part, device: torch.device) -> None:
-    """Runs each kind of convolution once, in a thread that ends with it."""
+    """Runs each kind of convolution once, in a temporary thread."""
     kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
     if kinds:
         thread = threading.Thread(target=_run, args=(list(kinds.values()), device), name="stepgraph convolutions")

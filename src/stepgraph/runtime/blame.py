@@ -1,9 +1,9 @@
-"""Where in a step a NaN or an infinity came up first.
+"""Finds where a NaN or an infinity first appeared in a step.
 
-What counts is what a step leaves behind: its loss and other results that no layer reads, trained gradients, and what
-it changes (parameters, optimizer state, statistics). An infinity on the way that comes to nothing, as those of an
-attention mask do in a softmax, is no finding. From what was left behind the search goes back along whatever is not
-finite, to the first in time that was made of finite numbers.
+Only what a step leaves behind counts: its loss and other results that no layer reads, trained gradients, and what
+it changes (parameters, optimizer state, statistics). An intermediate infinity without effect, such as those of an
+attention mask in a softmax, is not reported. The search follows non-finite values backward from what was left behind
+to the earliest one that was computed from finite numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.trial import Trial
 from stepgraph.tensors.tensor import Tensor
 
-_Mark = tuple[Key, bool]  # an array of a trial, as it was before, or after what the step changes
+_Mark = tuple[Key, bool]  # an array of a trial, before or after the step changed it
 _GRADIENTS = ("gradient", "source gradient", "user gradient")
 
 
@@ -41,10 +41,10 @@ class Origin:
     """The first array that is not finite.
 
     Args:
-        key: which array it is; `after` tells whether it is what an update or the end of a pass wrote there.
-        node: the node that made it, or read it first.
+        key: which array it is; `after` shows whether an update or the end of a pass wrote it.
+        node: the node that produced it, or read it first.
         phase: `"forward"`, `"gradient"` or `"update"`.
-        given: whether it came from outside the step: input, label, parameter, state, gradient from outside.
+        given: whether it came from outside the step: input, label, parameter, state, user gradient.
     """
 
     key: Key
@@ -55,13 +55,13 @@ class Origin:
 
 
 def unread(nodes: Sequence[Node]) -> list[Tensor]:
-    """Results that no layer reads, the loss among them."""
+    """Results that no layer reads, including the loss."""
     read = {tensor for node in nodes for tensor in node.arguments}
     return [tensor for node in nodes for tensor in node.results if tensor not in read]
 
 
 class Search:
-    """Goes from what a trial left behind to where its first NaN or infinity came from."""
+    """Traces what a trial left behind to its first NaN or infinity."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.step = trial, trial.step
@@ -69,7 +69,7 @@ class Search:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The first of all, or None where everything that counts is finite."""
+        """The earliest origin, or None if everything that counts is finite."""
         stack = [mark for mark in self._ends() if self._is_bad(mark)]
         seen: set[_Mark] = set(stack)
         origins: list[_Mark] = []
@@ -84,7 +84,7 @@ class Search:
 
     @cached_property
     def first_nan(self) -> Node | None:
-        """The node whose result is the first with a NaN, which may come after the first infinity."""
+        """The node that produced the first NaN, which can come after the first infinity."""
         for node in self.step.nodes:
             arrays = [self.trial.found[value(t)] for t in node.results if value(t) in self.trial.found]
             if any(array.is_floating_point() and bool(array.isnan().any()) for array in arrays):
@@ -93,7 +93,7 @@ class Search:
 
     @property
     def overflowed(self) -> bool:
-        """Whether a scaled loss made gradients too large for float16: the step was skipped, which is its way."""
+        """Whether a scaled loss overflowed the float16 gradients: the step was skipped, as intended."""
         step, found = self.step, self.trial.found
         trained = [found[gradient(t)] for t in step.trainable if gradient(t) in found]
         return step.scales_loss and not all_finite(trained)
@@ -118,7 +118,7 @@ class Search:
         yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SCALE))
 
     def _causes(self, mark: _Mark) -> Iterator[_Mark]:
-        """What an array was made of."""
+        """The arrays that an array was computed from."""
         key, after = mark
         if after:
             yield from self._causes_of_change(key)
@@ -151,7 +151,7 @@ class Search:
         return ((value(t), False) for t in (*node.arguments, *layer_tensors(node)))
 
     def _differentiated(self, node: Node) -> Iterator[_Mark]:
-        """A local derivative is made of the gradients of the results and of what the forward pass saw."""
+        """A local derivative is computed from the gradients of the results and what the forward pass read."""
         yield from ((gradient(t), False) for t in node.results)
         yield from ((value(t), False) for t in node.results)
         yield from self._read(node)
@@ -177,7 +177,7 @@ class Search:
         return {node: index for index, node in enumerate(self.step.nodes)}
 
     def _node(self, mark: _Mark) -> Node | None:
-        """Who made an array; or who reads it first, where it came from outside."""
+        """The node that produced an array, or that reads it first if it came from outside."""
         key, _ = mark
         if key.kind == "source gradient":
             return key.owner if isinstance(key.owner, Node) else None
@@ -187,7 +187,7 @@ class Search:
         return maker or (readers[0] if readers else None)
 
     def _time(self, mark: _Mark) -> tuple[float, int, int]:
-        """When an array came up in the step; what came from outside is told in the order inputs, parameters, state."""
+        """When an array appeared in the step; outside arrays are ordered as inputs, parameters, state."""
         (key, after), count = mark, len(self.step.nodes)
         node, order = self._node(mark), self._order.get(key.owner, 0)
         index = self._index[node] if node is not None else 0

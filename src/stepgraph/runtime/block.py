@@ -1,4 +1,4 @@
-"""The memory that the steps of one graph hold for their results: see `compiler/held.py`."""
+"""The memory that the steps of one graph use for their results: see `compiler/held.py`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from stepgraph.compiler.held import Place
 
 
 class Block:
-    """One piece of memory for all batch sizes, since one step runs at a time; it grows when a larger one comes."""
+    """One block of memory for all batch sizes, since only one step runs at a time; it grows if necessary."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self.users: weakref.WeakSet[Places] = weakref.WeakSet()
 
     def of(self, size: int) -> torch.Tensor:
-        """At least `size` bytes, the same ones as long as they suffice."""
+        """At least `size` bytes, the same memory as long as it suffices."""
         if self._memory is None or len(self._memory) < size:
-            for user in self.users:  # so that there are never two
+            for user in self.users:  # so that two blocks never exist at once
                 user.forget()
             self._memory = None
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -29,7 +29,7 @@ class Block:
 
 
 class Places:
-    """The places of one executable's results in a block, as attributes of the module that its function reads."""
+    """The offsets of one executable's results in a block, as attributes of the module that its function reads."""
 
     def __init__(self, block: Block, size: int, places: Mapping[str, Place], module: Any) -> None:
         self._block, self._size, self._places, self._module = block, size, places, module
@@ -37,13 +37,13 @@ class Places:
         block.users.add(self)
 
     def forget(self) -> None:
-        """Lets go of the memory until the next call."""
+        """Releases the memory until the next call."""
         self._memory = None
         for name in self._places:
             setattr(self._module, name, None)
 
     def prepare(self) -> None:
-        """Makes the attributes, anew where the block has grown."""
+        """Creates the attributes, again if the block has grown."""
         memory = self._block.of(self._size)
         if memory is self._memory:
             return

@@ -1,4 +1,4 @@
-"""How a compiled graph runs, in a few lines: precision, kernels that were chosen, what is fused."""
+"""How a compiled graph runs, in a few lines: precision, chosen kernels, fused operators."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from stepgraph.compiler.program import Program, notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.runtime.executable import FUSES_AT, Executable
 
-WIDTH = 96  # letters of a line about kernels
+WIDTH = 96  # characters per line about kernels
 MOST = 5  # lines about kernels
 
 
 def described(program: Program, executable: Executable | None) -> list[tuple[str, str]]:
-    """Lines as (name, text), the name empty where a line goes on with the one before.
+    """Lines as (name, text); the name is empty if a line continues the one before.
 
     Args:
         program: the traced step.
-        executable: what runs it; None where it is made with the next call.
+        executable: what runs it; None if the next call creates it.
     """
     step = program.step
     lines = [("batch", str(step.batch[1])), ("precision", _precision(step))]
@@ -27,7 +27,7 @@ def described(program: Program, executable: Executable | None) -> list[tuple[str
         rate = f"{step.optimizer.learning_rate:g}"
         lines.append(("optimizer", f"{type(step.optimizer).__name__}, learning rate {rate}"))
     if step.channels_last and step.device.type == "cpu":
-        lines.append(("images", "channels last in memory, which was measured to be faster here"))
+        lines.append(("images", "channels last in memory, which measured faster here"))
     kernels = _kernels(program)
     lines += [("kernels" if not i else "", text) for i, text in enumerate(kernels)]
     if executable is not None:
@@ -51,9 +51,9 @@ def _tf32(products: bool, convolutions: bool) -> str:
 
 
 def _kernels(program: Program) -> list[str]:
-    """Operators with several ways, and which layers got which."""
+    """Operators with several implementations, and which layers use which."""
     if not program.step.chooses_kernels:
-        return ["PyTorch's own, none chosen by measuring (DETERMINISTIC)"]
+        return ["PyTorch's own, none chosen by measurement (DETERMINISTIC)"]
     chosen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node in program.nodes:
         if found := notes(node).implementation:
@@ -66,14 +66,14 @@ def _kernels(program: Program) -> list[str]:
             notes(node).layer for node in program.nodes if node.target is aten.convolution.default
         ]
     if not chosen:
-        return ["PyTorch's own; nothing here has another way to choose"]
+        return ["PyTorch's own; no operator here has an alternative"]
     lines = [f"{operator}: {_ways(ways, WIDTH - len(operator))}" for operator, ways in chosen.items()]
     hidden = len(lines) - MOST
-    return lines if hidden <= 0 else [*lines[: MOST - 1], f"and {hidden + 1} further operators with a choice"]
+    return lines if hidden <= 0 else [*lines[: MOST - 1], f"and {hidden + 1} more operators with alternatives"]
 
 
 def _ways(ways: dict[str, list[str]], room: int) -> str:
-    """Ways with their layers, the most used first, as many as fit on a line."""
+    """Implementations with their layers, the most used first, as many as fit on a line."""
     parts = []
     for way, layers in sorted(ways.items(), key=lambda item: -len(item[1])):
         names, shown = list(dict.fromkeys(layers)), ""
@@ -93,13 +93,13 @@ def _fused(executable: Executable) -> str:
             when = "before the first step" if executable.step.fusion is Fusion.FIRST else "in the background"
             return f"{count} operators, by PyTorch's compiler, {when}"
         case "under way":
-            return f"nothing yet: {count} operators are being fused in the background, then the next step takes them"
+            return f"nothing yet: {count} operators are being fused in the background for later steps"
         case "not yet":
-            return f"nothing yet: fusing begins in the background after {FUSES_AT} steps"
+            return f"nothing yet: fusion starts in the background after {FUSES_AT} steps"
         case "never":
             step = executable.step
             could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
-            return "nothing; on the CPU only FUSE_LAYERS does" if could else "nothing"
+            return "nothing; on the CPU, fusion requires FUSE_LAYERS" if could else "nothing"
         case _:
             return f"nothing: {state}"
 
@@ -108,4 +108,4 @@ def _runs(executable: Executable) -> str:
     part = executable.part
     again = sum(1 for node in part.nodes if notes(node).recomputed)
     text = f"{executable.mode}, {len(part.nodes)} operators"
-    return f"{text}, {again} of them computed again to save memory" if again else text
+    return f"{text}, {again} of them recomputed to save memory" if again else text

@@ -1,9 +1,9 @@
-"""A part of a program, ready to run again and again on one device.
+"""A part of a program, ready to run repeatedly on one device.
 
-On the CPU the recorded operators run as one Python function. On CUDA the first call runs the same way and does real
-work; the second call is captured as a CUDA graph, and from then on a call is a copy of its inputs and one replay.
-After some calls PyTorch's compiler begins to fuse the operators in the background; when it is done, the next call
-takes its function and the one after that is captured anew.
+On the CPU, the recorded operators run as one Python function. On CUDA, the first call runs the same way and does real
+work; the second call is captured as a CUDA graph. Each later call copies its inputs and replays the graph.
+After some calls PyTorch's compiler starts to fuse the operators in the background; when it is done, the next call
+uses its function and the one after that is captured again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from stepgraph.system import surroundings, torch_private
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
-_END = (object(),)  # behind the last array: fewer or more arrays are others, too
-_InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without the Python around it
+_END = (object(),)  # marks the end, so that sequences of different lengths differ
+_InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
 
 class Binding(NamedTuple):
-    """An executable with some of its arrays; the others are given with each call."""
+    """An executable with some of its arrays; the others are passed with each call."""
 
     executable: Executable
     arrays: list[torch.Tensor | None]
@@ -79,13 +79,13 @@ class Executable:
 
     @property
     def mode(self) -> str:
-        """How calls run: `traced`, or `CUDA graph` once captured; `fused` before it where operators are."""
+        """How calls run: `traced`, or `CUDA graph` once captured; preceded by `fused` if operators are fused."""
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
 
     @property
     def fusing(self) -> str:
-        """How far fusing has come: `never`, `not yet`, `under way`, `done`, or why it did not succeed."""
+        """The state of fusion: `never`, `not yet`, `under way`, `done`, or why it failed."""
         if self.is_fused or self._refused:
             return self._refused or "done"
         if self._fusing is not None:
@@ -93,14 +93,14 @@ class Executable:
         return "never" if self.step.fusion is Fusion.NEVER else "not yet"
 
     def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
-        """The arrays that stay between calls, looked up anew where any of `memory` is another than before."""
+        """The arrays that persist between calls, looked up again if any of `memory` has changed."""
         known = self._bound
         if known is None or not all(map(is_, known[0], chain(memory(), _END))):
             known = self._bound = [*memory(), *_END], self.bind(arrays())
         return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
-        """The arrays that stay between calls, in their places."""
+        """The arrays that persist between calls, in their positions."""
         inputs = self.part.inputs
         opened = tuple((i, key) for i, key in enumerate(inputs) if key not in arrays)
         return Binding(self, [arrays.get(key) for key in inputs], opened)
@@ -112,25 +112,25 @@ class Executable:
         given = binding.filled(others) if self._capture is None else []
         try:
             found = self.run(given) if self._capture is None else self._capture.run(binding, others)
-        except Exception as error:  # whatever a kernel raises, the user must see which layer it was
+        except Exception as error:  # whatever a kernel raises, the error names the layer
             raise ExecutionError(
-                self._failed(error), f"the device could not go on: {reason(error)}", fix="check the data of this call"
+                self._failed(error), f"the device failed: {reason(error)}", fix="check the data of this call"
             ) from error
         return {key: found[index] for index, key in self._outputs}
 
     @cached_property
     def counts_steps(self) -> bool:
-        """Whether a run advances the optimizer's step count: not where nothing is updated."""
+        """Whether a run advances the optimizer's step count; false if nothing is updated."""
         return NUMBERS in self.part.written
 
     @cached_property
     def loss_index(self) -> int | None:
-        """Which of the results is the last loss; None where there is none."""
+        """The index of the last loss among the results; None if there is none."""
         losses = [value(node.results[0]) for node in self.step.losses]
         return self.part.outputs.index(losses[-1]) if losses and losses[-1] in self.part.outputs else None
 
     def loss(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor | Loss:
-        """The loss that the last call found, as it stays when later calls find others."""
+        """The loss of the last call, unaffected by later calls."""
         assert self.loss_index is not None
         array, capture = found[self.part.outputs[self.loss_index]], self._capture
         if capture is None or capture.graph is None or capture.results[self.loss_index] is not array:
@@ -138,36 +138,36 @@ class Executable:
         return array.clone() if capture.losses is None else capture.losses.latest()
 
     def result(self, found: Mapping[Key, torch.Tensor], key: Key) -> torch.Tensor | Lent:
-        """One result of the last call, as it stays when later calls find others."""
+        """One result of the last call, unaffected by later calls."""
         capture = self._capture
         if capture is None or capture.graph is None:
             return found[key]
         return capture.lending.lend(found[key])
 
     def fuse_later(self) -> None:
-        """Begins to fuse operators, while calls go on as they are."""
+        """Starts fusing operators while calls continue unfused."""
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
             self._fusing = fusion.fuse_in_background(self.part, self.step)
 
     def _fuse_now(self) -> None:
         try:
             self._function, self.is_fused = fusion.fuse(self.part, self.step), True
-        except fusion.Miscompiled as error:  # nothing that a caller could change
+        except fusion.Miscompiled as error:  # nothing the caller can change
             self._stay_unfused(error)
 
     def _stay_unfused(self, error: BaseException) -> None:
         self._refused = reason(error)
-        logger.warning("operators stay unfused: %s", self._refused)
+        logger.warning("operators remain unfused: %s", self._refused)
 
     def _take_fused(self, fusing: Future[Function]) -> None:
-        """Goes on with the fused operators from this call on."""
+        """Switches to the fused operators from this call on."""
         self._fusing, error = None, fusing.exception()
         if error is not None:
             self._stay_unfused(error)
             return
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
-        logger.warning("fused %d operators; steps run faster from here on", len(self.part.nodes))
+        logger.warning("fused %d operators; steps run faster from now on", len(self.part.nodes))
 
     def _failed(self, error: Exception) -> str:
         """The layer and phase of the operator that raised, found by its line in the generated function."""
@@ -179,10 +179,10 @@ class Executable:
         return "execute" if node is None else f"{notes(node).layer} ({notes(node).phase} pass)"
 
     def settings(self) -> AbstractContextManager[None]:
-        """How PyTorch's libraries are to compute this step.
+        """The settings of PyTorch's libraries for this step.
 
-        cuDNN tries its algorithms for seconds: at first, and where operators are fused later only then, so that
-        training starts at once.
+        cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, only after
+        fusion, so that training starts immediately.
         """
         return _settings(self.step, tries=self.tries)
 
@@ -196,7 +196,7 @@ class Executable:
         """Runs operator by operator."""
         if self._places is not None:
             self._places.prepare()
-        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no mode matters
+        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no modes needed
             return self._function(*given)
         if surroundings.reach(*self._surroundings):
             with surroundings.neutral():
@@ -208,17 +208,17 @@ class Executable:
             return self._alone(given) if self.runs_alone and not self.is_fused else self._function(*given)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The first run, which sees to it that results lie in memory as they were recorded; later ones know which."""
+        """The first run, which compares the layout of results with the recording; later runs fix only mismatches."""
         layouts = strides.Layouts(self.part.nodes)
         found = self._code.function(self.part, strides.laying_out(self._code.source), layouts)(*given)
         source = strides.laying_out(self._code.source, layouts.surprises)
         self._function = self._code.function(self.part, source, layouts)
         for surprise in layouts.surprises.values():
-            logger.debug("copied into the recorded order: %s", surprise)
+            logger.debug("copied into the recorded layout: %s", surprise)
         return found
 
     def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs in this thread only: waking others up would take longer than the work, on a busy machine very long."""
+        """Runs in this thread only: waking others would take longer than the work, much longer on a busy machine."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -229,7 +229,7 @@ class Executable:
 
 @dataclass(frozen=True)
 class _Code:
-    """A part as Python code: its lines, the names they use, and where results lie that go into given memory."""
+    """A part as Python code: its lines, the names they use, and the offsets of results in preallocated memory."""
 
     source: str
     names: dict[str, Any]
@@ -261,8 +261,8 @@ def _generated(part: Part) -> _Code:
 class _Capture:
     """The CUDA graph of one executable.
 
-    Bound arrays, and what an earlier part hands on, are read where they are. So is what the caller gives, as long as
-    it comes in the same memory each time; data that comes from elsewhere is copied into memory of the graph's own.
+    Bound arrays, and results passed on by an earlier part, are read in place. So is the caller's data, as long as
+    its memory stays the same; data from elsewhere is copied into the graph's own memory.
     """
 
     def __init__(self, executable: Executable) -> None:
@@ -305,7 +305,7 @@ class _Capture:
         return self.results
 
     def _note(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> None:
-        """Where arrays are that are read in place; what an earlier part hands on may come there in another order."""
+        """Records the addresses of arrays that are read in place; an earlier part may pass them in another order."""
         opened = [key for _, key in binding.opened if key not in self.copied]
         self.in_place = {key: others[key].data_ptr() for key in opened}
         self.orders = {key: others[key].stride() for key in opened if key not in self.given}
@@ -319,19 +319,19 @@ class _Capture:
         self._note(binding, others)
         arrays = binding.filled({**others, **self.copied})
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a loader that pins memory, a completion handler) may go on while this one captures.
+        # Other threads (a loader that pins memory, a completion handler) can continue while this one captures.
         with self.executable.settings(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(arrays)
             if self.losses is not None and self.executable.loss_index is not None:
                 self.losses.capture(results[self.executable.loss_index])
-        # The arrays are kept: memory that is read in place must not become another's.
+        # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))
 
 
 @contextmanager
 def _settings(step: Step, tries: bool) -> Iterator[None]:
-    """PyTorch asks its settings when a kernel is launched, also in a capture."""
+    """PyTorch reads its settings when a kernel is launched, including during a capture."""
     if step.device.type != "cuda":
         yield
         return

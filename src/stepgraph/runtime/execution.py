@@ -1,8 +1,8 @@
 """The handle an execute call returns.
 
-Calls on one device run in the order they were made. On the CPU the work is done when the call returns, so arrays given
-to `execute` may be changed at once (those bound for separate passes once the gradient pass has read them); on a GPU the
-call returns when the work is queued, and reading a result waits for it.
+Calls on one device run in order. On the CPU the work is done when the call returns, so arrays passed to `execute`
+can be changed immediately (those bound for separate passes once the gradient pass has read them). On a GPU the
+call returns when the work is queued, and reading a result synchronizes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _turns = _Turns()
 
 
 def turn(device: Device | None) -> AbstractContextManager[Any]:
-    """A device runs one call at a time, also when several threads make them; None: a graph that has no device yet.
+    """A device runs one call at a time, even from several threads; None for a graph without a device.
 
-    Streams and events belong to the device that is current, so another GPU is made so.
+    Streams and events belong to the current device, so another GPU is made current.
     """
     if device is None:
         return _turns[None]
@@ -66,13 +66,13 @@ def _elsewhere(place: torch.device) -> Iterator[None]:
 
 
 class Execution:
-    """One accepted execute call: can be waited for, awaited, and asked for its loss, result and time.
+    """One accepted execute call: wait for it, await it, or read its loss, result and time.
 
-    What it gave is its own: later calls, also those of other threads, do not change it.
+    Its results are its own: later calls, including those of other threads, do not change them.
 
     Attributes:
-        error: what made the work fail, or None.
-        profile: time and memory by layer and phase, where `PER_LAYER_PROFILING` was asked for.
+        error: the error that made the work fail, or None.
+        profile: time and memory by layer and phase, if `PER_LAYER_PROFILING` was set.
     """
 
     __slots__ = (
@@ -90,11 +90,11 @@ class Execution:
         self._timed = timed
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
-        # An event costs as much as a small step, so without need the stream is asked, which goes on with later calls.
+        # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
         self._stream: int | None = None
         self._place = place = device.torch
         if device.is_cuda:
-            if timed or announced:  # the first tells when the work began, the last when it ended
+            if timed or announced:  # the first marks when the work began, the last when it ended
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
             else:
@@ -102,7 +102,7 @@ class Execution:
         self._started = time.perf_counter() if timed else 0.0
 
     def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:
-        """Records what the call gave, and for which tensor; on a GPU the work may still be under way."""
+        """Records the result of the call and its tensor; on a GPU the work may still be running."""
         self._like, self._found, self._loss = like, found, loss
         if self._events:
             self._events[-1].record()
@@ -116,8 +116,8 @@ class Execution:
         self._elapsed = time.perf_counter() - self._started if self._timed else None
 
     def announce(self, completion: Completion, waited: bool) -> None:
-        """Calls `completion` exactly once, when the work is done; at once if the caller has waited for that."""
-        if self._events and not waited:  # no daemon: the program ends when the last one was called
+        """Calls `completion` exactly once, when the work is done; immediately if the caller has waited for that."""
+        if self._events and not waited:  # not a daemon: the program ends after the last completion
             threading.Thread(target=self._announce, args=(completion,), name="stepgraph completion").start()
         else:
             self._announce(completion)
@@ -140,12 +140,12 @@ class Execution:
             return self._events[-1]
         if self._stream is None:
             return None
-        # PyTorch takes 0, which is the default stream, for no stream at all and makes a new one.
+        # PyTorch treats 0, the default stream, as no stream and creates a new one.
         named = torch.cuda.ExternalStream(self._stream, self._place) if self._stream else None
         return named or torch.cuda.default_stream(self._place)
 
     def wait(self) -> Execution:
-        """Returns when the work is done, on a GPU with that of later calls so far; raises what made it fail."""
+        """Waits until the work is done, on a GPU including later calls so far; raises the error that made it fail."""
         self._synchronize()
         if self.error is not None:
             raise self.error
@@ -153,13 +153,13 @@ class Execution:
 
     @property
     def done(self) -> bool:
-        """Whether the work is done, on a GPU with that of later calls so far."""
+        """Whether the work is done, on a GPU including later calls so far."""
         waited_for = self._waited_for()
         return waited_for is None or waited_for.query()
 
     @property
     def time(self) -> float | None:
-        """Seconds on the device, where `PROFILING` was asked for."""
+        """Seconds on the device, if `PROFILING` was set."""
         if not self._timed:
             return None
         if self._events:
@@ -169,7 +169,7 @@ class Execution:
 
     @property
     def result(self) -> Tensor | None:
-        """The loss, or the last result of a graph without one; None where the call failed or gives none."""
+        """The loss, or the last result of a graph without one; None if the call failed or returns none."""
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
             with _turns[self._place]:
                 array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
@@ -181,17 +181,17 @@ class Execution:
 
     @property
     def loss(self) -> float | np.ndarray | None:
-        """The loss before this call's update: a number, an array where it was not reduced, None without a loss."""
+        """The loss before this call's update: a number, an array if it was not reduced, None without a loss."""
         self.wait()
         if self._loss is None:
             return None
-        with _turns[self._place]:  # another thread's call may need the place where it lies
+        with _turns[self._place]:  # another thread's call may overwrite it
             loss = self._loss if isinstance(self._loss, torch.Tensor) else self._loss.array
             return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
 
     @property
     def loss_on_device(self) -> torch.Tensor | Loss | None:
-        """The loss where it is: asking for the number would wait for it."""
+        """The loss on the device, without synchronizing."""
         return self._loss
 
     def __await__(self) -> Generator[Any, None, Execution]:

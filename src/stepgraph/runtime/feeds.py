@@ -25,7 +25,7 @@ Data = Mapping[str, Any]
 
 
 class _Wanted(NamedTuple):
-    """One array that is fed: what it must be, and how messages name it."""
+    """One array to feed: what it must be, and its name in messages."""
 
     key: Key
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class _Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Feeds:
-    """What a compiled graph is fed with. A value: declaring or finding more gives new feeds."""
+    """The data that a compiled graph takes. It is immutable: declaring or finding more creates new feeds."""
 
     inputs: Names = field(default_factory=dict)
     labels: Names = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Feeds:
     tensors: tuple[Tensor, ...] = ()
 
     def declare(self, inputs: Names | None, labels: Names | None, weights: Names | None) -> Feeds:
-        """These feeds and the given ones."""
+        """These feeds and the new ones."""
         return replace(
             self,
             inputs=merged("input", self.inputs, inputs),
@@ -52,7 +52,7 @@ class Feeds:
         )
 
     def find(self, nodes: Sequence[Node], fixed: Collection[Tensor]) -> Feeds:
-        """The tensors that `nodes` read and nobody makes or holds; undeclared ones are named by their labels."""
+        """The tensors that `nodes` read but nothing produces or holds; undeclared ones are named by their labels."""
         made = {tensor for node in nodes for tensor in node.results}
         own = {t for node in nodes for t in (*node.layer.parameters.values(), *node.layer.statistics.values())}
         read = list(dict.fromkeys(t for node in nodes for t in node.arguments if t not in made and t not in own))
@@ -73,17 +73,17 @@ class Feeds:
 
     @cached_property
     def batch(self) -> int:
-        """The declared batch size: the first extent of the first input."""
+        """The declared batch size: the first dimension of the first input."""
         return self.tensors[0].shape[0] if self.tensors else 0
 
     def batch_size(self, given: int | None) -> int:
         """The batch size of a call; None and 0 mean the declared one."""
         if isinstance(given, bool) or not (given is None or (isinstance(given, Integral) and given >= 0)):
-            raise ArgumentError("execute", f"batch_size is {given!r}", fix="give a whole number of rows, or None")
+            raise ArgumentError("execute", f"batch_size is {given!r}", fix="pass an integer number of rows, or None")
         return int(given or self.batch)
 
     def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
-        """Data by tensor; refuses names that were not declared."""
+        """Data by tensor; rejects undeclared names."""
         found: dict[Tensor, Any] = {}
         given = inputs, labels, weights
         for index, kind, names, fed in self._groups:
@@ -103,7 +103,7 @@ class Feeds:
 
     @cached_property
     def _groups(self) -> tuple[tuple[int, str, Names, Names], ...]:
-        """What is declared, by kind; and what of it is fed."""
+        """The declared names by kind, and those that are fed."""
         groups = (("inputs", self.inputs), ("loss labels", self.labels), ("loss label weights", self.weights))
         fed = ({n: t for n, t in names.items() if t in self.tensors} for _, names in groups)
         return tuple((index, *group, next(fed)) for index, group in enumerate(groups))
@@ -111,9 +111,9 @@ class Feeds:
     def arrays(
         self, given: Mapping[Tensor, Any], batch: int, device: Device, indices: Indices | None = None
     ) -> dict[Key, torch.Tensor]:
-        """Arrays of all feeds for one call: given with it, or bound to their tensors before.
+        """Arrays of all feeds for one call: passed with it, or bound to their tensors before.
 
-        With `indices`, those that are such are looked at where they come from, before they go to the device.
+        With `indices`, index feeds are checked at their source, before they are copied to the device.
         """
         found, place = {}, device.torch
         for key, shape, data_type, where in self._wanted(batch):
@@ -127,7 +127,7 @@ class Feeds:
         return found
 
     def _wanted(self, batch: int) -> tuple[_Wanted, ...]:
-        """What each feed must be for a batch size; looked up in every call, so made once."""
+        """What each feed must be for a batch size; needed in every call, so computed once."""
         if batch not in self._tables:
             if len(self._tables) >= MOST:
                 self._tables.clear()
@@ -148,7 +148,7 @@ class Feeds:
 
     @cached_property
     def spoken(self) -> dict[Tensor, str]:
-        """How messages name each feed."""
+        """The name of each feed in messages."""
         return {tensor: f"Tensor '{tensor.label}' ({kind} '{name}')" for kind, name, tensor in self}
 
 
@@ -160,8 +160,8 @@ def _not_fed(name: str, kind: str, names: Names) -> StepgraphError:
         )
     return StateError(
         "execute",
-        f"'{name}' is constant, trained, or declared since the graph was compiled",
-        fix="leave it out of the data of this call, or compile again",
+        f"'{name}' is constant, trained, or was declared after the graph was compiled",
+        fix="leave it out of this call's data, or compile again",
     )
 
 
@@ -174,7 +174,7 @@ def _bound_before(tensor: Tensor, where: str) -> torch.Tensor:
 
 
 def merged(kind: str, names: Names, new: Names | None) -> Names:
-    """`names` and `new`; one name cannot stand for two tensors."""
+    """`names` and `new`; one name cannot refer to two tensors."""
     if new is not None and not isinstance(new, Mapping):
         raise DataTypeError(
             "graph", f"the {kind}s are {type(new).__name__}, not a dictionary", fix='pass {"name": tensor}'
@@ -186,6 +186,6 @@ def merged(kind: str, names: Names, new: Names | None) -> Names:
             )
         if names.get(name, tensor) is not tensor:
             raise StateError(
-                "graph", f"the {kind} '{name}' already stands for {names[name]!r}", fix="choose another name"
+                "graph", f"the {kind} '{name}' already refers to {names[name]!r}", fix="choose another name"
             )
     return {**names, **(new or {})}

@@ -1,4 +1,4 @@
-"""What an array holds: numbers, NaN, infinities."""
+"""The contents of an array: numbers, NaNs, infinities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Contents:
-    """What an array holds: how many numbers of each kind, where the first is that is not finite, the others' range."""
+    """The contents of an array: counts of each kind, the first non-finite position, the range of the rest."""
 
     count: int
     nan: int = 0
@@ -22,7 +22,7 @@ class Contents:
 
     @classmethod
     def of(cls, array: torch.Tensor) -> Contents:
-        """Counts; `array` may be on any device."""
+        """Counts the contents; `array` can be on any device."""
         if not array.numel():
             return cls(0)
         plain = array.detach()
@@ -62,6 +62,6 @@ class Contents:
 
 
 def all_finite(arrays: Iterable[torch.Tensor]) -> bool:
-    """Whether no array holds a NaN or an infinity; waits for the device once."""
+    """Whether no array holds a NaN or an infinity; synchronizes with the device once."""
     told = [array.isfinite().all() for array in arrays if array.is_floating_point()]
     return bool(torch.stack(told).all()) if told else True

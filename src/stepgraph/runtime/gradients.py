@@ -1,4 +1,4 @@
-"""Gradients between the passes: found, added up, and readable through tensors."""
+"""Gradients between the passes: stored, accumulated, and readable through tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gradients:
         self.handles: dict[Key, Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.used = False
-        self.are_known = False  # a pass has run, though it may have found none
+        self.are_known = False  # a pass has run, even if it computed none
 
     def handle(self, key: Key, like: Tensor) -> Tensor:
         """The tensor through which a gradient is read; the same one each time."""
@@ -32,32 +32,32 @@ class Gradients:
         return self.handles[key]
 
     def key(self, tensor: Tensor) -> Key:
-        """What is read through a tensor: a gradient, or its own value."""
+        """The key of what a tensor shows: a gradient, or its own value."""
         return next((key for key, handle in self.handles.items() if handle is tensor), value(tensor))
 
     def replace(self, found: Mapping[Key, torch.Tensor]) -> None:
-        """Takes the gradients of a new pass."""
+        """Stores the gradients of a new pass."""
         self.found, self.used, self.are_known = dict(found), False, True
         self.show(found)
 
     def show(self, found: Mapping[Key, torch.Tensor]) -> None:
-        """Makes gradients readable, and those that were not found unreadable."""
+        """Makes gradients readable, and those that were not computed unreadable."""
         self.shown = found
         for key, handle in self.handles.items():
             handle.hold(found.get(key), "the last pass did not compute it")
 
     def forget(self, found: Mapping[Key, torch.Tensor]) -> None:
-        """Drops everything but the tensors to read through; through them, what was `found` can be read."""
+        """Drops everything but the handles; these show what was `found`."""
         self.found, self.used, self.are_known = {}, False, False
         self.show(found)
 
     def by_handle(self, found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
-        """What was found, by the tensor it is read through."""
+        """What was computed, by handle."""
         return {handle: found[key] for key, handle in self.handles.items() if key in found}
 
     @torch.inference_mode()
     def to_add_to(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
-        """Gradients that no update has used yet, in memory of their own that stays the same from pass to pass."""
+        """Gradients that no update has used yet, in separate memory that stays the same between passes."""
         kept = {} if self.used else {key: self.found[key] for key in keys if key in self.found}
         for key, array in kept.items():
             if key not in self.sums or self.sums[key].shape != array.shape:
@@ -68,7 +68,7 @@ class Gradients:
 
 
 def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[Gradients]) -> dict[Key, torch.Tensor]:
-    """Gradients from outside: written by the user or handed over by linked graphs, else zero, or one to start from."""
+    """Gradients from outside: user gradients or those of linked graphs; otherwise zero, or one to start from."""
     found = {}
     for tensor in program.step.seeded:
         like = fake(program.outputs[value(tensor)])
@@ -84,12 +84,12 @@ def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[G
 
 
 def starts_at(tensor: Tensor, program: Program) -> bool:
-    """Whether the walk back starts at `tensor` by itself: one number that stands for the loss."""
+    """Whether the reverse walk starts at `tensor` by default: a single number that serves as the loss."""
     return tensor in program.step.starts and fake(program.outputs[value(tensor)]).numel() == 1
 
 
 def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tensor]) -> dict[Key, torch.Tensor]:
-    """Gradients of one graph, with those that linked graphs computed for the same parameters."""
+    """Gradients of one graph plus those that linked graphs computed for the same parameters."""
     found = dict(mine.found)
     for key in map(gradient, trained):
         shared = [other.found[key] for other in others if key in other.found]

@@ -1,7 +1,7 @@
-"""Whether fed indices (classes of a loss, rows of a dictionary) are within range.
+"""Range checks of fed indices (class indices of a loss, rows of an embedding).
 
-The CPU's operators raise where one is not, and nothing has changed by then. A GPU would lose its context, and a fused
-loop of several threads ends the process: there indices are looked at before the call.
+The CPU's operators raise an error before anything has changed. A GPU would lose its context, and a fused loop with
+several threads would end the process, so there indices are checked before the call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Indices:
         self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def require(self, key: Key, array: torch.Tensor) -> None:
-        """Refuses an array that holds an index out of range.
+        """Rejects an array that holds an index out of range.
 
-        On a GPU looking means waiting for it, so that memory which is known and unchanged is not looked at again: most
-        batches there are parts of one array.
+        On a GPU, checking synchronizes. Memory that was checked and has not changed is not checked again: most batches
+        there are slices of one array.
         """
         known = self._seen.get(key)
         if known is not None and known[0]() is array and torch_private.version(array) == known[1]:
@@ -57,12 +57,12 @@ class Indices:
 
     def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
         whole = _whole(array)
-        if not array.is_inference() and (whole is array or _within(whole, extent)):  # inference tensors count no writes
+        if not array.is_inference() and (whole is array or _within(whole, extent)):  # inference tensors: no versions
             self._seen[key] = weakref.ref(whole), torch_private.version(whole)
 
 
 def _whole(array: torch.Tensor) -> torch.Tensor:
-    """What an array is a part of."""
+    """The array that an array is a view of."""
     base = torch_private.base(array)
     return array if base is None or base.dtype != array.dtype else base
 
@@ -73,8 +73,8 @@ def _within(array: torch.Tensor, extent: int) -> bool:
     if array.device.type != "cpu":
         least, most = torch.stack(torch.aminmax(array)).tolist()
         return bool(least >= 0 and most < extent)
-    numbers = array.numpy()  # for few numbers NumPy takes a fraction of the time
-    unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative ones are large
+    numbers = array.numpy()  # NumPy is much faster for few numbers
+    unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative becomes large
     return bool(np.max(unsigned) < extent)
 
 
@@ -84,8 +84,8 @@ def _refused(array: torch.Tensor, limit: Limit, spoken: str) -> DataError:
     number, allowed = int(array[tuple(place)]), f"0 to {limit.extent - 1}"
     return DataError(
         spoken,
-        f"row {place[0]} holds the {limit.what} {number}, {limit.where} takes {allowed}",
+        f"row {place[0]} holds the {limit.what} {number}, but {limit.where} takes {allowed}",
         place=place,
         out_of_range=f"{int(outside.sum())} of {array.numel()} numbers",
-        fix=f"give whole numbers from {allowed}",
+        fix=f"use integers from {allowed}",
     )

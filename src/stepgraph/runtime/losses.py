@@ -1,8 +1,8 @@
-"""Losses of a captured step, each in a place of its own.
+"""Losses of a captured step, each in its own slot.
 
-A replayed CUDA graph writes its results over the last ones, and a copy after every replay would cost the host as much
-as the replay. So the graph itself writes each loss into the next of many places, and only when they are used up are
-all of them copied at once, for whoever still holds one.
+A replayed CUDA graph overwrites its previous results, and a copy after every replay would cost the host as much
+as the replay. Instead, the graph itself writes each loss into the next of many slots. Only when they are used up
+are all of them copied in one operation, if anything still refers to one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ PLACES = 1024
 
 
 class _Written:
-    """Losses written since places were last used up; later their copy."""
+    """Losses written since the slots were last used up; later, their copy."""
 
     def __init__(self, array: torch.Tensor) -> None:
         self.array = array
 
 
 class Loss:
-    """One number on the device, to be read when it is wanted."""
+    """One number on the device, read on demand."""
 
     __slots__ = ("_among", "_place", "_shape")
 
@@ -29,11 +29,11 @@ class Loss:
 
     @property
     def array(self) -> torch.Tensor:
-        """The number where it lies now: to be read before the next call."""
+        """The number in its current memory: read it before the next call."""
         return self._among.array[self._place]
 
     def own(self) -> torch.Tensor:
-        """The number in the shape the step gives it, in memory that nobody writes over."""
+        """The number in the step's shape, in memory that is never overwritten."""
         return self.array.reshape(self._shape).clone()
 
 
@@ -47,13 +47,13 @@ class Losses:
         self._written, self._count = _Written(self._places), 0
 
     def capture(self, loss: torch.Tensor) -> None:
-        """What a replay is to do with its loss; called while the graph is captured."""
+        """Records how a replay stores its loss; called during capture."""
         with torch.inference_mode():
             self._places.index_copy_(0, self._next, loss.reshape(1))
             self._next.add_(1)
 
     def expect(self) -> None:
-        """To be called before each replay: it must not write over what somebody may still read."""
+        """Must be called before each replay, which must not overwrite what may still be read."""
         if self._count == PLACES:
             self._written.array = self._places.clone()
             self._next.zero_()

@@ -1,4 +1,4 @@
-"""What is told about numbers that are not finite: a report to print, and the error that says the same."""
+"""Reports on non-finite numbers: a report to print, and the same as an error."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from stepgraph.tensors.tensor import Tensor
 
 FIXES = {
     "input": "clean the data of this batch; no layer is at fault",
-    "parameter": "go back to a checkpoint from before; compiled with GraphCompilationOptions.CHECK_NUMERICS, training "
-    "stops at the step where it begins",
-    "user gradient": "check what outside code wrote there",
-    "result": "keep what the layer reads, and its parameters, in the range it can compute with",
-    "gradient": "keep what the layer reads away from where its derivative is infinite, or the loss smaller",
+    "parameter": "go back to an earlier checkpoint; compiled with GraphCompilationOptions.CHECK_NUMERICS, training "
+    "stops at the step that produces the first one",
+    "user gradient": "check the values that outside code wrote there",
+    "result": "keep the layer's sources and parameters in a range it can handle",
+    "gradient": "keep the layer's sources away from points with an infinite derivative, or reduce the loss",
     "update": "lower the learning rate, or clip gradients",
 }
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """Where a step's numbers stopped being finite, or that they did not.
+    """Where a step's numbers stopped being finite, if they did.
 
     Args:
-        step: the number of the step, from 1, where an optimizer counts them.
-        layer: the layer that made the first NaN or infinity; the first that read it, where it came from outside.
+        step: the number of the step, from 1, if an optimizer counts them.
+        layer: the layer that produced the first NaN or infinity, or that read it first if it came from outside.
         phase: `"forward"`, `"gradient"` or `"update"`.
         what: what was not finite first: `"input"`, `"parameter"`, `"user gradient"`, `"result"`, `"gradient"` or
             `"update"`.
         name: which one: the name of the input, parameter or result.
-        where: the same in words, with the line of the user's program.
-        problem: what is wrong with it, in words.
-        contents: how many NaN and infinities, and where.
-        facts: what else was seen: sources, parameters, gradients.
-        notes: what is worth knowing, and no problem.
+        where: its description, with the line of the user's program.
+        problem: a description of the problem.
+        contents: how many NaNs and infinities, and where.
+        facts: other observations: sources, parameters, gradients.
+        notes: remarks that are not problems.
 
     Example:
         >>> print(NumericsReport(step=3))
@@ -78,9 +78,9 @@ def report(trial: Trial, step: int | None, spoken: Mapping[Tensor, str]) -> Nume
     """What a trial shows.
 
     Args:
-        trial: a step and everything it made.
+        trial: a step and everything it computed.
         step: its number.
-        spoken: how messages name inputs and labels.
+        spoken: the names of inputs and labels in messages.
     """
     search = Search(trial)
     if search.origin is None:
@@ -94,13 +94,13 @@ def _notes(search: Search) -> tuple[str, ...]:
     scale = float(search.trial.before[SCALE][0])
     return (
         f"gradients were too large for float16 at a loss scale of {scale:g}; such an update is skipped and the scale "
-        "halved, which is how the scale is found",
+        "halved, which is how loss scaling finds its scale",
     )
 
 
 @dataclass
 class _Telling:
-    """Puts an origin into words."""
+    """Describes an origin in words."""
 
     search: Search
     origin: Origin
@@ -122,18 +122,18 @@ class _Telling:
         return NumericsReport(self.step, layer, origin.phase, what, name, where, problem, contents, facts)
 
     def _said(self, kinds: str) -> tuple[str, str, str]:
-        """What it is, which one, and what is wrong with it."""
+        """Its kind, its name, and what is wrong with it."""
         key, step = self.origin.key, _in_step(self.step)
         of_step = step.replace(" in ", " of ")
         tensor = key.owner if isinstance(key.owner, Tensor) else None
         if self.origin.given and key.kind == "value" and (key.owner in self.spoken or not self._of_layer(key.owner)):
             return "input", key.owner.label, f"{kinds} in its data{step}"
         if self.origin.given and key.kind == "user gradient":
-            return "user gradient", key.owner.label, f"{kinds} in the gradient given for its result{step}"
+            return "user gradient", key.owner.label, f"{kinds} in the gradient passed for its result{step}"
         if self.origin.given:
             name = self._parameter(key)
             begins = "the step" if self.step is None else f"step {self.step}"
-            return "parameter", name, f"{kinds} in its {name} when {begins} begins; an earlier one made it"
+            return "parameter", name, f"{kinds} in its {name} when {begins} begins; an earlier step produced it"
         if self.origin.after:
             name = self._parameter(key)
             if self.origin.phase == "forward":
@@ -142,13 +142,17 @@ class _Telling:
         if key.kind == "value":
             return "result", "result", f"{kinds} in its result, in the forward pass{of_step}"
         by = f"source {key.position + 1}" if tensor is None else self._parameter(key) or "result"
-        return "gradient", f"gradient by {by}", f"{kinds} in its gradient by {by}, in the gradient pass{of_step}"
+        return (
+            "gradient",
+            f"gradient of {by}",
+            f"{kinds} in its gradient with respect to {by}, in the gradient pass{of_step}",
+        )
 
     def _of_layer(self, tensor: Tensor) -> bool:
         return self.origin.node is not None and tensor in set(layer_tensors(self.origin.node))
 
     def _parameter(self, key: Key) -> str:
-        """How the layer, and for a buffer the optimizer, calls a tensor."""
+        """The layer's name for a tensor or, for a buffer, the optimizer's."""
         node, optimizer = self.origin.node, self.search.step.optimizer
         fields = {} if node is None else _fields(node)
         name = next((field for field, tensor in fields.items() if tensor is key.owner), "")
@@ -159,7 +163,7 @@ class _Telling:
         return name
 
     def _seen(self, what: str) -> dict[str, object]:
-        """What else there was at that moment, to judge by."""
+        """Other observations at that moment."""
         node, found = self.origin.node, self.search.array
         if node is None:
             return {}
@@ -192,11 +196,11 @@ class _Telling:
         return {**seen, "learning rate": f"{optimizer.learning_rate:g}"}
 
     def _others(self) -> dict[str, object]:
-        """Further parameters that were not finite before the step."""
+        """Other parameters that were not finite before the step."""
         step, mine = self.search.step, self.origin.key.owner
         bad = [_named(step, t) for t in step.held if t is not mine and not _finite(self.search, t)]
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        return {"not finite either": ", ".join(bad[:4]) + more} if bad else {}
+        return {"also not finite": ", ".join(bad[:4]) + more} if bad else {}
 
 
 def _finite(search: Search, tensor: Tensor) -> bool:
@@ -210,7 +214,7 @@ def _fields(node: Node) -> dict[str, Tensor]:
 
 
 def _named(step: Step, tensor: Tensor) -> str:
-    """How a parameter or statistic is called beside others."""
+    """The full name of a parameter or statistic."""
     for node in step.nodes:
         for name, one in _fields(node).items():
             if one is tensor:

@@ -25,7 +25,7 @@ COLUMNS = ("layer", *PHASES, "all", "share", "memory")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs: seconds in each phase, and bytes of the arrays it makes."""
+    """The cost of one layer: seconds in each phase, and bytes of the arrays it creates."""
 
     layer: str
     forward: float = 0.0
@@ -41,18 +41,18 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds and bytes made, by layer and phase, largest time first. Printed, it is a table with a row a layer."""
+    """Seconds and bytes by layer and phase, largest time first. It prints as a table with one row per layer."""
 
     rows: tuple[tuple[str, str, float, int], ...]
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The total time."""
         return sum(seconds for _, _, seconds, _ in self.rows)
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
-        """One entry a layer, largest time first; what is done for a layer's parameters counts for the layer."""
+        """One entry per layer, largest time first; work on a layer's parameters counts for the layer."""
         seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         memory: dict[str, int] = defaultdict(int)
         known = {layer for layer, phase, _, _ in self.rows if phase == Phase.FORWARD}
@@ -101,7 +101,7 @@ class Profile:
 
     @classmethod
     def best_of(cls, profiles: Sequence[Profile]) -> Profile:
-        """The least time of each row over several runs of the same program: what other work disturbed is left out."""
+        """The minimum time of each row over several runs of the same program, which excludes interference."""
         least: dict[tuple[str, str], tuple[float, int]] = {}
         for one in profiles:
             for layer, phase, seconds, size in one.rows:
@@ -116,19 +116,19 @@ def _milliseconds(seconds: float) -> str:
 def profile(
     part: Part, arrays: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[dict[Key, torch.Tensor], Profile]:
-    """Runs a part once, timing every operator; the results are those of any other run."""
+    """Runs a part once, timing every operator; the results equal those of any other run."""
     clock = _Clock(part.module, device)
     try:
         with torch.inference_mode():
             found = clock.run(*arrays)
-    except Exception as error:  # whatever a kernel raises, it is an error of the library for the caller
+    except Exception as error:  # whatever a kernel raises, the caller gets a stepgraph error
         raise ExecutionError("execute", f"the device failed: {reason(error)}") from error
     rows = sorted(((*key, *cost) for key, cost in clock.cost.items()), key=lambda row: -row[2])
     return dict(zip(part.outputs, found, strict=True)), Profile(tuple(rows))
 
 
 class _Clock(fx.Interpreter):
-    """Times each operator and waits for it, so that its time is its own."""
+    """Times each operator separately, synchronizing after each."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)

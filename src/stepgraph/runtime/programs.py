@@ -1,4 +1,4 @@
-"""The traced programs and executables of one compilation, by batch size; each is made when it is first asked for."""
+"""The traced programs and executables of one compilation, by batch size; each is built on first use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
 PASSES = ("forward", "gradient", "update")
-MOST = 32  # batch sizes that stay compiled, besides the first: the one used longest ago is given up for a new one
+MOST = 32  # batch sizes that stay compiled, besides the first; the least recently used one is evicted
 
 
 class Programs:
-    """What a compiled graph can run.
+    """The programs that a compiled graph can run.
 
     Args:
         step: what to compute for a batch size, in training or inference mode.
         kept: what stays readable after one whole call.
-        require_fit: raises where the plan of a part for a batch size needs more than the graph may; told who asks.
-        channels_last: where images have their channels, if that is known already.
+        require_fit: raises if the plan of a part for a batch size exceeds the memory limit; receives the caller's name.
+        channels_last: the memory layout of images, if already known.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Programs:
         self._traced: dict[tuple[int, bool], Program] = {}
         self.executables: dict[tuple[str, int], Executable] = {}
         self.plans: dict[tuple[str, int], MemoryPlan] = {}
-        self._recent: dict[int, None] = {}  # batch sizes, the one used last at the end
+        self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
         self._last: int | None = None
         self._block = Block()
 
     def program(self, batch: int, training: bool = True) -> Program:
         """The traced step for a batch size."""
         if (batch, training) not in self._traced:
-            # An interrupt inside PyTorch's tracer may end the process, or leave a mode of the tracer on for good.
+            # An interrupt inside PyTorch's tracer may end the process or leave a tracing mode enabled permanently.
             with Uninterrupted():
                 program = self._recorded(self._asked(batch, training))
             self._traced[batch, training] = program
@@ -57,7 +57,7 @@ class Programs:
         return self._traced[batch, training]
 
     def _asked(self, batch: int, training: bool) -> Step:
-        """What to compute; a linked graph may ask meanwhile what this one computes for it."""
+        """What to compute; meanwhile, a linked graph may ask what this one computes for it."""
         self.is_recording = True
         try:
             return self._step(batch, training)
@@ -85,16 +85,16 @@ class Programs:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What whole calls need: the largest of all that were compiled so far."""
+        """The memory that whole calls need: the maximum over everything compiled so far."""
         return max(self.plans.values(), key=lambda plan: plan.total, default=MemoryPlan())
 
     def plan_for(self, part: str, batch: int) -> MemoryPlan:
-        """What a part would need for a batch size; nothing is made that could run."""
+        """The memory that a part would need for a batch size; no executable is built."""
         program = self.program(batch, training=part != "inference")
         return memory.plan(program.step, pipeline.settled(self._parts(part, program)[part], program.step, part))
 
     def report(self, part: str, batch: int) -> pipeline.Report:
-        """Which passes ran for a part, and what each did; they run once more for that."""
+        """The passes that ran for a part and their effects; they are rerun for this."""
         step = self.program(batch, training=part != "inference").step
         return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
@@ -105,7 +105,7 @@ class Programs:
         require_fit: Callable[[MemoryPlan, str, int, str], None],
         anew: bool,
     ) -> Programs:
-        """The same programs for another compilation; `anew`, with executables of its own, that keep other results."""
+        """The same programs for another compilation; `anew` gives it its own executables, which keep other results."""
         other = Programs(step, kept, require_fit, self.channels_last)
         other._traced, other._recent, other._block = self._traced, self._recent, self._block
         if not anew:
@@ -113,7 +113,7 @@ class Programs:
         return other
 
     def _make(self, part: str, batch: int, call: str) -> None:
-        """Everything is planned, and refused if it does not fit, before anything is made that could run."""
+        """Plans everything, and rejects it if it does not fit, before building an executable."""
         program = self.program(batch, training=part not in ("inference", "evaluation"))
         step = program.step
         parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
@@ -125,14 +125,14 @@ class Programs:
         self.executables |= made
 
     def _use(self, batch: int) -> None:
-        """Remembers that a batch size was used, and gives up the one that was not for longest."""
+        """Marks a batch size as used, and evicts the least recently used one."""
         self._recent.pop(batch, None)
         self._recent[batch], self._last = None, batch
         first = next((size for size, _ in self._traced), batch)
         while len(self._recent) > MOST + 1:
             oldest = next(size for size in self._recent if size != first)
             del self._recent[oldest]
-            logger.info("giving up what was compiled for batch size %d", oldest)
+            logger.info("discarding the programs for batch size %d", oldest)
             self._traced = {key: one for key, one in self._traced.items() if key[0] != oldest}
             self.executables = {key: one for key, one in self.executables.items() if key[1] != oldest}
             self.plans = {key: one for key, one in self.plans.items() if key[1] != oldest}

@@ -1,4 +1,4 @@
-"""The state of training that lives on the device: optimizer buffers, live numbers, the random stream, gradients."""
+"""The training state on the device: optimizer buffers, live numbers, the random stream, gradients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from stepgraph.random import draw_seed
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
-FIRST_SCALE = 2.0**16  # as large as float16 goes; it halves until gradients are finite
+FIRST_SCALE = 2.0**16  # the largest for float16; halved until gradients are finite
 
 
 @dataclass
 class Progress:
-    """How far a training graph has come, beside what its tensors hold; None and empty: not known, not begun.
+    """The training state outside the tensors; None or empty means unknown or not started.
 
     Args:
         stream: seed and position of the random stream.
         scale: the loss scale, and the finite steps since it last changed.
         time_step: the step count of the next update.
-        time_version: that of the optimizer when `time_step` was taken; a step count assigned later wins.
+        time_version: the optimizer's version when `time_step` was read; a step count assigned later takes precedence.
         buffers: the optimizer's buffers by parameter, in the order of its slots.
         gradients: gradients that no update has used yet, by parameter.
     """
@@ -43,11 +43,11 @@ class Progress:
 
 
 class TrainingState:
-    """What one training graph keeps between its calls."""
+    """The state that one training graph keeps between calls."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        # Replaced as a whole: who knows the dictionary knows the arrays.
+        # Replaced as a whole: the identity of the dictionary identifies the arrays.
         self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
         self._trainable: tuple[Tensor, ...] = ()
@@ -55,10 +55,10 @@ class TrainingState:
         self._updates = 0
 
     def attached(self, optimizer: Optimizer | None, trainable: Sequence[Tensor], scaled: bool) -> TrainingState:
-        """A state with an optimizer: buffers the user bound, those from before, or zeros; and with a loss scale.
+        """A state with an optimizer: buffers bound by the user, previous ones, or zeros; and with a loss scale.
 
-        What the same optimizer has learned about a tensor stays, also while the tensor is frozen. A scale that is in
-        use stays. This state and the tensors are as before until the new one begins.
+        The buffers of the same optimizer are kept, even while their tensor is frozen. A scale in use
+        is kept. This state and the tensors do not change until the new one begins.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -72,7 +72,7 @@ class TrainingState:
         return new
 
     def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
-        """Takes an optimizer, whose buffers begin as `attached` says."""
+        """Sets the optimizer; its buffers start as described in `attached`."""
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
         self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
         place = self.device.torch
@@ -91,7 +91,7 @@ class TrainingState:
         self._write_numbers(optimizer)
 
     def begin(self, fresh: bool) -> None:
-        """Takes over from the state before: tensors show its buffers. A `fresh` one draws a seed of its own."""
+        """Takes over from the previous state: tensors show its buffers. A `fresh` state draws its own seed."""
         if fresh:
             self.arrays[STREAM].copy_(torch.tensor([draw_seed(), 0]))
         slots = range(0 if self.optimizer is None else len(self.optimizer.slots))
@@ -100,7 +100,7 @@ class TrainingState:
                 self._publish(tensor, [self.arrays[state(tensor, i)] for i in slots])
 
     def refresh(self) -> None:
-        """Brings what the user assigned or bound since the last update onto the device; nothing is compiled."""
+        """Copies what the user assigned or bound since the last update to the device; nothing is compiled."""
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -111,13 +111,13 @@ class TrainingState:
             self._write_numbers(optimizer)
 
     def updated(self) -> None:
-        """Follows the step count that the device has just advanced."""
+        """Mirrors the step count that the device has just advanced."""
         if self.optimizer is not None:
             self._updates += 1
             self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
 
     def count_steps(self) -> None:
-        """Reads the step count where the device decides whether a step counts: with a scaled loss."""
+        """Reads the step count if the device decides whether a step counts: with a scaled loss."""
         if SCALE in self.arrays and self.optimizer is not None and self._updates:
             steps = self.arrays[NUMBERS][self.optimizer.live.index("time_step")]
             self.optimizer.__dict__["time_step"] = int(steps)
@@ -130,11 +130,11 @@ class TrainingState:
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         if not _is_usable(scale):
-            raise ArgumentError("loss_scale", f"the scale is {scale}, beyond what float32 holds", fix="use 65536.0")
+            raise ArgumentError("loss_scale", f"the scale is {scale}, outside the range of float32", fix="use 65536.0")
         self.arrays[SCALE].copy_(torch.tensor([scale, 0.0]))
 
     def progress(self) -> Progress:
-        """Where the state stands now. Arrays are shared, not copied."""
+        """The current progress. Arrays are shared, not copied."""
         self.refresh()
         self.count_steps()
         scale = self.arrays[SCALE].tolist() if SCALE in self.arrays else None
@@ -148,7 +148,7 @@ class TrainingState:
 
     @torch.inference_mode()
     def resume(self, progress: Progress) -> None:
-        """Goes on from `progress`, writing into the buffers in use."""
+        """Continues from `progress`, writing into the buffers in use."""
         if progress.stream is not None:
             self.arrays[STREAM].copy_(torch.tensor(progress.stream))
         if progress.scale is not None and SCALE in self.arrays:
@@ -180,7 +180,7 @@ class TrainingState:
         names, numbers = optimizer.live, self.arrays[NUMBERS]
         values = torch.tensor(list(optimizer.numbers().values()), dtype=numbers.dtype)
         time = names.index("time_step")
-        # The step count on the device is this graph's own, unless the user has just assigned one.
+        # The device holds this graph's own step count, unless the user has just assigned one.
         mine = slice(None) if self._seen[1] != optimizer.time_version else [i for i in range(len(names)) if i != time]
         numbers[mine] = values[mine].to(numbers.device)
         self._seen = (optimizer.version, optimizer.time_version)
@@ -193,14 +193,14 @@ class TrainingState:
             self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))])
 
     def _shows(self, tensor: Tensor) -> bool:
-        """Whether the buffers that a tensor shows are those in use."""
+        """Whether a tensor shows the buffers in use."""
         assert self.optimizer is not None
         current = [device.array for device in tensor.optimizer_device_data]
         mine = [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))]
         return len(current) == len(mine) and all(map(is_, current, mine))
 
     def _take_bound(self, tensor: Tensor) -> None:
-        """Takes buffers that were bound since the tensor last showed any."""
+        """Adopts buffers that were bound since the tensor last showed any."""
         if tensor.optimizer_data and all(device.array is None for device in tensor.optimizer_device_data):
             self._check(tensor)
             for i, data in enumerate(tensor.optimizer_data):
@@ -212,7 +212,9 @@ class TrainingState:
         given, slots = len(tensor.optimizer_data), self.optimizer.slots
         if given != len(slots):
             wanted = f"{len(slots)} ({', '.join(slots)})" if slots else "none"
-            raise DataError(tensor.where, f"{given} optimizer buffers were bound, {self.optimizer.rule} takes {wanted}")
+            raise DataError(
+                tensor.where, f"{given} optimizer buffers are bound, but {self.optimizer.rule} takes {wanted}"
+            )
 
     def _publish(self, tensor: Tensor, arrays: Sequence[torch.Tensor]) -> None:
         handles = tensor.optimizer_device_data
@@ -227,12 +229,12 @@ class TrainingState:
 
 
 def _is_usable(scale: float) -> bool:
-    """Whether float32 holds a scale from which halving and doubling lead on; earlier versions saved 0 and infinity."""
+    """Whether a scale can be halved and doubled in float32; earlier versions saved 0 and infinity."""
     return 0 < float(torch.tensor(scale, dtype=torch.float32)) < float("inf")
 
 
 def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[torch.Tensor, ...]]:
-    """Optimizer buffers that were bound to parameters before a graph is compiled."""
+    """Optimizer buffers that were bound to parameters before compilation."""
     tensors = dict.fromkeys(tensor for node in nodes for tensor in node.layer.parameters.values())
     return {
         tensor: tuple(

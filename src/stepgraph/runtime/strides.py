@@ -1,9 +1,9 @@
-"""Results lie in memory as the recording believes.
+"""Makes the memory layout of results match the recording.
 
-A step is recorded on arrays without memory, and PyTorch's account of how an operator lays out its result is not always
-what its kernels do, above all where channels lie last. What follows was recorded for the believed order: a view may be
-impossible in the real one, an operator may want what it was told it has. So the first run of a program compares the
-two, and results that lie otherwise are copied into the order they were recorded in, then and in all later runs.
+A step is recorded on arrays without memory, and PyTorch does not always predict the layout of an operator's result
+correctly, especially with channels last. Later operators were recorded for the predicted layout: a view may be
+impossible in the real one, or an operator may require the predicted one. So the first run of a program compares the
+two. Results with another layout are copied into the recorded one, in that run and all later ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAID = "_laid_out"
 
 
 def laying_out(source: str, names: Iterable[str] | None = None) -> str:
-    """Generated code that hands results to `_laid_out` and goes on with what that gives: all of them, or some."""
+    """Generated code that passes results, all or some, through `_laid_out`."""
     wanted = None if names is None else set(names)
     lines = []
     for line in source.splitlines():
@@ -35,14 +35,14 @@ def laying_out(source: str, names: Iterable[str] | None = None) -> str:
 
 
 class Layouts:
-    """How the results of a program were recorded to lie, and which of them do not by themselves."""
+    """The recorded layouts of a program's results, and which results differ from them."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._nodes = {node.name: node for node in nodes if node.op == "call_function"}
         self.surprises: dict[str, str] = {}
 
     def laid_out(self, name: str, found: Any) -> Any:
-        """A result in the order in which it was recorded."""
+        """A result in its recorded layout."""
         node = self._nodes.get(name)
         believed = None if node is None else fake(node)
         if isinstance(found, tuple | list) and isinstance(believed, tuple | list):
@@ -54,6 +54,6 @@ class Layouts:
         if not isinstance(real, torch.Tensor) or not isinstance(believed, torch.Tensor) or same_order(real, believed):
             return real
         node = self._nodes[name]
-        self.surprises[name] = f"{notes(node).layer}: {node.target} gives {real.stride()}, not {believed.stride()}"
+        self.surprises[name] = f"{notes(node).layer}: {node.target} returns {real.stride()}, not {believed.stride()}"
         laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
         return laid.copy_(real)

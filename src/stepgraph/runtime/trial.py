@@ -1,4 +1,4 @@
-"""A step run for looking at it: nothing of the graph changes, and everything on the way is kept."""
+"""Runs a step for inspection: the graph does not change, and every intermediate is kept."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Arrays = Mapping[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a step, or of a part, with everything it read and made.
+    """One run of a step, or of a part, with everything it read and computed.
 
     Args:
         step: what was computed.
-        before: arrays as they were: inputs, parameters, optimizer state.
-        after: those that the run has changed.
+        before: the arrays before the run: inputs, parameters, optimizer state.
+        after: the arrays that the run changed.
         found: results and gradients.
     """
 
@@ -33,12 +33,12 @@ class Trial:
 
 
 def everything(program: Program) -> Part:
-    """A whole step that keeps all it computes."""
+    """A whole step that keeps everything it computes."""
     return phases.whole(program, list(program.outputs))
 
 
 def on_copies(executable: Executable, arrays: Arrays) -> tuple[dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
-    """Runs a part so that nothing changes: what it finds, and the copies that it wrote to."""
+    """Runs a part on copies: returns its results and the copies that it wrote to."""
     part = executable.part
     after = {key: arrays[key].clone() for key in part.written}
     with executable.settings():
@@ -47,7 +47,7 @@ def on_copies(executable: Executable, arrays: Arrays) -> tuple[dict[Key, torch.T
 
 
 def replay(program: Program, arrays: Arrays) -> Trial:
-    """Runs a whole step operator by operator and keeps everything; what it changes are copies."""
-    step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # one run is not worth it
+    """Runs a whole step operator by operator on copies and keeps everything."""
+    step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # not worthwhile for a single run
     found, after = on_copies(Executable(everything(program), step), arrays)
     return Trial(step, arrays, found, after)

@@ -1,4 +1,4 @@
-"""Runs that leave nothing behind which is not finite: one that would is undone, and explained."""
+"""Rolls back and explains runs that produce non-finite values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepgraph.runtime.trial import Trial, replay
 from stepgraph.tensors.tensor import Tensor
 
 Arrays = dict[Key, torch.Tensor]
-_COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that give everything they compute
+_COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that return everything they compute
 
 
 def undone_unless_finite(
@@ -26,13 +26,13 @@ def undone_unless_finite(
     arrays: Mapping[Key, torch.Tensor],
     explain: Callable[[Arrays, Arrays], NumericsError],
 ) -> Arrays:
-    """What a run gives. Where it leaves anything not finite, nothing is changed and `explain` makes the error.
+    """Returns the results of a run. If any are not finite, it is rolled back and `explain` creates the error.
 
     Args:
         run: runs once, on the bound arrays and the others.
-        binding: the part that runs, with the arrays that stay.
+        binding: the part that runs, with the arrays that persist.
         arrays: the others.
-        explain: is given what was found, and what was written and is undone.
+        explain: receives what was found, and what was written and rolled back.
     """
     executable = binding.executable
     memory = dict(zip(executable.part.inputs, binding.filled(arrays), strict=True))
@@ -50,7 +50,7 @@ def undone_unless_finite(
 def explanation(
     programs: Programs, executable: Executable, before: Arrays, found: Arrays, after: Arrays
 ) -> Callable[[str, int | None, Mapping[Tensor, str]], NumericsError]:
-    """The error for a run that was undone, given the kind of graph, the number of the step and names of feeds."""
+    """The error for a run that was rolled back, by kind of graph, step number and names of feeds."""
     name, batch = next(key for key, one in programs.executables.items() if one is executable)
     if name in _COMPLETE:
         trial = Trial(executable.step, before, found, after)
@@ -62,17 +62,17 @@ def explanation(
         if told.ok:
             return NumericsError(
                 f"{kind}.execute",
-                "the compiled step made a NaN or an infinity, which it does not when run operator by operator",
-                fix="compile with DETERMINISTIC as well and see whether it stays",
+                "the compiled step produced a NaN or an infinity, but not when run operator by operator",
+                fix="also compile with DETERMINISTIC and check whether the error persists",
             )
-        kept = {"taken_back": "parameters, optimizer and statistics are as before this call"}
+        kept = {"rolled_back": "parameters, optimizer state and statistics are as before this call"}
         return told.error(**(kept if after else {}))
 
     return error
 
 
 def _left_behind(executable: Executable, found: Arrays, memory: Arrays) -> list[torch.Tensor]:
-    """What must be finite after a run: results that no layer reads, trained gradients, and what was written."""
+    """What must be finite after a run: results that no layer reads, trained gradients, and written arrays."""
     step = executable.step
     results = map(value, unread(step.nodes))
     gradients = [] if step.scales_loss else map(gradient, step.trainable)
