@@ -156,7 +156,7 @@ def test_an_index_out_of_range_is_refused_and_the_next_call_works(moment: str) -
     called: list[Any] = []
     for bad in (5, -1, -100):
         labels = {"y": np.array([0, 1, bad, 2])}
-        with pytest.raises(sg.DataError, match=f"row 2 holds the class index {bad}, Loss takes 0 to 4"):
+        with pytest.raises(sg.DataError, match=f"row 2 holds the class index {bad}, but Loss takes 0 to 4"):
             training.execute(full(1), labels, options=options, completion=lambda *told: called.append(told))
     assert not called and training.optimizer.time_step == 1
     assert training.execute(full(1), right, options=options).loss == before
@@ -173,7 +173,7 @@ def test_indices_are_found_behind_layers_that_only_move_them() -> None:
     right = np.full((2, 6), 6, np.int32)
     inference.execute({"words": right})
     right[1, 4] = 7
-    with pytest.raises(sg.DataError, match="row 1 holds the index 7, Embedding takes 0 to 6"):
+    with pytest.raises(sg.DataError, match="row 1 holds the index 7, but Embedding takes 0 to 6"):
         inference.execute({"words": right})
 
 

@@ -76,9 +76,9 @@ def test_passes_are_shown(saved: Path, capsys: Capture) -> None:
     assert told(capsys, saved, "--no-plan")["passes"] == []
     (passes,) = told(capsys, saved, "--no-plan", "--passes", "--device", "cpu")["passes"]
     by_name = {one["name"]: one for one in passes}
-    first, in_place = by_name["take out what does nothing"], by_name["write in place"]
+    first, in_place = by_name["remove no-ops and duplicates"], by_name["write in place"]
     assert first["stage"] == "recorded" and first["operators"][0] > first["operators"][1] and first["seconds"] > 0
-    assert in_place["intermediates"] > 0 and by_name["join products"]["operators"] is None
+    assert in_place["intermediates"] > 0 and by_name["merge products"]["operators"] is None
     shown = Called(capsys, "inspect", saved, "--no-plan", "--passes", "--device", "cpu").out
     assert "Pipeline" in shown and "choose implementations" in shown
 

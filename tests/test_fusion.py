@@ -231,7 +231,7 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
-    assert "stay unfused: no compiler here" in caplog.text and not executable.is_fused
+    assert "remain unfused: no compiler here" in caplog.text and not executable.is_fused
 
 
 def attention(layers: int, options: OPTIONS = OPTIONS.DETERMINISTIC) -> sg.TrainingGraph:

@@ -1,8 +1,8 @@
-"""Kernels that NVIDIA's assembler gets wrong, recognized in their PTX.
+"""Detects, in their PTX, kernels that NVIDIA's assembler miscompiles.
 
-For compute capability 9.0 and later, ptxas 12.8 to 13.0 loses the constant of a packed addition where one half of the
-sum is never read: `add.s16x2 d, a, 20` then adds 0. LLVM packs the arithmetic of indices that way where blocks are
-small, so that a kernel reads the wrong elements. `torch.compile` alone shows it, in the gradient of nearest upsampling
+For compute capability 9.0 and later, ptxas 12.8 to 13.0 loses the constant of a packed addition if one half of the
+sum is never read: `add.s16x2 d, a, 20` then adds 0. LLVM packs index arithmetic like this for small blocks,
+so that a kernel reads the wrong elements. `torch.compile` alone reproduces it, in the gradient of nearest upsampling
 from 3×6 to 4×7.
 """
 
@@ -27,7 +27,7 @@ HALVES = frozenset((0, 1))
 
 def loses_a_constant(ptx: str) -> bool:
     """Whether the assembler would lose the constant of an addition."""
-    return any(map(_loses_a_constant, _FUNCTION.split(ptx)))  # each has registers of its own
+    return any(map(_loses_a_constant, _FUNCTION.split(ptx)))  # each has its own registers
 
 
 def _loses_a_constant(function: str) -> bool:
@@ -40,7 +40,7 @@ def _loses_a_constant(function: str) -> bool:
 
 
 class _Code:
-    """Where the registers of a function are read; each is written once."""
+    """The readers of a function's registers; each register is written once."""
 
     def __init__(self, function: str) -> None:
         self._mentions: dict[str, list[str]] = defaultdict(list)
@@ -49,7 +49,7 @@ class _Code:
                 self._mentions[name].append(line)
 
     def halves_read(self, register: str) -> frozenset[int]:
-        """Which halves of a packed register are read; none where that is not certain."""
+        """Which halves of a packed register are read; none if that is uncertain."""
         found: frozenset[int] = frozenset()
         for line in self._readers(register):
             if unpacked := _UNPACKED.search(line):

@@ -1,4 +1,4 @@
-"""Attention in tiles, in fused steps, in the place of PyTorch's operator and of its gradient."""
+"""Replaces PyTorch's attention operator and its gradient with tiles, in fused steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def tile_attention(graph: fx.Graph) -> None:
-    """Replaces what tiles compute: attention in float32 without mask and dropout."""
+    """Replaces the attention that tiles support: float32, without mask and dropout."""
     for node in list(graph.nodes):
         if node.target in (FORWARD, BACKWARD):
             given = _named(node)
@@ -48,7 +48,7 @@ def _replace(node: fx.Node, sources: list[fx.Node], given: dict[str, Any]) -> No
 
 
 def _replace_seeds(node: fx.Node) -> None:
-    """Random numbers of a dropout that is not there: a gradient pass on its own still hands them on."""
+    """Replaces the random seeds of an absent dropout: a separate gradient pass still receives them."""
     for result in list(node.users):
         if result.args[1] in (2, 3):
             seed = fake(result)
@@ -60,6 +60,6 @@ def _replace_seeds(node: fx.Node) -> None:
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
-    """What an operator is given, by name."""
+    """The arguments of an operator, by name."""
     names = [one.name for one in torch_private.schema(node.target).arguments]  # type: ignore[arg-type]
     return dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -1,9 +1,9 @@
-"""A convolution of few numbers a window as sums; with a max pool and ReLU behind it, on a GPU kernels of our own.
+"""Convolutions with few numbers per window as sums; followed by a max pool and ReLU, on a GPU as custom kernels.
 
     y[n, p, o] = relu(max over pixels q of window p of b[o] + Σ w[o, tap] x[n, q + tap])
 
-Each maximum comes with the pixel of its window that it is: 0, 1, …, or `tiles.OFF` where ReLU is 0. Formulas are
-written so that PyTorch's compiler makes few kernels of them; `tiles/convolution.py` is compared with them.
+Each maximum comes with its pixel in the window: 0, 1, …, or `tiles.OFF` if ReLU is 0. The formulas are
+written so that PyTorch's compiler creates few kernels; `tiles/convolution.py` is compared with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def convolve(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -
 def convolve_and_pool(
     x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, window: Pair, rectifies: bool
 ) -> tuple[Array, Array]:
-    """Maxima of a pool's windows, which do not overlap, and their places."""
+    """Maxima of a pool's non-overlapping windows, and their positions."""
     if tiles.fit(x):
         from stepgraph.compiler.tiles.convolution import convolve_and_pool as in_tiles
 
@@ -61,7 +61,7 @@ def _maxima(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, wi
 def pooled_gradients(
     g: Array, places: Array, x: Array, w: Array, stride: Pair, padding: Pair, window: Pair
 ) -> tuple[Array, Array]:
-    """`dw[o, tap] = Σ g[n, p, o] x[n, q(n, p, o) + tap]` and `db[o] = Σ g[n, p, o]`, where ReLU lets maxima pass."""
+    """`dw[o, tap] = Σ g[n, p, o] x[n, q(n, p, o) + tap]` and `db[o] = Σ g[n, p, o]`, where ReLU passes maxima."""
     images = _padded(x, padding)
     if tiles.fit(x):
         from stepgraph.compiler.tiles.convolution import gradient_sums
@@ -79,8 +79,8 @@ def pooled_gradients(
 
 
 def _first(images: Array, place: Array, stride: Pair, window: Pair) -> Array:
-    """Where the window of each maximum's pixel begins, `[n, *pixels, outputs]`."""
-    kind = torch.int32 if images.numel() < 1 << 31 else torch.int64  # narrow ones are quicker
+    """The start of the convolution window at each maximum's pixel, `[n, *pixels, outputs]`."""
+    kind = torch.int32 if images.numel() < 1 << 31 else torch.int64  # narrow integers are faster
     place, (image, _, line, _) = place.to(kind), images.stride()
     n, rows, columns = (torch.arange(extent, device=place.device, dtype=kind) for extent in place.shape[:3])
     down = rows[:, None, None] * window[0] + place // window[1]
@@ -89,13 +89,13 @@ def _first(images: Array, place: Array, stride: Pair, window: Pair) -> Array:
 
 
 def _padded(x: Array, padding: Pair) -> Array:
-    """Images with zeros around them, row by row in memory."""
+    """Zero-padded images, row by row in memory."""
     (top, left) = padding
     return F.pad(x, (left, left, top, top)).contiguous()
 
 
 def _table(w: Array) -> Array:
-    """`[taps, outputs]`: what neighbouring threads read lies side by side."""
+    """`[taps, outputs]`: adjacent in memory for neighboring threads."""
     return w.flatten(1).t().contiguous()
 
 
@@ -110,9 +110,9 @@ def _sum(taps: Iterator[Array], table: Array, b: Array | None) -> Array:
 
 
 def _taps(images: Array, pixels: Pair, stride: Pair, w: Array) -> Iterator[Array]:
-    """What each number of a window meets, `[n, *pixels, 1]`, in the order of the weights.
+    """The pixels under each element of a window, `[n, *pixels, 1]`, in the order of the weights.
 
-    As strides they make the compiler write padded images once, instead of asking at each tap what is outside.
+    With strides, the compiler writes padded images once instead of checking bounds at each tap.
     """
     image, channel, line, _ = images.stride()
     size, strides = (len(images), *pixels, 1), (image, stride[0] * line, stride[1], 1)

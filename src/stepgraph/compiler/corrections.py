@@ -1,6 +1,6 @@
-"""Operators of PyTorch that give wrong numbers for some arrays, kept from seeing such arrays.
+"""Works around PyTorch operators that compute wrong numbers for some arrays.
 
-Each entry says what is wrong and where it was seen; it can go when every supported PyTorch is right.
+Each entry describes the bug and where it was seen; remove it when every supported PyTorch is correct.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def correct(graph: fx.Graph, device: torch.device) -> None:
-    """Puts copies in the usual order before operators that go wrong with another."""
+    """Inserts contiguous copies before operators that fail with other layouts."""
     for node in list(graph.nodes):
         if node.target is aten.avg_pool2d_backward.default and device.type == "cuda":
             _correct_average(node)
@@ -23,7 +23,7 @@ def correct(graph: fx.Graph, device: torch.device) -> None:
 
 
 def _correct_average(node: fx.Node) -> None:
-    """CUDA, PyTorch 2.11: with channels last and any padding, gradients are those of other pixels."""
+    """CUDA, PyTorch 2.11: with channels last and any padding, gradients belong to other pixels."""
     images, padding = node.args[1], node.args[4]
     assert isinstance(images, fx.Node)
     assert isinstance(padding, list | tuple)
@@ -32,7 +32,7 @@ def _correct_average(node: fx.Node) -> None:
 
 
 def _correct_normalization(node: fx.Node) -> None:
-    """CPU, PyTorch 2.13: where an extent is 1, two arrays with different strides are read with those of one."""
+    """CPU, PyTorch 2.13: if a dimension is 1, two arrays with different strides are both read with one's strides."""
     gradient, images = node.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(images, fx.Node)
@@ -42,7 +42,7 @@ def _correct_normalization(node: fx.Node) -> None:
 
 
 def _read_in_order(node: fx.Node, position: int) -> None:
-    """Lets an operator read a copy of one argument, with its last extent innermost."""
+    """Makes an operator read a copy of one argument, with its last dimension innermost."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
     array = fake(source)

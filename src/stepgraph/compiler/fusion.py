@@ -23,18 +23,18 @@ from stepgraph.system import torch_private
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
-# The step is captured as a CUDA graph by its executable. Small independent kernels (the update of each parameter) are
+# The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
 # launched together.
 SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
-ALONE = {"cpp.threads": 1}  # for what is done before other threads have woken up
+ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
 
 
 class Miscompiled(Exception):
-    """A kernel would compute something else than the operators it was made of."""
+    """A kernel would not compute the same as the operators it fuses."""
 
 
 def fuse(part: Part, step: Step) -> Function:
-    """The part as a function of its arrays, compiled; it takes long (seconds to a minute)."""
+    """The part as a compiled function of its arrays; compilation takes seconds to a minute."""
     inductor = torch_private.inductor()
     module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [fake(node) for node in part.placeholders]
@@ -54,14 +54,14 @@ def fuse(part: Part, step: Step) -> Function:
     with recording, torch.no_grad():
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
-        raise Miscompiled("NVIDIA's assembler would get a kernel wrong")
+        raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
     if on_cpu and len(generated) == 1:
         return Replay(function, torch_private.generated_code(generated[0]))
     return function
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:
-    """Results lie in memory as they did before the graph was changed: what reads them was made for that."""
+    """Keeps the memory layout of results as before the graph was changed, since readers depend on it."""
     (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
         results = zip(end.args[0], part.results.values(), strict=True)
@@ -74,7 +74,7 @@ def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def fuse_in_background(part: Part, step: Step) -> Future[Function]:
-    """The same in a thread of its own."""
+    """The same in a separate thread."""
     future: Future[Function] = Future()
 
     def work() -> None:

@@ -1,9 +1,9 @@
 """Memory for large results, laid out once and kept between steps on the CPU.
 
-An allocator gives memory that is free for some milliseconds back to the system and gets it again page by page, which in
-long steps takes as much time as many an operator. Results that only the step itself reads, of operators that can write
-into given memory, share one block: each has its place in it, and two have the same only if one is dead when the other
-is born.
+An allocator returns memory that is free for some milliseconds to the system and gets it back page by page. In long
+steps this takes as long as many an operator. Results that only the step itself reads, from operators with an
+out-variant, share one arena: each has an offset in it, and two overlap only if one is dead before the other
+is created.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from stepgraph.compiler import memory
 from stepgraph.compiler.operators import operator
 from stepgraph.compiler.program import Part, fake, fakes, note, notes, storages
 
-LARGE = 1 << 18  # bytes; smaller ones an allocator keeps at hand
-MOST = 512  # results, the largest: finding places takes time with the square of their number
+LARGE = 1 << 18  # bytes; allocators cache smaller blocks
+MOST = 512  # results, the largest ones: assigning offsets takes quadratic time
 ALIGNED = 64  # bytes
-LEAST = 1 << 22  # bytes in all, for which this is done: small steps are over before memory is given back
-WORTH = 1.05  # how much more a step may need than without
+LEAST = 1 << 22  # minimum total bytes: small steps end before memory is returned to the system
+WORTH = 1.05  # how much more memory a step may need with an arena
 
 
 class Place(NamedTuple):
-    """Where in the held memory an array lies, which is given without numbers."""
+    """The position of an array in the arena, described without data."""
 
     like: torch.Tensor
     offset: int
@@ -42,7 +42,7 @@ class _Life(NamedTuple):
 
 
 def hold(part: Part) -> Part:
-    """The part with places for large results, unless it would need noticeably more memory like that."""
+    """The part with offsets for large results, unless that would need noticeably more memory."""
     lives, enough = _candidates(part), WORTH * memory.peak(part)
     if sum(life.size for life in lives) < LEAST:
         return part
@@ -58,7 +58,7 @@ def hold(part: Part) -> Part:
 
 
 def _candidates(part: Part) -> list[_Life]:
-    """The largest results that stay inside, with their lives."""
+    """The largest results that stay inside, with their lifetimes."""
     nodes = list(part.module.graph.nodes)
     births, deaths = memory.lifetimes(part)
     found = []
@@ -70,7 +70,7 @@ def _candidates(part: Part) -> list[_Life]:
 
 
 def _placed(lives: Sequence[_Life]) -> list[int]:
-    """Offsets, in order: for each the lowest that is free all its life."""
+    """Offsets, in order: for each, the lowest that is free during its lifetime."""
     places: list[int] = []
     for life in lives:
         others = ((place, place + one.size) for one, place in zip(lives, places, strict=False) if _meet(one, life))
@@ -88,7 +88,7 @@ def _meet(one: _Life, other: _Life) -> bool:
 
 
 def write_there(graph: fx.Graph) -> dict[str, Place]:
-    """Lets operators write into memory that is held for them: where that is, by the name they know it by."""
+    """Makes operators write into the arena; returns the positions by attribute name."""
     names: dict[str, Place] = {}
     for node in list(graph.nodes):
         if not notes(node).offsets:

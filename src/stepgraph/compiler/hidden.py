@@ -1,7 +1,7 @@
-"""Operators that PyTorch's compiler cannot look into: it calls them as they are, and takes their strides as given.
+"""Operators that are opaque to PyTorch's compiler: it calls them unchanged and keeps their strides.
 
-They stand in for operators that it gets wrong on a GPU. Each says what is wrong and where it was seen; it can go when
-every supported PyTorch is right.
+They replace operators that it miscompiles on a GPU. Each describes the bug and where it was seen; remove it when
+every supported PyTorch is correct.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import fx
 from stepgraph.compiler.program import fake, inherit
 
 aten = torch.ops.aten
-BIASES = 2  # which of the gradients of a convolution
+BIASES = 2  # the index among the gradients of a convolution
 
 
 def hide(graph: fx.Graph) -> None:
-    """Hides operators that PyTorch's compiler for GPUs gets wrong."""
+    """Hides operators that PyTorch's compiler for GPUs miscompiles."""
     for node in list(graph.nodes):
         if node.target is aten.convolution.default and _may_lie_either_way(*node.args[:2]):
             _replace(node, "convolution", *node.args)
@@ -28,7 +28,7 @@ def hide(graph: fx.Graph) -> None:
 
 
 def _hide_convolution_backward(node: fx.Node) -> None:
-    for one in list(node.users):  # `getitem`, one for each gradient
+    for one in list(node.users):  # `getitem`, one per gradient
         which = one.args[1]
         if which == BIASES:
             gradient = node.args[0]
@@ -42,7 +42,7 @@ def _hide_convolution_backward(node: fx.Node) -> None:
 
 
 def _replace(node: fx.Node, name: str, *arguments: Any) -> None:
-    """Puts an operator in another's place; its result lies in memory as that one's was recorded to."""
+    """Replaces an operator with another whose result keeps the recorded layout."""
     operator = getattr(torch.ops.stepgraph, name).default
     with node.graph.inserting_before(node):
         new = node.graph.call_function(operator, (*arguments, list(fake(node).stride())))
@@ -50,9 +50,9 @@ def _replace(node: fx.Node, name: str, *arguments: Any) -> None:
 
 
 def _may_lie_either_way(*nodes: Any) -> bool:
-    """Whether strides leave open if channels lie first or last, as where there is one channel.
+    """Whether strides do not determine if channels are first or last, as with a single channel.
 
-    PyTorch's compiler, its fakes and cuDNN then each go by strides that mean nothing, and come to different ends.
+    PyTorch's compiler, its fakes and cuDNN then interpret meaningless strides differently.
     """
     arrays = (fake(node) for node in nodes)
     both = torch.contiguous_format, torch.channels_last
@@ -99,5 +99,5 @@ def _ordered(found: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 for _function in (_convolution, _convolution_backward):
-    # PyTorch has fakes of what they call, so that each is its own.
+    # PyTorch can derive fakes from what they call, so each operator is its own fake.
     torch.library.custom_op(f"stepgraph::{_function.__name__[1:]}", _function, mutates_args=()).register_fake(_function)

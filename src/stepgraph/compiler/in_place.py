@@ -1,4 +1,4 @@
-"""Operators that may write where their source was: it is not needed again, and nothing else sees its memory."""
+"""Operators that can overwrite their source: it is not needed again, and nothing else uses its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepgraph.compiler.program import Part, fake, note, notes, storage
 
 
 def in_place(part: Part) -> Part:
-    """The part with less memory for the same numbers."""
+    """The part with less memory and the same numbers."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(part.module.graph, {}))
     last: dict[int | None, int] = {}
@@ -32,7 +32,7 @@ def in_place(part: Part) -> Part:
 
 
 def out_of_place(graph: fx.Graph) -> None:
-    """The operators as they were before: who rewrites a graph knows those, and a compiler plans its own memory."""
+    """Restores the out-of-place operators, which graph rewrites expect; a compiler plans its own memory."""
     plain = {row.in_place: target for target, row in TABLE.items() if row.in_place is not None}
     for node in graph.nodes:
         if notes(node).in_place:
@@ -41,7 +41,7 @@ def out_of_place(graph: fx.Graph) -> None:
 
 
 def _fits(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result is as large as the source's memory, and laid out like it."""
+    """Whether the result has the size and layout of the source's memory."""
     result, array = fake(node), fake(source)
     others = [one for one in node.all_input_nodes if one is not source]
     if not isinstance(array, torch.Tensor) or any(storage(one) == storage(source) for one in others):

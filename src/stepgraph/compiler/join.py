@@ -1,8 +1,8 @@
-"""Products that share an operand, computed as one: `x Aᵀ, x Bᵀ, x Cᵀ` are the columns of `x [A; B; C]ᵀ`.
+"""Merges products that share an operand: `x Aᵀ, x Bᵀ, x Cᵀ` are the columns of `x [A; B; C]ᵀ`.
 
-Query, key and value of a self-attention are such products, and so are their gradients: of the weights
-`[g₁ g₂ g₃]ᵀ x`, of the source `[g₁ g₂ g₃] [A; B; C]`. One large product keeps a GPU busier than three small ones; the
-numbers are the same up to the order of sums, so this is for steps that are fused, not for the reference.
+Query, key and value of a self-attention are such products, and so are their gradients: with respect to the weights
+`[g₁ g₂ g₃]ᵀ x`, to the source `[g₁ g₂ g₃] [A; B; C]`. One large product uses a GPU better than three small ones. The
+numbers are the same up to the order of sums, so this applies to fused steps, not to the reference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Family:
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Joins what can be joined, in place. Operators stay in their order as far as that is possible."""
+    """Merges products in place. Operators keep their order as far as possible."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     products: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -53,7 +53,7 @@ def join_products(graph: fx.Graph) -> None:
 
 
 def join_activations(graph: fx.Graph) -> None:
-    """`relu(b + a Wᵀ)` as one operator of cuBLAS, which then writes the product once."""
+    """`relu(b + a Wᵀ)` as one cuBLAS operator, which writes the product only once."""
     for node in list(graph.nodes):
         product: Any = node.args[0] if node.target is aten.relu.default else None
         plain = product is not None and product.target is aten.addmm.default and not product.kwargs
@@ -64,7 +64,7 @@ def join_activations(graph: fx.Graph) -> None:
 
 @torch.library.custom_op("stepgraph::sum_and_relu", mutates_args=())
 def sum_and_relu(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`relu(c + a b)`; PyTorch's compiler would take its own operator for this apart again."""
+    """`relu(c + a b)`; PyTorch's compiler would decompose its own operator for this."""
     return torch_private.addmm_activation(c, a, b)
 
 
@@ -92,7 +92,7 @@ def _join_forward(
 def _join_weight_gradients(
     graph: fx.Graph, family: _Family, order: dict[fx.Node, int]
 ) -> tuple[tuple[fx.Node, ...], fx.Node] | None:
-    """The gradients `gᵢᵀ x` as one product; the `gᵢ` and `[g₁ g₂ …]`, where there is one for each weight."""
+    """The gradients `gᵢᵀ x` as one product; the `gᵢ` and `[g₁ g₂ …]`, if each weight has one."""
     shapes = {fake(one).shape for one in family.weights}
     members = {
         node.args[0].args[0]: node
@@ -124,7 +124,7 @@ def _join_weight_gradients(
 
 
 def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
-    """The operator that gives the gradients of query, key and value, where it is one and they are alike."""
+    """The operator that computes the gradients of query, key and value, if it is a single one and they are alike."""
     origins = [_origin(one) for one in gradients]
     sources = {one.args[0] for one in origins if one.target is operator.getitem}
     (found,) = sources if len(sources) == 1 else (None,)
@@ -134,7 +134,7 @@ def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
 
 
 def _write_together(graph: fx.Graph, attention: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """The same gradients side by side in one array `[batch, steps, 3, heads, width]`."""
+    """The same gradients adjacent in one array `[batch, steps, 3, heads, width]`."""
     with graph.inserting_before(attention):
         whole = graph.call_function(torch.ops.stepgraph.attend_joint_gradients.default, attention.args)
     _date(order, order[attention], [whole])
@@ -148,14 +148,14 @@ def _write_together(graph: fx.Graph, attention: fx.Node, order: dict[fx.Node, in
 
 
 def _place(gradient: fx.Node) -> int:
-    """Which of an operator's results this is a view of."""
+    """The index of the operator's result that this is a view of."""
     return int(_origin(gradient).args[1])  # type: ignore[arg-type]
 
 
 def _join_source_gradient(
     graph: fx.Graph, family: _Family, gradients: tuple[fx.Node, ...], joint: fx.Node, order: dict[fx.Node, int]
 ) -> None:
-    """The sum of `gᵢ Wᵢ` as one product, where nothing else reads its parts."""
+    """The sum of `gᵢ Wᵢ` as one product, if nothing else reads its parts."""
     products = {
         node.args[0]: node
         for node in graph.nodes
@@ -184,14 +184,14 @@ def _join_source_gradient(
 
 
 def _weights(node: fx.Node) -> fx.Node | None:
-    """The weights of a product by transposed weights."""
+    """The weights of a product with transposed weights."""
     right = node.args[-1]
     is_turned = isinstance(right, fx.Node) and right.target is aten.t.default
     return right.args[0] if is_turned else None  # type: ignore[union-attr, return-value]
 
 
 def _viewed(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
-    """What an array is, under whatever name: its source and its shape."""
+    """An array, whatever its name: its source and its shape."""
     return _root(node), tuple(fake(node).shape)
 
 
@@ -208,7 +208,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _total(node: fx.Node) -> fx.Node | None:
-    """The last of the sums that a result goes into, alone, and nowhere else."""
+    """The last of the sums that a result, alone, contributes to."""
     total = None
     while len(node.users) == 1:
         (user,) = node.users
@@ -221,7 +221,7 @@ def _total(node: fx.Node) -> fx.Node | None:
 
 
 def _terms(node: fx.Node) -> Iterable[fx.Node]:
-    """What a chain of sums adds up."""
+    """The terms of a chain of sums."""
     for one in node.args:
         inner = _root(one)  # type: ignore[arg-type]
         if inner.target is aten.add.Tensor and not inner.kwargs and len(inner.users) == 1:
@@ -249,12 +249,12 @@ def _date(order: dict[fx.Node, int], place: int, nodes: Iterable[fx.Node]) -> No
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:
-    """The arrays that an operator writes into, behind views."""
+    """The arrays that an operator writes into, through views."""
     return [_root(one) for one in writes(node)]
 
 
 def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    """Puts operators after what they read, and changes in place after those who read what was there before."""
+    """Sorts operators after what they read, and in-place changes after the readers of the old values."""
     nodes = list(graph.nodes)
     needs = {node: set(node.all_input_nodes) for node in nodes}
     for node in nodes:

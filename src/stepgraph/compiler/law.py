@@ -1,6 +1,6 @@
-"""What must hold for a program after every pass.
+"""The invariants of a program after every pass.
 
-Tests call `check` after each row of the pipeline; a pass that breaks the law is wrong, whatever its numbers.
+Tests call `check` after each row of the pipeline; a pass that breaks an invariant is wrong, whatever its numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ORDER = {phase: index for index, phase in enumerate(Phase)}
 
 
 def check(part: Part, like: Mapping[Key, torch.Tensor] | None = None) -> None:
-    """Raises an `AssertionError` that names each broken law and its operator.
+    """Raises an `AssertionError` that names each broken invariant and its operator.
 
     Args:
-        part: what a pass has made.
+        part: the output of a pass.
         like: the results before the pass, which must keep their shapes and types.
     """
     part.module.graph.lint()
@@ -32,19 +32,19 @@ def check(part: Part, like: Mapping[Key, torch.Tensor] | None = None) -> None:
 
 
 def _unknown(part: Part) -> Iterator[str]:
-    """Every operator has a layer, a phase and a result whose shape is known."""
+    """Every operator has a layer, a phase and a result with a known shape."""
     for node in part.nodes:
         if not has_notes(node) or not notes(node).layer:
-            yield f"{_named(node)} belongs to no layer and phase"
+            yield f"{_named(node)} has no layer or phase"
         if fake(node) is None and not mutates(node):
-            yield f"{_named(node)}: nobody knows what it gives"
+            yield f"{_named(node)}: its result is unknown"
 
 
 def _dead(part: Part) -> Iterator[str]:
-    """Nothing is computed that nobody reads. Of several results some may go unread."""
+    """Every operator has a reader. Of several results, some may be unread."""
     for node in part.nodes:
         if not node.users and not mutates(node) and node.target is not getitem:
-            yield f"{_named(node)}: nobody reads it"
+            yield f"{_named(node)}: nothing reads it"
 
 
 def _disordered(part: Part) -> Iterator[str]:
@@ -53,12 +53,12 @@ def _disordered(part: Part) -> Iterator[str]:
     for node in part.nodes:
         for source in node.all_input_nodes:
             if source in computed and ORDER[notes(source).phase] > ORDER[notes(node).phase]:
-                yield f"{_named(node)} reads {_named(source)}, of a later phase"
+                yield f"{_named(node)} reads {_named(source)} from a later phase"
 
 
 def _overwritten(part: Part) -> Iterator[str]:
     """What an operator overwrites is not read again, except through its result."""
-    gone: dict[int | None, fx.Node] = {}  # memory, and who wrote over it
+    gone: dict[int | None, fx.Node] = {}  # storages, and what overwrote them
     for node in part.nodes:
         for source in node.all_input_nodes:
             writer = gone.get(storage(source))
@@ -71,7 +71,7 @@ def _overwritten(part: Part) -> Iterator[str]:
 
 
 def _overlapping(part: Part) -> Iterator[str]:
-    """Results that are alive at once lie apart in held memory, and inside it."""
+    """Results that are alive at the same time do not overlap in the arena, and stay inside it."""
     births, deaths = memory.lifetimes(part)
     placed: list[tuple[int, int, int, int, fx.Node]] = []
     for node in part.nodes:
@@ -85,7 +85,7 @@ def _overlapping(part: Part) -> Iterator[str]:
     for index, (start, end, birth, death, node) in enumerate(placed):
         for other_start, other_end, other_birth, other_death, other in placed[:index]:
             if start < other_end and other_start < end and birth <= other_death and other_birth <= death:
-                yield f"{_named(node)} and {_named(other)} share held memory, and are alive at once"
+                yield f"{_named(node)} and {_named(other)} share held memory and are alive at the same time"
 
 
 def _changed(part: Part, like: Mapping[Key, torch.Tensor]) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Whether the channels of images lie first or last in memory, for a whole step on the CPU.
+"""Whether images have their channels first or last in memory, for a whole step on the CPU.
 
-Pooling compares many channels at once where they lie last, products over patches need no reordering there, other
-convolutions want them first: no operator can decide for its neighbours. So the step is traced in both orders, each with
-its own fastest kernels, and the two are timed once on made-up data.
+Pooling vectorizes over channels if they are last, and products over patches need no reordering then. Other
+convolutions prefer channels first, so no operator can decide alone. The step is traced in both layouts, each with
+its own fastest kernels, and the two are timed once on synthetic data.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from stepgraph.compiler.program import Phase, Program, fake, notes
 from stepgraph.compiler.step import Fusion, Step, gradient, value
 
 FIRST, LAST = "channels first", "channels last"
-GAIN = 0.96  # for a whole step less is much
-TOLERANCE = 1e-2  # rounding decides which of two nearly equal pixels a pool takes, and so where its gradient goes
+GAIN = 0.96  # for a whole step, even this is a large gain
+TOLERANCE = 1e-2  # rounding decides which of two nearly equal pixels a pool selects, and so where its gradient goes
 
 
 def traced(step: Step) -> Program:
-    """The step as a program, in the order in which it runs faster; where that may be either, both are tried."""
+    """The step as a program in its faster layout; if either is possible, both are tried."""
     first = pipeline.program(step)
     if not _is_open(first):
         return first
@@ -40,7 +40,7 @@ def traced(step: Step) -> Program:
 
 
 def _digest(program: Program) -> str:
-    """What tells one program from others with the same inputs: its operators, with the extents of what they give."""
+    """Distinguishes a program from others with the same inputs: its operators, with the shapes of their results."""
     found = (fake(node) for node in program.nodes)
     shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in found]
     targets = [getattr(node.target, "__qualname__", str(node.target)) for node in program.nodes]
@@ -48,7 +48,7 @@ def _digest(program: Program) -> str:
 
 
 def _is_open(program: Program) -> bool:
-    """Whether the order may matter: convolutions in float32, with pooling between them, and nobody else decides."""
+    """Whether the layout can matter: convolutions in float32 with pooling between them, and nothing else decides."""
     step = program.step
     if step.device.type != "cpu" or not step.chooses_kernels or step.fusion is Fusion.FIRST or step.channels_last:
         return False
@@ -57,13 +57,13 @@ def _is_open(program: Program) -> bool:
 
 
 def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
-    """Forward and gradient pass as a function of all that the program reads, which stays as it is."""
+    """Forward and gradient pass as a function of everything the program reads, which it does not change."""
     step = program.step
     results = [value(node.results[0]) for node in step.losses or step.nodes[-1:]]
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
     part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
-    part = pipeline.settled(part, step, pipeline.TRIAL)  # trying must not need more than the step may
+    part = pipeline.settled(part, step, pipeline.TRIAL)  # the trial must respect the memory limit of the step
     position = {key: index for index, key in enumerate(program.inputs)}
     changed = frozenset(part.written)
 

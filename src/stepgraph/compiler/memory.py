@@ -1,4 +1,4 @@
-"""When every buffer is born and when it dies: what a step needs, known before the first one runs."""
+"""The lifetime of every buffer: the memory that a step needs, known before the first one runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "g
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes a compiled graph needs.
+    """The bytes that a compiled graph needs.
 
-    `activations`, `gradients` and `workspace` are what is alive at the moment of the peak; parameters, optimizer
+    `activations`, `gradients` and `workspace` are the live bytes at the peak; parameters, optimizer
     state and statistics live as long as the graph. `timeline` has the live bytes of intermediates at each operator,
     with its layer and phase.
     """
@@ -36,7 +36,7 @@ class MemoryPlan:
 
     @property
     def intermediates(self) -> int:
-        """The peak of everything that is made and dropped again within a step."""
+        """The peak of everything that is allocated and freed within a step."""
         return self.activations + self.gradients + self.workspace
 
     @property
@@ -63,7 +63,7 @@ class MemoryPlan:
 
 
 def plan(step: Step, part: Part) -> MemoryPlan:
-    """The plan of a part that runs in one piece."""
+    """The plan of a part that runs as a whole."""
     live = timeline(part)
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
@@ -83,7 +83,7 @@ def plan(step: Step, part: Part) -> MemoryPlan:
 
 
 def plan_passes(step: Step, parts: Mapping[str, Part]) -> MemoryPlan:
-    """The plan of a step that runs in several parts: that of the largest, with what earlier parts hand to it."""
+    """The plan of a step that runs in several parts: that of the largest, including what earlier parts pass to it."""
     fixed = {value(tensor) for tensor in (*step.feeds, *step.held)}
     found = []
     for part in parts.values():
@@ -98,12 +98,12 @@ def plan_passes(step: Step, parts: Mapping[str, Part]) -> MemoryPlan:
 
 
 def peak(part: Part) -> int:
-    """The most bytes of intermediates at once."""
+    """The peak bytes of intermediates."""
     return max((sum(kinds.values()) for _, _, kinds in timeline(part)), default=0)
 
 
 def alive_at_peak(part: Part) -> set[int]:
-    """The storages that are there when a part needs most memory."""
+    """The storages that are alive when a part needs the most memory."""
     births, deaths = lifetimes(part)
     changes: dict[int, int] = defaultdict(int)
     for one, (birth, size, _) in births.items():
@@ -118,7 +118,7 @@ def alive_at_peak(part: Part) -> set[int]:
 
 
 def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
-    """What is alive at an operator, counted as `timeline` does: layer and phase that made it, kind, bytes."""
+    """What is alive at an operator, counted as in `timeline`: the layer and phase that created it, kind, bytes."""
     nodes = list(part.module.graph.nodes)
     now = nodes.index(part.nodes[time])
     births, deaths = lifetimes(part)
@@ -135,24 +135,24 @@ def holders(part: Part, time: int) -> list[tuple[str, str, str, int]]:
 
 
 def _used(part: Part, now: int) -> int:
-    """Bytes of the held memory that somebody uses."""
+    """Bytes of the arena that are in use."""
     nodes, (births, deaths) = list(part.module.graph.nodes), lifetimes(part)
     alive = ((one, birth, size) for one, (birth, size, _) in births.items() if birth <= now <= deaths[one])
     return sum(size for one, birth, size in alive if is_held(one, nodes[birth]))
 
 
 def is_held(one: int, node: fx.Node) -> bool:
-    """Whether a storage that an operator makes has its place in memory that is held (see `held.py`)."""
+    """Whether a storage that an operator creates is in the arena (see `held.py`)."""
     return one in notes(node).offsets
 
 
 def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, int]]:
-    """By storage: the operator that makes it, its size and kind; and the last operator that reads it."""
+    """By storage: the operator that creates it, its size and kind; and the last operator that reads it."""
     nodes = list(part.module.graph.nodes)
     entering = {storage(node) for node in nodes if node.op == "placeholder"}
     births: dict[int, tuple[int, int, str]] = {}
     deaths: dict[int, int] = {}
-    same: dict[int, int] = {}  # the memory that an operator in place writes its result into
+    same: dict[int, int] = {}  # the memory that an in-place operator writes its result into
     for time, node in enumerate(nodes):
         for used in node.all_input_nodes:
             for one in storages(used):
@@ -169,7 +169,7 @@ def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, in
 
 
 def timeline(part: Part) -> list[tuple[str, Phase, dict[str, int]]]:
-    """Live bytes by kind at each operator. Of memory that is held, what nobody uses is workspace."""
+    """Live bytes by kind at each operator. Unused bytes of the arena count as workspace."""
     nodes = list(part.module.graph.nodes)
     births, deaths = lifetimes(part)
     changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))

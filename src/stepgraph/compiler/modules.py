@@ -1,8 +1,8 @@
-"""Recorded operators as a module, without what torch.fx remembers about every module for good.
+"""Recorded operators as a module, without the source that torch.fx keeps permanently for every module.
 
-For tracebacks torch.fx keeps the source of each module it makes as long as the process lives. A program that compiles
-again and again, for one batch size after the other, would grow by that; nobody reads these sources, since parts run as
-code of our own.
+For tracebacks, torch.fx keeps the source of each module for the lifetime of the process. A program that compiles
+repeatedly, for one batch size after another, would leak memory. Nothing reads these sources, since parts run as
+our own generated code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stepgraph.system import torch_private
 
 
 class Module(fx.GraphModule):
-    """A graph module whose source is forgotten."""
+    """A graph module whose source is discarded."""
 
     def recompile(self) -> Any:
         code = super().recompile()
@@ -25,7 +25,7 @@ class Module(fx.GraphModule):
 
 
 def forget_source(module: fx.GraphModule) -> None:
-    """Drops the source of a module that somebody else has made."""
+    """Discards the source of a module created elsewhere."""
     key = type(module).forward.__code__.co_filename
     torch_private.module_sources().pop(key, None)
     linecache.cache.pop(key, None)

@@ -1,7 +1,7 @@
-"""One row per operator: how it writes into given memory, what it needs inside, what computing it again costs.
+"""One row per operator: its out-variant, its workspace, the cost of recomputing it.
 
-Passes ask this table. An operator without a row has none of this: its results are new arrays, it needs nothing worth
-counting besides them, and it is cheap.
+Passes consult this table. An operator without a row has none of these: its results are new arrays, it needs no
+significant workspace, and it is cheap.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Workspace = Callable[[Sequence[Any], int], int]
 
 
 class Out(NamedTuple):
-    """The variant of an operator that writes into given memory, and the keyword that takes it.
+    """The out-variant of an operator, and the keyword that takes the memory.
 
-    Where there are several results, all of them arrays, that is a list with None for those that are not given.
+    With several results, all of them arrays, the keyword takes a list with None for those without memory.
     """
 
     function: Callable[..., Any]
@@ -41,11 +41,11 @@ class Operator:
     """What passes know about an operator.
 
     Args:
-        out: the variant that writes into given memory.
-        in_place: the variant that writes over its first argument.
-        workspace: bytes it needs inside, from its arguments (arrays without memory) and the bytes of its results.
-        is_costly: whether it is computed again only where dropping everything else is not enough.
-        direct: for an operator of our own, the Python function behind it. A compiled step calls it without PyTorch's
+        out: the variant that writes into preallocated memory.
+        in_place: the variant that overwrites its first argument.
+        workspace: its workspace in bytes, from its arguments (arrays without memory) and the bytes of its results.
+        is_costly: whether it is recomputed only if recomputing everything else is not enough.
+        direct: for our own operators, the Python function behind them. A compiled step calls it without PyTorch's
             dispatcher, which would take longer than most of them.
     """
 
@@ -61,12 +61,12 @@ def _threshold_backward(g: torch.Tensor, x: torch.Tensor, threshold: float) -> t
 
 
 def _copied(position: int) -> Workspace:
-    """A copy of one argument, where it is not in one piece already."""
+    """A copy of one argument, unless it is contiguous."""
     return lambda given, _: 0 if given[position].is_contiguous() else given[position].nbytes
 
 
 def _like(position: int) -> Workspace:
-    """As much as one argument."""
+    """The size of one argument."""
     return lambda given, _: given[position].nbytes
 
 
@@ -102,7 +102,7 @@ TABLE: dict[Any, Operator] = {
     ours.uniform.default: Operator(direct=draw_uniform),
     ours.update_.default: Operator(direct=update_on_cpu),
     ours.update_by_rule_.default: Operator(direct=update_by_rule, workspace=workspace),
-    # turned weights
+    # transposed weights
     ours.lstm.default: Operator(out=Out(lstm_kernel.run), workspace=_like(2), is_costly=True),
     # `∂h/∂c` of all steps
     ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
@@ -129,12 +129,12 @@ _PLAIN = Operator()
 
 
 def operator(node: fx.Node) -> Operator:
-    """What is known about the operator of a node."""
+    """The table entry for the operator of a node."""
     return TABLE.get(node.target, _PLAIN)
 
 
 def note_workspaces(graph: fx.Graph) -> None:
-    """Notes what operators need inside, for the memory plan."""
+    """Records the workspace of operators for the memory plan."""
     for node in graph.nodes:
         workspace = operator(node).workspace
         if workspace is not None:
@@ -143,7 +143,7 @@ def note_workspaces(graph: fx.Graph) -> None:
 
 
 def call_directly(graph: fx.Graph) -> fx.Graph:
-    """The same operators, with the functions behind our own in their places."""
+    """The same operators, with our own replaced by the functions behind them."""
     direct = copy.deepcopy(graph)
     for node in direct.nodes:
         if node.op == "call_function":

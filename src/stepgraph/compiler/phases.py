@@ -1,4 +1,4 @@
-"""Cuts a traced step into the parts that run on their own, and says what one hands to the next."""
+"""Splits a traced step into parts that run separately, and determines what each passes to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepgraph.compiler.step import Key, gradient, value
 
 @dataclass(frozen=True, eq=False)
 class Phases:
-    """The three parts of a step. `forward` gives, besides results, what `gradient` needs of it."""
+    """The three parts of a step. `forward` returns, besides results, what `gradient` needs from it."""
 
     forward: Part
     gradient: Part
@@ -24,12 +24,12 @@ class Phases:
 
 
 def whole(program: Program, wanted: Sequence[Key]) -> Part:
-    """The step in one part; only `wanted` outlives it."""
+    """The step as one part; only `wanted` outlives it."""
     return extract(program, set(Phase), [key for key in wanted if key in program.outputs])
 
 
 def split(program: Program) -> Phases:
-    """The step in three parts; every result and every gradient that is computed stays readable."""
+    """The step as three parts; every result and every computed gradient stays readable."""
     names = _crossing_names(program)
     computed = [key for key in program.outputs if key.kind in ("gradient", "source gradient")]
     backward = extract(program, {Phase.GRADIENT}, computed, names)
@@ -58,7 +58,7 @@ def extract(
     for node in program.module.graph.nodes:
         if node in chosen:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "call_function" and notes(node).phase not in phases:  # a view, seen again by this part
+            if node.op == "call_function" and notes(node).phase not in phases:  # a view, recreated by this part
                 inherit(copies[node], node, phase=next(iter(phases)))
     graph.output([_owned(graph, copies[end]) for end in ends])
     return Part(Module(program.module, graph), tuple(inputs), tuple(wanted))
@@ -80,10 +80,10 @@ def _needed(program: Program, phases: Collection[Phase], ends: Sequence[fx.Node]
 
 
 def _is_free(node: fx.Node, changed: Collection[int | None]) -> bool:
-    """Whether the gradient looks at an array of the forward pass itself, rather than being handed a view of it.
+    """Whether the gradient pass recreates a view of a forward array itself instead of receiving it.
 
-    A view costs nothing, and a copy of it would lie otherwise in memory: products would add in another order than
-    in the whole step. What changes between the parts must be handed on as it was.
+    A view is free, and a copy of it would have another layout: products would sum in another order than
+    in the whole step. Arrays that change between the parts must be passed on as they were.
     """
     if node.op != "call_function" or notes(node).phase != Phase.FORWARD or mutates(node):
         return False
@@ -101,7 +101,7 @@ def _outside(program: Program, chosen: set[fx.Node], ends: Sequence[fx.Node]) ->
 
 
 def _crossing_names(program: Program) -> dict[fx.Node, Key]:
-    """Keys for what one part may hand to another: the gradient it is, the result it is, or just a number."""
+    """Keys for what one part may pass to another: the gradient it is, the result it is, or just a number."""
     known = {node: key for key, node in reversed(program.outputs.items()) if key.kind == "value"}
     known |= {
         program.outputs[gradient(t)]: gradient(t) for t in program.step.trainable if gradient(t) in program.outputs
@@ -110,7 +110,7 @@ def _crossing_names(program: Program) -> dict[fx.Node, Key]:
 
 
 def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A result that shares memory with an input is copied: the input may change while the result is read."""
+    """Copies a result that shares memory with an input: the input may change while the result is read."""
     entering = {storage(one) for one in graph.nodes if one.op == "placeholder"}
     if node.op != "placeholder" and storage(node) not in entering:
         return node

@@ -1,9 +1,9 @@
 """The passes that turn a recorded step into what runs, in order, from top to bottom.
 
-A pass is a function; a row says for which steps it applies. Nothing else transforms programs. `recorded` rows see the
-whole step once, `part` rows each part that is cut from it, `fused` rows the operators that PyTorch's compiler gets.
+A pass is a function; a row defines the steps it applies to. Nothing else transforms programs. `recorded` rows see
+the whole step once, `part` rows each part of it, `fused` rows the operators passed to PyTorch's compiler.
 
-Adding a pass is a row here and a function in a module of its own.
+To add a pass, add a row here and a function in its own module.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from stepgraph.compiler.trace import trace
 from stepgraph.compiler.weight_gradients import tile_weight_gradients
 from stepgraph.system import surroundings, torch_private
 
-WHOLE = ("step", "inference")  # parts that run a call in one piece
-TRIAL = "trial"  # a part that runs once, to be looked at
+WHOLE = ("step", "inference")  # parts that run a whole call
+TRIAL = "trial"  # a part that runs once, for inspection
 
 
 class Stage(StrEnum):
@@ -50,7 +50,7 @@ class Pass:
     """One row of the pipeline.
 
     Args:
-        name: what it does, in a few words.
+        name: a short description.
         stage: what it works on; a part is replaced, graphs of the other stages are changed in place.
         run: the pass, a function of what it works on and the step.
         applies: whether it runs for a step, and a part of it by name.
@@ -71,7 +71,7 @@ def _chooses(step: Step, part: str) -> bool:
 
 
 def _measures(step: Step, part: str) -> bool:
-    # On the CPU PyTorch's compiler chooses for itself, and does not know all the libraries behind our implementations.
+    # On the CPU PyTorch's compiler makes its own choices, and does not know all libraries behind our implementations.
     return step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu")
 
 
@@ -80,7 +80,7 @@ def _is_limited(step: Step, part: str) -> bool:
 
 
 def _holds(step: Step, part: str) -> bool:
-    # A limit was kept without holding any memory, and PyTorch's compiler plans for itself.
+    # The memory limit was met without an arena, and PyTorch's compiler plans its own memory.
     unlimited = step.memory_limit is None and step.fusion is not Fusion.FIRST
     return part == "step" and step.device.type == "cpu" and step.chooses_kernels and unlimited
 
@@ -102,20 +102,20 @@ def _tiles_convolutions(step: Step, part: str) -> bool:
 
 
 def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Step], Any]:
-    """A pass that looks at nothing but the graph."""
+    """A pass that needs only the graph."""
     return lambda module, step: function(module.graph)
 
 
 def _simplify(module: fx.GraphModule, step: Step) -> None:
     simplification.simplify(module)
-    _require_phases(module.graph)  # what does nothing may have been recorded outside of any
+    _require_phases(module.graph)  # no-ops may have been recorded outside of any phase
 
 
 def _require_phases(graph: fx.Graph) -> None:
-    """Every operator belongs to a phase: parts of a step are cut by it."""
+    """Requires a phase for every operator, because parts are split by phase."""
     for node in graph.nodes:
         if node.op == "call_function" and not has_notes(node):
-            raise AssertionError(f"{node.format_node()} was recorded outside of any phase")
+            raise AssertionError(f"{node.format_node()} was recorded outside any phase")
 
 
 def _fit(part: Part, step: Step) -> Part:
@@ -129,9 +129,9 @@ def _read_less(module: fx.GraphModule, step: Step) -> None:
 
 RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
 TABLE: tuple[Pass, ...] = (
-    Pass("take out what does nothing", RECORDED, _simplify, _always),
+    Pass("remove no-ops and duplicates", RECORDED, _simplify, _always),
     Pass(
-        "avoid PyTorch's wrong operators",
+        "work around incorrect operators",
         RECORDED,
         lambda module, step: corrections.correct(module.graph, step.device),
         _always,
@@ -143,22 +143,22 @@ TABLE: tuple[Pass, ...] = (
         lambda module, step: kernels.choose_kernels(module, step.device),
         _measures,
     ),
-    Pass("note workspaces", RECORDED, _graph(operators.note_workspaces), _always),
+    Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
-    Pass("hold memory between steps", PART, lambda part, step: held.hold(part), _holds),
+    Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
-    Pass("spell out small products", FUSED, _graph(spell_out_small_products), _on_cpu),
-    Pass("spell out narrow products", FUSED, _graph(spell_out_narrow_products), _on_gpu),
-    Pass("spell out small convolutions", FUSED, _graph(spell_out_small_convolutions), _on_gpu),
+    Pass("expand small products", FUSED, _graph(spell_out_small_products), _on_cpu),
+    Pass("expand narrow products", FUSED, _graph(spell_out_narrow_products), _on_gpu),
+    Pass("expand small convolutions", FUSED, _graph(spell_out_small_convolutions), _on_gpu),
     Pass("compare positions in pools", FUSED, _graph(compare_places), _on_gpu),
-    Pass("join activations", FUSED, _graph(join.join_activations), _on_gpu),
-    Pass("read less in gradients of ReLU", FUSED, _read_less, _on_gpu),
+    Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
+    Pass("reduce reads in ReLU gradients", FUSED, _read_less, _on_gpu),
     Pass("attention in tiles", FUSED, _graph(tile_attention), _tiles_attention),
     Pass("weight gradients in tiles", FUSED, _graph(tile_weight_gradients), _tiles_convolutions),
-    Pass("join products", FUSED, _graph(join.join_products), _always),
-    Pass("hide what the compiler gets wrong", FUSED, _graph(hide), _on_gpu),
-    Pass("spell out updates", FUSED, _graph(kernels.take_apart), _always),
+    Pass("merge products", FUSED, _graph(join.join_products), _always),
+    Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
+    Pass("expand updates", FUSED, _graph(kernels.take_apart), _always),
 )
 
 
@@ -168,9 +168,9 @@ def rows(stage: Stage, step: Step, part: str) -> Iterator[Pass]:
 
 
 def program(step: Step) -> Program:
-    """The step, recorded and ready to be cut into parts."""
+    """The recorded step, ready to be split into parts."""
     recorded = trace(step)
-    with surroundings.tracing(), step.precision.applied():  # implementations are measured as they will run
+    with surroundings.tracing(), step.precision.applied():  # implementations are measured under their runtime settings
         for row in rows(RECORDED, step, ""):
             row.run(recorded.module, step)
     return recorded.refreshed()
@@ -185,9 +185,9 @@ def settled(part: Part, step: Step, name: str) -> Part:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one pass did: operators before and after it, bytes of intermediates after it, and how long it took.
+    """The effect of one pass: operators before and after it, bytes of intermediates after it, and its time.
 
-    Bytes are None where no part has been cut yet, everything is None where the pass does not apply.
+    Bytes are None before parts exist; everything is None if the pass does not apply.
     """
 
     row: Pass
@@ -199,7 +199,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Report:
-    """Which passes ran for a step, and what each did."""
+    """The passes that ran for a step, and their effects."""
 
     ran: tuple[Ran, ...]
 
@@ -216,12 +216,12 @@ class Report:
 
 
 def report(step: Step, name: str, cut: Callable[[Program], Part]) -> Report:
-    """Runs the passes once more, for a part of a step, and looks at each.
+    """Reruns the passes for a part of a step and observes each.
 
     Args:
         step: what to compute.
         name: the part.
-        cut: takes the part out of the recorded step.
+        cut: extracts the part from the recorded step.
     """
     recorded = trace(step)
     with surroundings.tracing(), step.precision.applied():

@@ -1,9 +1,9 @@
-"""ReLU behind the max pool that follows it: the same numbers, over as many fewer pixels as a window has.
+"""Moves ReLU after the max pool that follows it: the same numbers, over as many fewer pixels as a window has.
 
     max(relu(x₁), relu(x₂), …) = relu(max(x₁, x₂, …))
 
-Gradients agree too. Where the maximum is positive, both orders hand the gradient to the same pixel; elsewhere ReLU's
-derivative is 0 in either. The old operators stay in the program, for parts that ask for what lies between the two
+Gradients agree too. If the maximum is positive, both orders pass the gradient to the same pixel; otherwise ReLU's
+derivative is 0 in either. The old operators stay in the program for parts that need the result between the two
 layers; nothing else reads them.
 """
 
@@ -26,7 +26,7 @@ RELU, RELU_GRADIENT = aten.relu.default, aten.threshold_backward.default
 
 
 def pool_first(graph: fx.Graph) -> None:
-    """Pools before ReLU where ReLU feeds a max pool alone, and sums bias gradients before they are spread out."""
+    """Pools before ReLU if only a max pool reads the ReLU, and sums bias gradients before they are scattered."""
     for node in list(graph.nodes):
         if node.target is POOL and node.args[0].target is RELU:
             _exchange(node.args[0], node)
@@ -51,7 +51,7 @@ def _exchange(relu: fx.Node, pool: fx.Node) -> None:
 
 
 def _exchange_gradients(old: fx.Node, source: Any, result: fx.Node, places: fx.Node) -> None:
-    """First of ReLU, then of the pool."""
+    """First the gradient of ReLU, then that of the pool."""
     (turned,) = _readers(old)
     masked = _call(turned, RELU_GRADIENT, (old.args[0], result, turned.args[2]), after=old)
     spread = _call(old, POOL_GRADIENT, (masked, source, *old.args[2:-1], places), after=masked)
@@ -59,7 +59,7 @@ def _exchange_gradients(old: fx.Node, source: Any, result: fx.Node, places: fx.N
 
 
 def _sum_pooled(node: fx.Node) -> None:
-    """A pool's gradient puts each number at one pixel: their sum is the same before."""
+    """A pool's gradient writes each number to one pixel, so summing before or after is the same."""
     spread, mask = node.args[0], node.args[-1]
     assert isinstance(spread, fx.Node) and isinstance(mask, list)
     biases = [user for user in node.users if user.args[1] == 2]
@@ -72,7 +72,7 @@ def _sum_pooled(node: fx.Node) -> None:
 
 
 def compare_places(graph: fx.Graph) -> None:
-    """Pools' gradients as a question to each pixel, where windows do not overlap: fused, that needs no scattering."""
+    """Computes pool gradients per pixel if windows do not overlap: fused, this needs no scatter."""
     for node in graph.nodes:
         if node.target is POOL_GRADIENT:
             g, x, window, *settings, places = cast(Any, node.args)
@@ -88,13 +88,13 @@ def has_separate_windows(
     dilation: Sequence[int] = (1,),
     ceil: bool = False,
 ) -> bool:
-    """Whether no pixel lies in two windows of a pool, and every window is full."""
+    """Whether no pixel is in two windows of a pool, and every window is full."""
     plain = not any(padding) and all(rate == 1 for rate in dilation) and not ceil
     return plain and list(stride or window) == list(window) and fake(x).ndim == 4
 
 
 def spread(g: Array, places: Array, extents: Sequence[int], window: Sequence[int]) -> Array:
-    """The gradient of a max pool without overlaps: `g` where a pixel is its window's maximum, else 0."""
+    """The gradient of a non-overlapping max pool: `g` where a pixel is its window's maximum, else 0."""
     (height, width), (rows, columns) = extents, window
     given, taken = (one.permute(0, 2, 3, 1)[:, :, None, :, None] for one in (g, places))
     down, across = (torch.arange(extent, device=g.device) for extent in (g.shape[2] * rows, g.shape[3] * columns))

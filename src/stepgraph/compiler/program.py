@@ -1,7 +1,7 @@
 """A recorded step: a graph of operators, and what is known about each of them.
 
-Besides its arguments an operator carries a fake, the array without memory that stands for its result, and `Notes`. This
-is the only module that touches `fx.Node.meta`, where both are kept.
+Besides its arguments, an operator has a fake, an array without memory that represents its result, and `Notes`. This
+is the only module that accesses `fx.Node.meta`, which stores both.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Notes:
     Attributes:
         layer: the layer it belongs to, by name.
         phase: the phase it belongs to.
-        implementation: the name of the operation and of the implementation chosen for it, where there are several.
-        workspace: bytes it needs inside, besides its results.
-        offsets: where its results lie in held memory, by storage.
-        in_place: whether it writes its result over its first argument.
-        recomputed: whether it computes again what was dropped to save memory.
+        implementation: the name of the operation and of its chosen implementation, if there are several.
+        workspace: its workspace in bytes, besides its results.
+        offsets: the offsets of its results in the arena, by storage.
+        in_place: whether it overwrites its first argument with its result.
+        recomputed: whether it recomputes what was dropped to save memory.
     """
 
     layer: str = ""
@@ -54,24 +54,24 @@ class Notes:
 
 
 def tag(layer: str, phase: Phase) -> dict[str, Any]:
-    """What the tracer writes on every operator that it records meanwhile; `adopt_tags` reads it."""
+    """The tag that the tracer attaches to every operator it records meanwhile; `adopt_tags` reads it."""
     return {"layer": layer, "phase": phase}
 
 
 def adopt_tags(graph: fx.Graph) -> None:
-    """Gives every recorded operator its notes."""
+    """Creates the notes of every recorded operator."""
     for node in graph.nodes:
         if tagged := node.meta.pop(_TAG, None):
             note(node, layer=tagged["layer"], phase=Phase(tagged["phase"]))
 
 
 def has_notes(node: fx.Node) -> bool:
-    """Whether anything is known about an operator."""
+    """Whether an operator has notes."""
     return _NOTES in node.meta
 
 
 def notes(node: fx.Node) -> Notes:
-    """What is known about an operator."""
+    """The notes of an operator."""
     return node.meta.get(_NOTES, _NOTHING)
 
 
@@ -79,12 +79,12 @@ _NOTHING = Notes()
 
 
 def note(node: fx.Node, **changes: Any) -> None:
-    """Notes something about an operator; the rest stays."""
+    """Changes some notes of an operator."""
     node.meta[_NOTES] = replace(notes(node), **changes)
 
 
 def inherit(node: fx.Node, other: fx.Node, fake: Any = None, **changes: Any) -> fx.Node:
-    """Gives an operator the notes of another, with changes, and its fake, if no other is given."""
+    """Gives an operator the notes of another, with changes, and its fake unless one is passed."""
     node.meta = {**other.meta, _NOTES: replace(notes(other), **changes)}
     if fake is not None:
         node.meta[_FAKE] = fake
@@ -92,7 +92,7 @@ def inherit(node: fx.Node, other: fx.Node, fake: Any = None, **changes: Any) -> 
 
 
 def fake(node: fx.Node) -> Any:
-    """The array without memory that stands for an operator's result, or several; None where nothing is known."""
+    """The array without memory that represents an operator's result, or several; None if unknown."""
     return node.meta.get(_FAKE)
 
 
@@ -104,7 +104,7 @@ def fakes(node: fx.Node) -> list[torch.Tensor]:
 
 
 def set_fake(node: fx.Node, value: Any) -> None:
-    """Says what an operator gives."""
+    """Sets the fake of an operator."""
     node.meta[_FAKE] = value
 
 
@@ -120,7 +120,7 @@ def storage(node: fx.Node) -> int | None:
 
 
 def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two arrays of one shape lie alike in memory; the stride of an extent of one means nothing."""
+    """Whether two arrays of one shape have the same layout; the stride of a dimension of size 1 is irrelevant."""
     mine, theirs = one.stride(), other.stride()
     return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
 
@@ -154,7 +154,7 @@ class Program:
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Iterable[Key], outputs: Iterable[Key], step: Step) -> Program:
-        """A program whose graph takes and gives these arrays, in this order."""
+        """A program whose graph takes and returns these arrays, in this order."""
         (end,) = module.graph.find_nodes(op="output")
         given = zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True)
         return cls(module, dict(given), dict(zip(outputs, end.args[0], strict=True)), step)
@@ -171,7 +171,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A program's operators of some phases: what it reads, what it gives, and bytes it holds for results in between."""
+    """A program's operators of some phases: what it reads, what it returns, and the bytes of its arena."""
 
     module: fx.GraphModule
     inputs: tuple[Key, ...]
@@ -185,36 +185,36 @@ class Part:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """What stands for its inputs, in their order."""
+        """The nodes of its inputs, in order."""
         return self.module.graph.find_nodes(op="placeholder")
 
     @property
     def returned(self) -> list[fx.Node]:
-        """What gives its outputs, in their order."""
+        """The nodes of its outputs, in order."""
         (end,) = self.module.graph.find_nodes(op="output")
         return list(end.args[0])
 
     @property
     def results(self) -> dict[Key, torch.Tensor]:
-        """What it gives, as arrays without memory."""
+        """Its outputs, as arrays without memory."""
         return {key: fake(node) for key, node in zip(self.outputs, self.returned, strict=True)}
 
     @cached_property
     def is_tiny(self) -> bool:
-        """Whether one thread has computed it before others would have woken up."""
+        """Whether one thread finishes it before others would wake up."""
         return sum(array.numel() for node in self.nodes for array in fakes(node)) < TINY
 
     @cached_property
     def is_open_to_switches(self) -> bool:
-        """Whether PyTorch's process-wide switches can reach an operator: default type or device, determinism."""
+        """Whether PyTorch's process-wide settings can affect an operator: default type or device, determinism."""
         return any(_asks_switches(node) for node in self.nodes)
 
     @cached_property
     def written(self) -> tuple[Key, ...]:
-        """The arrays given to it that a run changes: parameters, statistics, optimizer state, random stream.
+        """The arrays passed to it that a run changes: parameters, statistics, optimizer state, random stream.
 
-        They are read off the operators: a list of its own could miss something. Whoever runs a part to look at it
-        gives copies of these; whoever must roll a run back keeps copies of them.
+        They are derived from the operators: a separate list could miss something. A run for inspection
+        receives copies of these; a run that may be rolled back keeps copies of them.
         """
         changed = {storage(array) for node in self.nodes for array in writes(node)}
         given = zip(self.inputs, self.placeholders, strict=True)
@@ -227,9 +227,9 @@ def operators(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _asks_switches(node: fx.Node) -> bool:
-    """Whether an operator may do something else for another default type or device, or deterministically.
+    """Whether an operator may depend on the default type or device, or on determinism.
 
-    Those are operators of others, those that write where indices say, and those that make real numbers of none.
+    These are foreign operators, those that write at indices, and those that create real numbers from none.
     """
     target = node.target
     if isinstance(target, torch_private.OpOverload):

@@ -1,7 +1,7 @@
-"""Random numbers come from the graph's own stream; PyTorch's random operators are refused by name.
+"""Random numbers come from the graph's own stream; PyTorch's random operators are rejected by name.
 
-They read PyTorch's global generator: a run could not be resumed, phases could not be repeated, and a result computed
-again under a memory limit would meet other numbers than the gradient expects.
+They read PyTorch's global generator: a run could not be resumed, phases could not be repeated, and a result
+recomputed under a memory limit would use other random numbers than the gradient expects.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from stepgraph.compiler.step import Step
 from stepgraph.errors import ArgumentError
 from stepgraph.system.torch_private import OpOverload, schema
 
-_SHARES = ("p", "dropout_p", "dropout")  # of what is dropped: none, and an operator that could draw does not
+_SHARES = ("p", "dropout_p", "dropout")  # dropout probabilities; at 0, the operator draws nothing
 _SWITCHES = ("train", "training")
 
 
 def refuse_random(graph: fx.Graph, step: Step) -> None:
-    """Raises at the first recorded operator that draws from PyTorch's generator, with the layer it belongs to."""
+    """Raises at the first recorded operator that draws from PyTorch's generator, naming its layer."""
     for node in graph.nodes:
         if is_random(node):
             name = notes(node).layer
             where = next((one.where for one in step.nodes if step.names.get(one.layer, one.layer.label) == name), name)
             raise ArgumentError(
                 where,
-                f"its forward calls PyTorch's random operator {_spoken(node.target)}, which no step could repeat",
+                f"its forward calls PyTorch's random operator {_spoken(node.target)}, which a step cannot reproduce",
                 fix="draw from the graph's stream: scope.keep_mask(x, rate), or scope.random(shape) for [0, 1)",
             )
 
@@ -46,7 +46,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _arguments(target: OpOverload, node: fx.Node) -> Mapping[str, Any]:
-    """All arguments by name, those that were left out included."""
+    """All arguments by name, including defaults."""
     declared = schema(target).arguments
     defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
     return defaults | {one.name: value for one, value in zip(declared, node.args, strict=False)} | node.kwargs

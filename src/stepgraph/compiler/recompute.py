@@ -1,8 +1,8 @@
-"""Recomputation: results of the forward pass that are dropped and computed once more when the gradient needs them.
+"""Recomputation: drops results of the forward pass and recomputes them when the gradient needs them.
 
-A result that the gradient pass reads lives from its own moment to that one. Dropped after its last use in the forward
-pass, and computed again from what is there anyway just before the gradient needs it, it takes no memory in between.
-The same operators on the same numbers give the same numbers: training is what it was, only slower.
+A result that the gradient pass reads stays alive until then. If it is dropped after its last use in the forward
+pass and recomputed from live arrays just before the gradient needs it, it takes no memory in between.
+The same operators on the same numbers give the same numbers: training is unchanged, only slower.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-SMALL = 1 << 12  # bytes that are not worth it
-PASSES = 4  # times each cut between segments is looked at
+SMALL = 1 << 12  # bytes not worth recomputing
+PASSES = 4  # how often each cut between segments is considered
 
 
 class Effort(IntEnum):
-    """What may be computed again."""
+    """What may be recomputed."""
 
     CHEAP = 0  # no products
     PRODUCTS = 1  # products too, once
@@ -39,11 +39,11 @@ class Effort(IntEnum):
 
 
 def fit(step: Step, part: Part, limit: int) -> Part:
-    """The part, recomputing what lets its plan fit into `limit` bytes; if nothing does, what comes closest.
+    """The part, recomputing enough to fit into `limit` bytes; if nothing fits, as close as possible.
 
-    First it is what takes little time, largest first. If that is not enough, the forward pass is cut into segments:
-    only what goes from one to the next is kept, and a segment is run again before its gradients; at last as often as
-    its gradients read it.
+    Recomputes cheap results first, largest first. If that is not enough, it splits the forward pass into segments:
+    only what crosses from one to the next is kept, and a segment is rerun before its gradients; as a last resort,
+    as often as its gradients read it.
     """
     best, least = _cheapest(step, part, limit)
     for effort in (Effort.PRODUCTS, Effort.EVERYTHING):
@@ -53,7 +53,7 @@ def fit(step: Step, part: Part, limit: int) -> Part:
 
 
 def largest_batch(needed: Callable[[int], int | None], batch: int, of_batch: int, limit: int) -> int:
-    """The most rows that fit, or 0: memory goes with the batch, so two sizes tell; the guess is then looked at."""
+    """The largest batch size that fits, or 0, extrapolated linearly from two sizes and then verified."""
     one = needed(1) if batch > 1 else None
     if one is None or one > limit:
         return 0
@@ -64,7 +64,7 @@ def largest_batch(needed: Callable[[int], int | None], batch: int, of_batch: int
 
 
 def _segmented(step: Step, part: Part, limit: int, effort: Effort) -> tuple[Part, int]:
-    """Keeps what goes from segment to segment; then joins or splits segments, one at a time, while that helps."""
+    """Keeps what crosses between segments; then merges or splits segments, one at a time, while that helps."""
     everything = {one for node in _waiting(part) for one in memory.storages(node)}
     cuts = _cuts(part)
 
@@ -74,7 +74,7 @@ def _segmented(step: Step, part: Part, limit: int, effort: Effort) -> tuple[Part
 
     kept = frozenset(cuts)
     least, best = keeping(kept)
-    since = 0  # cuts that were looked at since one of them helped
+    since = 0  # cuts considered since one of them helped
     for one in islice(cycle(cuts), PASSES * len(cuts)):
         if least <= limit or since >= len(cuts):
             break
@@ -86,7 +86,7 @@ def _segmented(step: Step, part: Part, limit: int, effort: Effort) -> tuple[Part
 
 
 def _cheapest(step: Step, part: Part, limit: int) -> tuple[Part, int]:
-    """Drops one result after the other, of those that wait while most memory is needed, until the plan fits."""
+    """Drops one result after another, of those alive at the peak, until the plan fits."""
     best = in_place(part)
     least = memory.plan(step, best).total
     dropped: set[int] = set()
@@ -106,7 +106,7 @@ def _cheapest(step: Step, part: Part, limit: int) -> tuple[Part, int]:
 
 
 def _largest_at_peak(part: Part, original: Part, known: Collection[int], excess: int) -> set[int]:
-    """The largest cheap results that wait for the gradient pass at the peak, as many as together make `excess`."""
+    """The largest cheap results that wait for the gradient pass at the peak, up to `excess` bytes in total."""
     alive = memory.alive_at_peak(part)
     sizes = {
         one: _size(node)
@@ -123,7 +123,7 @@ def _largest_at_peak(part: Part, original: Part, known: Collection[int], excess:
 
 
 def _cuts(part: Part) -> list[int]:
-    """Results through which everything passes that later layers of the forward pass read, in order."""
+    """Results that everything later in the forward pass depends on, in order."""
     calls = (node for node in part.module.graph.nodes if node.op == "call_function")
     nodes = [node for node in calls if notes(node).phase == Phase.FORWARD]
     waiting = {storage(node) for node in _waiting(part)}
@@ -162,7 +162,7 @@ def _is_later(node: fx.Node) -> bool:
 
 
 def _is_costly(node: fx.Node) -> bool:
-    """Whether this operator is a product; what stands in for one is a function of our own."""
+    """Whether this operator is a product; our own implementations of products count too."""
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
     known = isinstance(maker, fx.Node) and operator(maker).is_costly
@@ -170,7 +170,7 @@ def _is_costly(node: fx.Node) -> bool:
 
 
 def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
-    """The part with these results computed again for the gradient pass, except those that cannot be."""
+    """The part with these results recomputed for the gradient pass, except those that cannot be."""
     while True:
         graph = fx.Graph()
         graph.output(graph.graph_copy(part.module.graph, {}))
@@ -186,14 +186,14 @@ def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
 
 
 class _Needed(Exception):
-    """A result must be kept after all."""
+    """A result cannot be recomputed."""
 
     def __init__(self, storage: int | None) -> None:
         self.storage = storage
 
 
 class _Again:
-    """Second copies of operators, made when the gradient pass first asks for them."""
+    """Second copies of operators, created when the gradient pass first needs them."""
 
     def __init__(self, graph: fx.Graph, dropped: set[int], effort: Effort) -> None:
         self.graph, self.dropped, self.effort = graph, dropped, effort
@@ -205,19 +205,19 @@ class _Again:
         self.changed = {storage(one): self.order[node] for node in changing for one in node.all_input_nodes}
 
     def prepare(self, user: fx.Node) -> None:
-        """Lets an operator of the gradient pass read copies of what was dropped."""
+        """Makes an operator of the gradient pass read copies of what was dropped."""
         wanted = [one for one in user.all_input_nodes if storage(one) in self.dropped and not _is_later(one)]
         for node in wanted:
             self._copy(node, user)
         user.args = fx.map_arg(user.args, lambda one: self.copies[one] if one in wanted else one)
-        # Where memory is that short, what takes little time does not wait for a second reader.
+        # When memory is this short, cheap results are not kept for a second reader.
         if self.effort is Effort.PRODUCTS:
             self.copies = {node: twin for node, twin in self.copies.items() if _is_costly(node)}
         elif self.effort is Effort.EVERYTHING:
             self.copies = {}
 
     def _copy(self, node: fx.Node, user: fx.Node) -> None:
-        """A second `node` just before `user`, from sources that are there or are copied too."""
+        """A second `node` just before `user`, from sources that are alive or are copied too."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -237,7 +237,7 @@ class _Again:
         return storage(node) is not None and storage(node) in self.saved
 
     def _may_repeat(self, node: fx.Node, user: fx.Node) -> bool:
-        """Not what changes arrays, nor what takes long unless it must, nor what was computed from other numbers."""
+        """Excludes operators that change arrays, costly ones unless necessary, and those whose sources have changed."""
         if node.op != "call_function" or mutates(node) or (_is_costly(node) and self.effort is Effort.CHEAP):
             return False
         sources = [one for one in node.all_input_nodes if one not in self.copies]
@@ -251,7 +251,7 @@ class _Again:
 
 
 def _described(twin: fx.Node, node: fx.Node) -> Any:
-    """The second result without memory, in storage of its own, or its sources' where it is a view: plans go by it."""
+    """The fake of the second result, in its own storage, or its sources' if it is a view: plans rely on it."""
     source = twin.args[0]
     if node.target is getitem and isinstance(source, fx.Node):
         return fake(source)[twin.args[1]]

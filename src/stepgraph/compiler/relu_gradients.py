@@ -1,10 +1,10 @@
-"""Gradients of ReLU in fused steps on a GPU, where time is what is read from memory and written to it.
+"""ReLU gradients in fused steps on a GPU, where memory traffic determines the time.
 
     d = where(relu(x) <= 0, 0, g)
 
-Behind a batch normalization, whose own gradient reads its source anyway, ReLU's sign is computed again from that
-source instead of being read. Where several operators read `d`, as at the end of a block with a shortcut, it is written
-once instead of being made of its three operands by each of them.
+After a batch normalization, whose own gradient reads its source anyway, ReLU's sign is recomputed from that
+source instead of being read. If several operators read `d`, as at the end of a block with a shortcut, it is written
+once instead of being recomputed from its three operands by each of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NORMALIZATION = aten.native_batch_norm.default
 
 
 def read_less(graph: fx.Graph, *, keep: Any) -> None:
-    """Changes gradients of ReLU as far as that saves memory traffic.
+    """Changes ReLU gradients where that saves memory traffic.
 
-    `keep` is an operator of an array and its strides, which makes a compiler write the array.
+    `keep` is an operator of an array and its strides that forces a compiler to write the array.
     """
     for node in list(graph.nodes):
         if node.target is not RELU_GRADIENT or node.args[2] != 0:
@@ -42,7 +42,7 @@ def read_less(graph: fx.Graph, *, keep: Any) -> None:
 
 
 def mask_again(g: Array, x: Array, w: Array, b: Array, mean: Array, inverse_deviation: Array) -> Array:
-    """`where(normalized x <= 0, 0, g)`; scale and shift are one small array, which is read and not made anew."""
+    """`where(normalized x <= 0, 0, g)`; scale and shift are one small array, which is read, not recomputed."""
     scale = inverse_deviation * w
     line = torch.stack([scale, b - mean * scale])[:, :, None, None]
     return torch.where(x * line[0] + line[1] <= 0, 0, g)

@@ -1,8 +1,8 @@
-"""The kernels of a part that PyTorch's compiler has fused on the CPU, launched without the code it puts around them.
+"""The kernels of a part that PyTorch's compiler fused on the CPU, launched without its wrapper code.
 
 That code checks every array and allocates every buffer in each call, which takes longer than the kernels of a tiny
-network. What a CUDA graph is on a GPU, a list of kernels with their arguments is here: recorded in the first call, with
-buffers that stay.
+network. Like a CUDA graph, this is a list of kernels with their arguments, recorded in the first call, with
+persistent buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 Function = Callable[..., Sequence[torch.Tensor]]
 Kernel = Callable[..., None]
 KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
-# What generated code may use beside kernels: none of these computes anything.
+# What generated code may use besides kernels: none of these computes anything.
 HARMLESS = {ALLOCATE, "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear", "torch"}
 HARMLESS |= {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
@@ -32,25 +32,25 @@ class Launch(NamedTuple):
 
 
 class Replay:
-    """A fused function that launches its kernels directly from the second call on, where it is made of nothing else.
+    """A fused function that launches its kernels directly from the second call on, if it consists of nothing else.
 
     Args:
-        function: the whole of it, checks and allocations included; what runs where kernels are not all there is.
-        generated: the generated code that it comes down to.
+        function: the complete function, with checks and allocations; runs if the code consists of more than kernels.
+        generated: the generated code that it calls.
     """
 
     def __init__(self, function: Function, generated: Any) -> None:
         self._function = function
         self._code = getattr(generated, "__func__", generated)
         self._launches: list[Launch] | None = None
-        self._like: list[tuple[Any, ...]] = []  # extents, strides and types of the results
-        self._given: Sequence[torch.Tensor] = ()  # what is among the arguments now
-        # Once a call was recorded there is nothing new to find out.
+        self._like: list[tuple[Any, ...]] = []  # shapes, strides and types of the results
+        self._given: Sequence[torch.Tensor] = ()  # the arrays currently among the arguments
+        # After one recording, there is nothing more to learn.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
     @property
     def is_direct(self) -> bool:
-        """Whether calls launch kernels directly now."""
+        """Whether calls now launch kernels directly."""
         return self._launches is not None
 
     def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -60,8 +60,8 @@ class Replay:
 
     def _launch(self, launches: Iterable[Launch], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         allocate, last = self._code.__globals__[ALLOCATE], self._given
-        found = [allocate(*like) for like in self._like]  # the caller may keep what earlier calls gave
-        others = [index for index, array in enumerate(given) if array is not last[index]]  # most stay from call to call
+        found = [allocate(*like) for like in self._like]  # the caller may keep earlier results
+        others = [index for index, array in enumerate(given) if array is not last[index]]  # most do not change
         self._given = given
         for kernel, arguments, inputs, results in launches:
             for index in others:
@@ -73,7 +73,7 @@ class Replay:
         return found
 
     def _first(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs whole and is recorded; the record is kept if it does the same to the same arrays, bit for bit."""
+        """Runs the complete function and records it; keeps the record if a replay matches bit for bit."""
         self._to_record = False
         copies = [array.clone() for array in given]
         with self._recording() as (calls, buffers):
@@ -123,7 +123,7 @@ class Replay:
         given: Sequence[torch.Tensor],
         found: Sequence[torch.Tensor],
     ) -> list[Launch] | None:
-        """The launches, if every array in them is one of the call, or a buffer, and all results are whole buffers."""
+        """The launches, if every array in them is an argument or a buffer, and all results are whole buffers."""
         inputs = {id(array): index for index, array in enumerate(given)}
         owners = {(one.data_ptr(), one.nbytes): index for index, one in enumerate(found)}
         own = {id(one): owners.get((one.data_ptr(), one.nbytes)) for one in buffers}
@@ -131,7 +131,7 @@ class Replay:
             return None
         kept = {one.untyped_storage().data_ptr() for one in buffers if own[id(one)] is None}
         views = (one for _, arguments in calls for one in arguments if isinstance(one, torch.Tensor))
-        parts = {id(one) for one in views if one.untyped_storage().data_ptr() in kept}  # of buffers that stay
+        parts = {id(one) for one in views if one.untyped_storage().data_ptr() in kept}  # of persistent buffers
         launches = []
         for kernel, arguments in calls:
             arrays = [(position, id(one)) for position, one in enumerate(arguments) if isinstance(one, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What `compile` and `execute` may be asked for, checked and decided."""
+"""The settings of `compile` and `execute`, checked and resolved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stepgraph.types import DataType, GraphCompilationOptions
 
 
 class _Same(Enum):
-    """Stands for what a graph was compiled for before; None would be a device that is not there."""
+    """Represents the previous device of a graph; None would be a missing device."""
 
-    DEVICE = "the device of before"
+    DEVICE = "the previous device"
 
     def __repr__(self) -> str:
         return "SAME_DEVICE"
@@ -26,14 +26,14 @@ class _Same(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a graph is compiled.
+    """The settings of a compilation.
 
     Args:
-        options: what was asked for.
-        compute_type: what layers compute in, where it is not what tensors declare.
-        tf32: whether a GPU may round float32 factors to TF32; None is as PyTorch was set.
+        options: the requested options.
+        compute_type: the type layers compute in, if it differs from what tensors declare.
+        tf32: whether a GPU may round float32 factors to TF32; None uses PyTorch's setting.
         memory_limit: bytes that a step may need.
-        precision: what that comes to now.
+        precision: the resulting precision.
     """
 
     options: GraphCompilationOptions = GraphCompilationOptions.NONE
@@ -44,14 +44,14 @@ class Settings:
 
     @classmethod
     def checked(cls, options: Any, compute_type: Any, tf32: Any, memory_limit: Any = None) -> Settings:
-        """What a caller asks for, refused where it makes no sense."""
+        """Checked settings; rejects invalid ones."""
         require_options(options, GraphCompilationOptions)
         tf32 = tf32_allowed(tf32)
         return cls(options, mixed(compute_type), tf32, limited(memory_limit), Precision.of(tf32))
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether faster implementations are looked for."""
+        """Whether to look for faster implementations."""
         return GraphCompilationOptions.DETERMINISTIC not in self.options
 
 
@@ -68,8 +68,8 @@ def chosen(where: str, device: ChosenDevice, before: Device | None) -> Device:
     if device is None:
         raise DeviceError(
             where,
-            "the device is None: this machine has no device of the kind that was asked for",
-            fix="pass Device.any(), which takes a GPU where there is one, or Device.cpu()",
+            "the device is None: this machine has no device of the requested kind",
+            fix="pass Device.any(), which uses a GPU if there is one, or Device.cpu()",
         )
     if not isinstance(device, Device):
         raise DataTypeError(where, f"{device!r} is not a Device", fix="pass Device.any()")
@@ -77,14 +77,14 @@ def chosen(where: str, device: ChosenDevice, before: Device | None) -> Device:
 
 
 def tf32_allowed(tf32: bool | None) -> bool | None:
-    """Whether TF32 may be used, or None for as PyTorch is set."""
+    """Whether TF32 may be used; None uses PyTorch's setting."""
     if tf32 is not None and not isinstance(tf32, bool):
-        raise DataTypeError("compile", f"tf32 is {tf32!r}", fix="give True, False or None")
+        raise DataTypeError("compile", f"tf32 is {tf32!r}", fix="pass True, False or None")
     return tf32
 
 
 def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | None:
-    """The type layers compute in, or None where it is what tensors declare."""
+    """The type layers compute in; None if it is what tensors declare."""
     if compute_type is None:
         return None
     kind = DataType.of(compute_type)
@@ -98,16 +98,16 @@ def mixed(compute_type: DataType | torch.dtype | str | None) -> torch.dtype | No
 def limited(memory_limit: int | None) -> int | None:
     """Bytes a graph may need, or None."""
     if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
-        raise DataTypeError("compile", f"memory_limit is {memory_limit!r}", fix="give a whole number of bytes")
+        raise DataTypeError("compile", f"memory_limit is {memory_limit!r}", fix="pass an integer number of bytes")
     if memory_limit is not None and memory_limit <= 0:
-        raise ArgumentError("compile", f"memory_limit is {memory_limit}", fix="give a positive number of bytes")
+        raise ArgumentError("compile", f"memory_limit is {memory_limit}", fix="pass a positive number of bytes")
     return memory_limit
 
 
 def fusion_of(options: GraphCompilationOptions, device: torch.device, *, planned: bool) -> Fusion:
-    """On CUDA a fused step pays for its long compilation; elsewhere only who asks for it gets it.
+    """On CUDA a fused step repays its long compilation; on other devices, fusion must be requested.
 
-    A step that must keep to a plan (`planned`) is not fused: PyTorch's compiler makes plans of its own.
+    A step with a memory limit (`planned`) is not fused: PyTorch's compiler plans its own memory.
     """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC) or planned:
         return Fusion.NEVER
@@ -117,6 +117,6 @@ def fusion_of(options: GraphCompilationOptions, device: torch.device, *, planned
 
 
 def require_options(options: Any, kind: type) -> None:
-    """Refuses options of another kind."""
+    """Rejects options of another kind."""
     if not isinstance(options, kind):
         raise DataTypeError("options", f"the options are {options!r}", fix=f"use {kind.__name__}")

@@ -1,6 +1,6 @@
-"""Simplifications of a traced graph that keep every number: what is recorded twice or does nothing is taken out.
+"""Simplifications of a traced graph that keep every number: removes duplicates and no-ops.
 
-A rule is a function from an operator to the earlier result that can stand in for it, or None.
+A rule is a function from an operator to the earlier result that can replace it, or None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Applies `RULES` to every operator, in order. Each is written once, so that time goes with their number."""
+    """Applies `RULES` to every operator, in order. Each is visited once, so the time is linear."""
     graph = module.graph
     stands_in: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -30,7 +30,7 @@ def simplify(module: fx.GraphModule) -> None:
         if found is not None:
             stands_in[node] = found
         elif mutates(node) and isinstance(node.args[0], fx.Node):
-            # Who reads an array after it was changed in place reads the array, in whichever phase that happens.
+            # Reading an array after an in-place change reads the array itself, in any phase.
             stands_in[node] = node.args[0]
     for node in reversed(stands_in):
         if not mutates(node):
@@ -38,12 +38,12 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
-    """Detaching matters to autograd, which is done by now."""
+    """Detaching matters only to autograd, which is done by now."""
     return _source(node) if node.target in (aten.detach.default, aten.alias.default) else None
 
 
 def _same_view(node: fx.Node) -> fx.Node | None:
-    """A view in the shape the array already has."""
+    """A view with the shape of its source."""
     if node.target not in (aten.view.default, torch_private.unsafe_view.default, aten.expand.default):
         return None
     source = _source(node)

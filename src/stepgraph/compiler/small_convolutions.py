@@ -1,7 +1,7 @@
-"""Convolutions of few numbers a window written as sums, so that PyTorch's compiler can put them into other kernels.
+"""Convolutions with few numbers per window as sums, so that PyTorch's compiler can fuse them into other kernels.
 
-The first convolution over gray images multiplies nine numbers a window: a matrix unit would be idle while patches are
-written and read. With a max pool behind, only maxima are written, and only their pixels count in the gradients.
+The first convolution over gray images multiplies nine numbers per window: a matrix unit would be idle while patches
+are written and read. If a max pool follows, only maxima are written, and only their pixels count in the gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIXELS = 4  # of a pool's window
 
 
 def spell_out_small_convolutions(graph: fx.Graph) -> None:
-    """Replaces convolutions of small windows by sums; with a pool behind, also the gradient of their weights."""
+    """Replaces convolutions with small windows by sums; before a pool, also the gradient of their weights."""
     ways = channels_first.FORWARD.values()
     for node in list(graph.nodes):
         settings = node.args[5:7] + node.args[8:9] if node.target is aten.convolution.default else ()
@@ -45,7 +45,7 @@ def _is_small(x: Any, w: Any, dilation: Pair = (1, 1), transposed: bool = False,
 
 
 def _drop_reordering(convolution: fx.Node) -> None:
-    """Sums have channels last in memory already."""
+    """Removes a reordering: sums already have channels last in memory."""
     for user in list(convolution.users):
         if user.target is aten.clone.default and user.kwargs.get("memory_format") is torch.channels_last:
             user.replace_all_uses_with(convolution)
@@ -53,7 +53,7 @@ def _drop_reordering(convolution: fx.Node) -> None:
 
 
 def _join_pool(convolution: fx.Node, pool: fx.Node) -> None:
-    """One operator for both, and one for the gradients, where nothing reads what lies between."""
+    """One operator for both, and one for the gradients, if nothing reads the result in between."""
     window, *settings = cast(Any, pool.args[1:])
     spread = [user for user in convolution.users if user is not pool]
     gradients = [user for one in spread for user in one.users]
@@ -74,7 +74,7 @@ def _join_pool(convolution: fx.Node, pool: fx.Node) -> None:
 
 
 def _relu_between(maxima: fx.Node, spread: Sequence[fx.Node]) -> fx.Node | None:
-    """The ReLU that alone reads a pool's maxima, where all their gradients come from it and go to parameters."""
+    """The ReLU that alone reads a pool's maxima, if all their gradients come from it and go to parameters."""
     relu = next(iter(maxima.users), None)
     if relu is None or relu.target is not RELU or len(maxima.users) > 1:
         return None
@@ -85,7 +85,7 @@ def _relu_between(maxima: fx.Node, spread: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _join_gradients(old: fx.Node, places: fx.Node, window: Pair, *, rectified: bool) -> None:
-    """In the place of the gradient of the weights, and of the sums that are the biases'."""
+    """Replaces the gradient of the weights, and the sums that are the gradient of the biases."""
     spread, x, w, *rest = cast(Any, old.args)
     stride, padding = rest[1:3] if old.target is aten.convolution_backward.default else rest
     g = spread.args[0]
@@ -110,7 +110,7 @@ def _replace(old: fx.Node, new: fx.Node) -> None:
 
 
 def _is_of_weights(node: fx.Node) -> bool:
-    """Whether this is the gradient of a convolution's weights and nothing else."""
+    """Whether this is only the gradient of a convolution's weights."""
     if node.target is aten.convolution_backward.default:
         return cast(Any, node.args[-1]) == [False, True, False]
     return node.target in channels_first.WEIGHTS.values()

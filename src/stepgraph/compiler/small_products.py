@@ -1,6 +1,6 @@
-"""Small matrix products written as sums, so that PyTorch's compiler can put them into one kernel with their neighbours.
+"""Small matrix products as sums, so that PyTorch's compiler can fuse them with their neighbors.
 
-Calling a matrix library takes some microseconds, whatever the size: in a step of a tiny network most of the time.
+Calling a matrix library takes some microseconds at any size: most of the step time of a tiny network.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stepgraph.compiler.program import fake, inherit
 
 aten = torch.ops.aten
 Array = torch.Tensor
-MOST = 1 << 14  # multiplications up to which a plain loop takes less time than the call
+MOST = 1 << 14  # multiplications up to which a plain loop is faster than the call
 NARROW = 16  # columns or terms
-ROW = 1024  # numbers that a kernel of PyTorch's compiler adds up at once
+ROW = 1024  # numbers that a kernel of PyTorch's compiler sums in one go
 
 
 def spell_out_small_products(graph: fx.Graph) -> None:
-    """Replaces `a b` and `c + a b` by `Σₖ aᵢₖ bₖⱼ`, where there are few terms."""
+    """Replaces `a b` and `c + a b` by `Σₖ aᵢₖ bₖⱼ` if there are few terms."""
     for node in list(graph.nodes):
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _terms(node) <= MOST:
             *added, a, b = node.args
@@ -45,10 +45,10 @@ def _terms(node: fx.Node) -> int:
 
 
 def spell_out_narrow_products(graph: fx.Graph) -> None:
-    """Replaces `a b` of few terms, and `a b` and `c + a b` of few columns, by sums, however many rows there are.
+    """Replaces `a b` of few terms, and `a b` and `c + a b` of few columns, by sums, for any number of rows.
 
-    Both are in the last layer of a classifier. cuBLAS fills its tiles with zeros there and writes what the next kernel
-    reads again.
+    Both occur in the last layer of a classifier. cuBLAS pads its tiles with zeros there and writes what the next
+    kernel reads again.
     """
     for node in graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs:
@@ -62,7 +62,7 @@ def spell_out_narrow_products(graph: fx.Graph) -> None:
 
 
 def by_terms(a: Array, b: Array) -> Array:
-    """Term by term: a sum over an axis would be a loop that nothing else goes into."""
+    """Term by term: a sum over an axis would be a loop that cannot be fused."""
     return functools.reduce(torch.add, (a[:, k, None] * b[k] for k in range(len(b))))
 
 

@@ -1,4 +1,4 @@
-"""What is to be traced: nodes, which tensors are fed, held or updated, and where gradients flow."""
+"""What to trace: nodes, which tensors are fed, held or updated, and where gradients flow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def value(tensor: Tensor) -> Key:
 
 
 def gradient(tensor: Tensor) -> Key:
-    """The derivative of the loss by a tensor, summed over everything that reads it."""
+    """The derivative of the loss with respect to a tensor, summed over its readers."""
     return Key("gradient", tensor)
 
 
@@ -52,7 +52,7 @@ def state(parameter: Tensor, index: int) -> Key:
 
 
 class Limit(NamedTuple):
-    """What an index must stay below, and for whom."""
+    """The upper bound of an index, and the layer that requires it."""
 
     extent: int
     where: str
@@ -65,7 +65,7 @@ SCALE = Key("scale")  # the loss scale, and the finite steps since it last chang
 
 
 class Fusion(Enum):
-    """When operators are fused by PyTorch's compiler."""
+    """When PyTorch's compiler fuses operators."""
 
     NEVER = "never"
     LATER = "in the background, while unfused steps run"
@@ -78,24 +78,24 @@ class Step:
 
     Args:
         nodes: what to run, in order.
-        feeds: tensors given anew with each call (inputs, labels, label weights).
+        feeds: tensors passed with each call (inputs, labels, label weights).
         batch: the declared batch size and this step's.
         training: whether layers run in training mode.
         trainable: tensors that the optimizer updates, in a fixed order.
-        wanted: further tensors to differentiate by.
-        optimizer: how trainable tensors are updated; None leaves them alone.
+        wanted: other tensors to compute gradients for.
+        optimizer: how trainable tensors are updated; None leaves them unchanged.
         seeded: results that receive a gradient from outside the graph.
-        starts: those of them that stand for the loss where they are one number and nothing was written.
-        shared: trainable tensors for which linked graphs compute gradients, too.
+        starts: those of them that serve as the loss if they are a single number and no gradient was written.
+        shared: trainable tensors for which linked graphs also compute gradients.
         stopped: tensors that pass no gradient back.
-        all_gradients: differentiate by everything, inputs and frozen parameters included.
-        compute_type: what layers compute in, where it is not what tensors declare.
-        chooses_kernels: whether faster implementations are looked for.
+        all_gradients: compute all gradients, including those of inputs and frozen parameters.
+        compute_type: the type layers compute in, if it differs from what tensors declare.
+        chooses_kernels: whether to look for faster implementations.
         channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
         precision: what a GPU may round float32 factors to.
-        memory_limit: bytes that the whole step may need, parameters and optimizer state included.
-        names: how layers and parameters are called in profiles and plans.
+        memory_limit: bytes that the whole step may need, including parameters and optimizer state.
+        names: the names of layers and parameters in profiles and plans.
     """
 
     nodes: tuple[Node, ...]
@@ -128,22 +128,22 @@ class Step:
 
     @cached_property
     def fed(self) -> frozenset[Tensor]:
-        """`feeds`, for asking."""
+        """`feeds`, as a set."""
         return frozenset(self.feeds)
 
     @cached_property
     def statistics(self) -> tuple[Tensor, ...]:
-        """Tensors the forward pass changes."""
+        """Tensors that the forward pass changes."""
         return tuple(dict.fromkeys(t for node in self.nodes for t in node.layer.statistics.values()))
 
     @cached_property
     def trainable_set(self) -> frozenset[Tensor]:
-        """`trainable`, for asking."""
+        """`trainable`, as a set."""
         return frozenset(self.trainable)
 
     @cached_property
     def first_use(self) -> dict[Tensor, int]:
-        """The first node that reads a tensor: the last one the reverse walk visits."""
+        """The first node that reads a tensor, which is the last one the reverse walk visits."""
         found: dict[Tensor, int] = {}
         for index, node in enumerate(self.nodes):
             for tensor in (*node.sources, *layer_tensors(node)):
@@ -162,13 +162,13 @@ class Step:
 
     @cached_property
     def tiles_attention(self) -> bool:
-        """Whether attention, once fused, is computed by kernels of our own, which multiply with TF32's 10 bits."""
+        """Whether attention, once fused, uses our own kernels, which multiply in TF32, with a 10-bit mantissa."""
         allowed, _ = self.precision.tf32
         return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.ROOMY)
 
     @cached_property
     def tiles_convolutions(self) -> bool:
-        """The same of gradients of convolutions' weights."""
+        """The same for the gradients of convolution weights."""
         _, allowed = self.precision.tf32
         return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.HOPPER)
 
@@ -179,12 +179,12 @@ class Step:
 
     @cached_property
     def differentiates(self) -> bool:
-        """Whether there is anything to walk back from."""
+        """Whether there is anything to differentiate."""
         return self.training and bool(self.losses or self.seeded or self.shared)
 
     @cached_property
     def active(self) -> frozenset[Tensor]:
-        """Tensors through which a gradient flows; everything else costs nothing."""
+        """Tensors through which a gradient flows; all others cost nothing."""
         found = {tensor for tensor in (*self.trainable, *self.wanted) if tensor not in self.stopped}
         if self.all_gradients:
             found |= {t for t in (*self.feeds, *self.held) if t.data_type.is_floating and t not in self.stopped}
@@ -195,7 +195,7 @@ class Step:
 
     @cached_property
     def reached(self) -> dict[Tensor, Node]:
-        """Trainable tensors that a loss depends on where gradients may flow, and the last node that reads each."""
+        """Trainable tensors that a loss depends on through differentiable paths, and the last node that reads each."""
         found: dict[Tensor, Node] = {}
         read = {node.results[0] for node in self.losses} if self.differentiates else set()
         for node in reversed(self.nodes):
@@ -206,9 +206,9 @@ class Step:
         return found
 
     def differentiated(self, node: Node) -> tuple[Tensor, ...]:
-        """The node's own parameters by which it is differentiated.
+        """The node's own parameters to compute gradients for.
 
-        A frozen layer may share a tensor with one that is not: that is one parameter, with the sum over all its uses.
+        A frozen layer may share a tensor with a trainable one: it is one parameter, with the sum over all its uses.
         """
         parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
         if self.all_gradients:
@@ -216,14 +216,14 @@ class Step:
         return tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Extents of a fed tensor in this step."""
+        """The shape of a fed tensor in this step."""
         declared, actual = self.batch
         is_batched = tensor in self.fed and tensor.shape[0] == declared
         return (actual, *tensor.shape[1:]) if is_batched else tensor.shape
 
     @cached_property
     def index_limits(self) -> dict[Tensor, Limit]:
-        """Tensors that layers read as indices, themselves or after moving their elements, and the narrowest range."""
+        """Tensors that layers read as indices, directly or after moving their elements, and the narrowest range."""
         found: dict[Tensor, Limit] = {}
         descriptors = self.check()
 
@@ -243,7 +243,7 @@ class Step:
         return found
 
     def check(self) -> dict[Tensor, TensorDescriptor]:
-        """Descriptors of all tensors at this batch size; raises where a layer fixes the batch dimension."""
+        """Descriptors of all tensors at this batch size; raises if a layer fixes the batch dimension."""
         found = {t: TensorDescriptor(self.shape(t), t.data_type) for t in (*self.feeds, *self.held)}
         for node in self.nodes:
             try:
@@ -254,7 +254,7 @@ class Step:
                 raise ShapeError(
                     node.where,
                     f"cannot run with batch size {self.batch[1]} instead of {self.batch[0]}: {error.problem}",
-                    fix="pass batch_size=None, or keep the batch extent free in this layer",
+                    fix="pass batch_size=None, or do not fix the batch dimension in this layer",
                 ) from error
             found |= dict(zip(node.results, results, strict=True))
         return found

@@ -1,7 +1,7 @@
 """A step recorded as a graph of operators.
 
 `trace` records `walk.run`, the plain PyTorch iteration, once with `make_fx`: the traced program is the reference by
-construction. Every recorded operator knows its layer and its phase.
+construction. Every recorded operator has its layer and phase.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
-# PyTorch's tracer keeps which layer it is at in one place for the whole process: one recording or fusing at a time.
+# PyTorch's tracer keeps the current layer in process-wide state, so only one recording or fusion runs at a time.
 recording = threading.RLock()
 
 
@@ -39,7 +39,7 @@ def trace(step: Step) -> Program:
 
 
 def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key]]:
-    """The operators of one iteration, and what they give, in order."""
+    """The operators of one iteration, and their outputs in order."""
     shapes, outputs = step.check(), list[Key]()
 
     def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
 
 
 def _require_gradients(program: Program) -> None:
-    """Refuses a step that would never change a tensor although it is trainable and a loss was computed from it."""
+    """Rejects a step that would never change a trainable tensor although a loss depends on it."""
     step = program.step
     missing = {tensor: node for tensor, node in step.reached.items() if gradient(tensor) not in program.outputs}
     read = _sources([program.outputs[value(node.results[0])] for node in step.losses]) if missing else set()
@@ -73,12 +73,12 @@ def _require_gradients(program: Program) -> None:
                 node.where,
                 f"'{name}' is trainable and the loss depends on it, but no gradient reaches it",
                 fix="keep its forward differentiable (no detach, no no_grad), freeze the layer with "
-                "disable_update=True, or end gradients on purpose with stop_gradient",
+                "disable_update=True, or stop gradients explicitly with stop_gradient",
             )
 
 
 def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Everything that was read, directly or not, to compute these."""
+    """Everything that was read, directly or indirectly, to compute these."""
     found, stack = set[fx.Node](), list(ends)
     while stack:
         node = stack.pop()

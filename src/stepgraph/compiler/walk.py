@@ -1,11 +1,11 @@
 """One iteration in plain PyTorch: forward through the nodes, the reverse walk, the update. This is the reference.
 
-The reverse walk is ours, the local derivative is autograd's: each node runs on detached sources, and going backwards
-autograd differentiates that one node. A node's source gradient is therefore its own contribution.
+The reverse walk is ours, the local derivative is autograd's: each node runs on detached sources, and on the reverse
+walk autograd differentiates that one node. A node's source gradient is therefore its own contribution.
 
-In mixed precision layers compute in the step's compute type; parameters, statistics, losses and what a caller sees
-keep their declared type. Casts lie inside the differentiated node, so that gradients come back in the type of what
-they belong to. In float16 the walk back starts from a scaled loss, and an update is skipped where a gradient is not
+In mixed precision, layers compute in the step's compute type; parameters, statistics, losses and what a caller reads
+keep their declared type. Casts are inside the differentiated node, so gradients have the type of the array they
+belong to. In float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not
 finite.
 """
 
@@ -49,11 +49,11 @@ Arrays = dict[Key, torch.Tensor]
 
 SMALL = 1 << 16  # elements below which a parameter waits to be updated with others
 GROWTH_INTERVAL = 2000  # finite steps after which the loss scale is doubled
-LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24  # beyond them the scale is left alone: 0 and infinity would stay for good
+LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24  # bounds of the scale: 0 and infinity would be permanent
 
 
 def run(step: Step, arrays: Arrays) -> Arrays:
-    """The whole iteration on arrays. Everything found comes back; parameters and statistics change in place."""
+    """The whole iteration on arrays. Returns everything it computed; parameters and statistics change in place."""
     walk = _Walk(step, arrays)
     for index, node in enumerate(step.nodes):
         walk.forward(index, node)
@@ -71,7 +71,7 @@ def run(step: Step, arrays: Arrays) -> Arrays:
 
 @dataclass
 class _Visit:
-    """What the reverse walk needs of one node's forward: leaves by which it is differentiated, and its results."""
+    """What the reverse walk needs from one node's forward: the leaves to differentiate by, and its results."""
 
     sources: tuple[torch.Tensor, ...]
     parameters: dict[Tensor, torch.Tensor]
@@ -80,7 +80,7 @@ class _Visit:
 
 @dataclass
 class _Walk:
-    """The state of one run: values made so far, gradients still open, and what a caller may ask for."""
+    """The state of one run: values so far, incomplete gradients, and what a caller can read."""
 
     step: Step
     arrays: Arrays
@@ -104,7 +104,7 @@ class _Walk:
         with self._tag(node, Phase.FORWARD):
             computed = self._compute_type(node)
             statistics = set(node.layer.statistics.values())
-            # A statistic changes when the forward pass ends; what the gradient may need of it is its value now.
+            # A statistic changes when the forward pass ends; the gradient may need its current value.
             keep = step.differentiates
             cast = {
                 t: (array.clone() if keep else array) if t in statistics else _as(array, computed)
@@ -123,7 +123,7 @@ class _Walk:
         self.visits.append(_Visit(sources, {t: own[t] for t in own if own[t].requires_grad}, results))
 
     def store_updates(self) -> None:
-        """Stores statistics once every layer has run: a forward pass that fails leaves them as they were."""
+        """Stores statistics once every layer has run: a forward pass that fails does not change them."""
         for tensor, new in self.updates.items():
             with _tagged(self.step.names.get(tensor, "statistics"), Phase.FORWARD):
                 self.arrays[value(tensor)].copy_(new)
@@ -144,7 +144,7 @@ class _Walk:
     # Gradient
 
     def seed(self) -> None:
-        """Starts the walk back: one for each loss value, and what comes from outside."""
+        """Starts the reverse walk: one for each loss value, and gradients from outside."""
         for node in self.step.losses:
             with self._tag(node, Phase.GRADIENT):
                 self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
@@ -186,7 +186,7 @@ class _Walk:
                 self.open[tensor].append(derivative)
 
     def _total(self, tensor: Tensor) -> torch.Tensor:
-        """The sum of all contributions, as the walk goes on with it; callers see it unscaled, in its declared type."""
+        """The sum of all contributions, as the walk uses it; callers see it unscaled, in its declared type."""
         total, *others = self.open[tensor]
         for further in others:
             total = total + further
@@ -194,7 +194,7 @@ class _Walk:
         return total
 
     def _complete(self, index: int, node: Node) -> list[Tensor]:
-        """Trainable tensors whose last contribution came from this node."""
+        """Trainable tensors whose last contribution comes from this node."""
         first_use, trainable = self.step.first_use, self.step.trainable_set
         touched = dict.fromkeys((*node.sources, *layer_tensors(node)))
         last = [t for t in touched if t in trainable and first_use[t] == index]
@@ -210,20 +210,20 @@ class _Walk:
 
     def _total_parameter(self, tensor: Tensor) -> None:
         with _tagged(self.step.names.get(tensor, tensor.label), Phase.GRADIENT):
-            if tensor not in self.open:  # all of its gradient comes from linked graphs
+            if tensor not in self.open:  # its gradient comes entirely from linked graphs
                 self.open[tensor].append(torch.zeros_like(self._value(tensor)))
             self._total(tensor)
             self._own(gradient(tensor))
         if self.step.optimizer is None:
             return
-        # A large gradient is used up at once and freed; small ones are cheaper to update together, at the end.
+        # A large gradient is used immediately and freed; small ones are cheaper to update together, at the end.
         if self.step.updates_last or tensor.descriptor.element_count < SMALL:
             self.waiting.append(tensor)
         else:
             self._update([tensor])
 
     def _own(self, key: Key) -> None:
-        """Gives a trained gradient an array of its own where it is another's or the user's: phases go by names."""
+        """Gives a trained gradient its own array if it shares one, with another or with the user: phases go by name."""
         memory = torch_private.identity(self.found[key].untyped_storage())
         if memory in self.claimed:
             self.found[key] = self.found[key].clone()
@@ -231,7 +231,7 @@ class _Walk:
         self.claimed.add(memory)
 
     def finish(self) -> None:
-        """Closes gradients of inputs, and updates what has waited for others."""
+        """Completes gradients of inputs, and performs deferred updates."""
         for tensor in (*self.step.feeds, *self.step.held):
             if tensor in self.open and gradient(tensor) not in self.found:
                 with _tagged(self.step.names.get(tensor, tensor.label), Phase.GRADIENT):
@@ -260,7 +260,7 @@ class _Walk:
         parameters = [self.arrays[value(t)] for t in tensors]
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
-        # PyTorch's compiler makes one kernel of small updates and what is before them; large ones have a kernel.
+        # PyTorch's compiler fuses small updates with what precedes them; large ones have a kernel.
         spelled_out = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
         found: dict[str, Any] = {"norm": norm, "finite": finite, "spelled_out": spelled_out}
         with _tagged(name, Phase.UPDATE), torch.no_grad():
@@ -268,7 +268,7 @@ class _Walk:
             kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, **found)
 
     def _numbers(self) -> SimpleNamespace:
-        """The optimizer's numbers by name, looked up once in a run."""
+        """The optimizer's hyperparameters by name, looked up once per run."""
         assert self.step.optimizer is not None
         if self.named is None:
             with _tagged("optimizer", Phase.UPDATE):
@@ -280,7 +280,7 @@ class _Walk:
 
 
 def _adapt(scale: torch.Tensor, finite: torch.Tensor) -> None:
-    """Halves the loss scale after a step that was skipped, doubles it after many that were not, within bounds."""
+    """Halves the loss scale after a skipped step, doubles it after many finite ones, within bounds."""
     current, good = scale.unbind()
     grown = good + 1 >= GROWTH_INTERVAL
     larger = torch.where(grown & (current < LARGEST_SCALE), current * 2, current)
@@ -308,7 +308,7 @@ def _called(node: Node, sources: Sequence[torch.Tensor], scope: Scope) -> tuple[
         results = node.layer.forward(*sources, scope=scope)
     except StepgraphError:
         raise
-    except Exception as error:  # whatever a layer's torch code raises, the user must see which layer it was
+    except Exception as error:  # whatever a layer's torch code raises, the error names the layer
         shapes = ", ".join(str(list(source.shape)) for source in sources)
         raise ExecutionError(node.where, f"its forward failed: {reason(error)}", sources=shapes) from error
     return tuple(results) if isinstance(results, tuple | list) else (results,)

@@ -1,6 +1,6 @@
-"""Gradients of convolutions' weights in tiles, in fused steps, in the place of cuDNN's where those are slow.
+"""Gradients of convolution weights in tiles, in fused steps, replacing cuDNN's where those are slow.
 
-cuDNN multiplies few channels at a quarter of Hopper's rate for TF32. From 128 channels on it is as fast as tiles.
+With few channels, cuDNN reaches a quarter of Hopper's TF32 throughput. From 128 channels on it is as fast as tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHANNELS = (32, 64)
 
 
 def tile_weight_gradients(graph: fx.Graph) -> None:
-    """Replaces what tiles compute: 3×3 taps with stride 1 over images in float32, channels last."""
+    """Replaces the gradients that tiles support: 3×3 taps with stride 1 over images in float32, channels last."""
     for node in list(graph.nodes):
         if node.target is BACKWARD and _fits(*node.args):
             g, x, *others, _ = node.args

@@ -213,7 +213,7 @@ class TrainingState:
         if given != len(slots):
             wanted = f"{len(slots)} ({', '.join(slots)})" if slots else "none"
             raise DataError(
-                tensor.where, f"{given} optimizer buffers are bound, but {self.optimizer.rule} takes {wanted}"
+                tensor.where, f"{given} optimizer buffers were bound, but {self.optimizer.rule} takes {wanted}"
             )
 
     def _publish(self, tensor: Tensor, arrays: Sequence[torch.Tensor]) -> None:
