@@ -1,4 +1,4 @@
-"""Faster implementations of what a step does, beside the reference; tests compare the two."""
+"""Faster implementations of what a step computes, besides the reference; tests compare the two."""
 
 from stepgraph.compiler.kernels.choose import choose_kernels
 from stepgraph.compiler.kernels.update import (

@@ -1,7 +1,7 @@
-"""Ways to compute a convolution and its gradients where images have their channels first in memory.
+"""Implementations of a convolution and its gradients for images with channels first in memory.
 
-On CUDA also where they have them last. A way takes the arguments of PyTorch's own operator. Adding one is a function
-and an entry in `FORWARD`, `DATA` or `WEIGHTS`; the first there is PyTorch's own.
+On CUDA, they also serve channels last. An implementation takes the arguments of PyTorch's own operator. To add one,
+add a function and an entry in `FORWARD`, `DATA` or `WEIGHTS`; the first there is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Way = Callable[..., Any]
 
 
 def pytorch(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """`w * x + b`, as PyTorch has it."""
+    """`w * x + b`, with PyTorch's operator."""
     return aten.convolution(x, w, b, stride, padding, [1, 1], False, [0, 0], 1)
 
 
 def nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """By NNPACK: Winograd's and Fourier's ways of multiplying less."""
+    """With NNPACK: Winograd and Fourier transforms, which need fewer multiplications."""
     return nnpack_convolution(x, w, b, padding, stride)
 
 
@@ -41,39 +41,39 @@ def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: S
     for start, images in portions(x, at_once(x, w, stride, padding)):
         rows, (n, *extents) = patches(images, height, width, stride, padding)
         y = (rows @ flat if b is None else torch.addmm(b, rows, flat)).view(n, *extents, outputs).permute(0, 3, 1, 2)
-        if x.is_cuda:  # all at once, and channels last
+        if x.is_cuda:  # all in one product, with channels last
             return y
         found = x.new_empty(len(x), outputs, *extents) if found is None else found
         found[start : start + n] = y
-        del rows, y  # before the next ones are made
+        del rows, y  # before the next ones are allocated
     assert found is not None
     return found
 
 
-# Gradient of the source: functions of (gradient, the source's extents, weights, stride, padding)
+# Gradient of the source: functions of (gradient, the source's shape, weights, stride, padding)
 
 
 def data_pytorch(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """As PyTorch has it."""
+    """With PyTorch's operator."""
     mask = [True, False, False]
     return aten.convolution_backward(g, _shaped(g, size), w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[0]
 
 
 def data_native(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """By PyTorch's own products over patches, whatever library it would ask otherwise."""
+    """With PyTorch's own products over patches, whatever library it would use otherwise."""
     mask, kernel = [True, False, False], w.shape[2:]
     return slow_convolution_gradient.output_mask(g.contiguous(), _shaped(g, size), w, kernel, stride, padding, mask)[0]
 
 
 def data_flipped(g: Array, size: Sequence[int], w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """With stride 1, the gradient is a convolution with the kernel turned around."""
+    """With stride 1, the gradient is a convolution with the flipped kernel."""
     turned = w.flip(2, 3).transpose(0, 1).contiguous()
     rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
     return nnpack_convolution(g.contiguous(), turned, None, rest, [1, 1])
 
 
 def _shaped(g: Array, size: Sequence[int]) -> Array:
-    """Stands for a source of which only the extents are read; it has no memory to speak of."""
+    """A placeholder for a source of which only the shape is read; it takes almost no memory."""
     return g.new_empty(1).expand(*size)
 
 
@@ -81,7 +81,7 @@ def _shaped(g: Array, size: Sequence[int]) -> Array:
 
 
 def weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """As PyTorch has it."""
+    """With PyTorch's operator."""
     mask = [False, True, False]
     return aten.convolution_backward(g, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, mask)[1]
 

@@ -1,7 +1,7 @@
-"""Ways to compute a convolution and its gradients on the CPU where images have their channels last in memory.
+"""Implementations of a convolution and its gradients on the CPU for images with channels last in memory.
 
-There a matrix product over patches needs no reordering: a row of patches is what a window sees, a row of the result is
-a pixel. Ways that know the other order only turn images around, before and after.
+In this layout a matrix product over patches needs no reordering: a row of patches is one window, a row of the
+result is a pixel. Implementations that support only channels first convert images before and after.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LAST = torch.channels_last
 
 
 def is_last(x: Array) -> bool:
-    """Whether the channels of images lie last, and only there: with one channel both orders are the same."""
+    """Whether images have channels last and not also first: with one channel both layouts are the same."""
     return x.ndim == 4 and x.is_contiguous(memory_format=LAST) and not x.is_contiguous()
 
 
 def turn_gradient(node: fx.Node) -> None:
-    """Gives the gradient of a pool or of ReLU the order of its images; PyTorch would go through both in two orders."""
+    """Gives the gradient of a pool or ReLU the layout of its images; PyTorch would read the two in different orders."""
     g, x, *_ = cast(Any, node.args)
     if is_last(fake(x)) and not is_last(fake(g)):
         with node.graph.inserting_before(node):
@@ -55,7 +55,7 @@ def _gemm(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> A
         rows, _ = patches(images, height, width, stride, padding)
         pixels = y[start : start + len(images)].view(-1, outputs)
         torch.mm(rows, flat, out=pixels) if b is None else torch.addmm(b, rows, flat, out=pixels)
-        del rows  # before the next ones are made
+        del rows  # before the next ones are allocated
     return y.permute(0, 3, 1, 2)
 
 
@@ -65,7 +65,7 @@ def _taps(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> A
     for start, images in portions(x, at_once(x, w, stride, padding)):
         rows, pixels = taps(images, w, stride, padding).t(), y[start : start + len(images)].view(-1, outputs)
         torch.mm(rows, flat, out=pixels) if b is None else torch.addmm(b, rows, flat, out=pixels)
-        del rows  # before the next ones are made
+        del rows  # before the next ones are allocated
     return y.permute(0, 3, 1, 2)
 
 
@@ -86,7 +86,7 @@ def _data_flipped(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -
 
 
 def _data_gemm(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With stride 1, the gradient is a convolution with the kernel turned around."""
+    """With stride 1, the gradient is a convolution with the flipped kernel."""
     rest = [extent - 1 - added for extent, added in zip(w.shape[2:], padding, strict=True)]
     return _gemm(g, w.flip(2, 3).transpose(0, 1), None, stride, rest)
 

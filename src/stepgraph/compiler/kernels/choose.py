@@ -1,4 +1,4 @@
-"""Which operators have several ways, and who chooses among them."""
+"""Which operators have several implementations, and which function chooses among them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON_CPU = {  # a GPU fuses these
 
 
 def choose_kernels(module: fx.GraphModule, device: torch.device) -> None:
-    """Puts the fastest way in the place of each operator that has several."""
+    """Replaces each operator that has several implementations with the fastest."""
     choices = {"cpu": ON_CPU, "cuda": CHOICES}.get(device.type, {})
     for node in list(module.graph.nodes):
         if node.op != "call_function":

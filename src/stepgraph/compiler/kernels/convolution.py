@@ -1,4 +1,4 @@
-"""Chooses how a convolution and its gradients are computed, for the order in which their images lie in memory."""
+"""Chooses the implementation of a convolution and its gradients for the memory layout of their images."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
 FEW, MANY = 4, 64  # channels
-ENOUGH = 1 << 18  # numbers in the images that are measured with
+ENOUGH = 1 << 18  # numbers in the images used for measurement
 
 
 def choose_forward(node: fx.Node) -> None:
-    """Puts the fastest way in the place of a convolution."""
+    """Replaces a convolution with its fastest implementation."""
     x, w, b, stride, padding, dilation, transposed, _, groups = cast(Any, node.args)
     source, weights, bias = _array(x), _array(w), _array(b)
     if not applies(source, weights, dilation, transposed, groups):
@@ -45,14 +45,14 @@ def choose_forward(node: fx.Node) -> None:
 
 
 def _turned_around(node: fx.Node) -> fx.Node | None:
-    """What puts the channels of the result last, where nothing else reads it: some ways give it like that."""
+    """The operator that converts the result to channels last, if it is the only reader: some return that."""
     user = next(iter(node.users))
     turns = user.target is aten.clone.default and user.kwargs.get("memory_format") is LAST
     return user if turns and len(node.users) == 1 and not fake(node).is_cuda else None
 
 
 def choose_backward(node: fx.Node) -> None:
-    """Puts the fastest ways in the place of a convolution's gradients, each in its own."""
+    """Replaces each gradient of a convolution with its fastest implementation."""
     g, x, w, _, stride, padding, dilation, transposed, _, groups, mask = cast(Any, node.args)
     gradient, source, weights = _array(g), _array(x), _array(w)
     if not applies(source, weights, dilation, transposed, groups):
@@ -84,7 +84,7 @@ def choose_backward(node: fx.Node) -> None:
 
 
 def _layout(images: Array) -> Any:
-    """The ways for images in this order; on a GPU one set does for both."""
+    """The implementations for images in this layout; on a GPU one set serves both."""
     return channels_last if is_last(images) and not images.is_cuda else channels_first
 
 
@@ -93,7 +93,7 @@ def _spoken(layout: ModuleType) -> str:
 
 
 def separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:
-    """One operator for each gradient instead of one for all: what only one of them reads is freed earlier."""
+    """One operator per gradient instead of one for all: what only one of them reads is freed earlier."""
     found = {}
     results = {user.args[1]: user for user in node.users}
     for index, (way, arguments) in calls.items():
@@ -109,10 +109,10 @@ def separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> di
 
 
 def applies(x: Array, weights: Array, dilation: Sequence[int], transposed: bool, groups: int) -> bool:
-    """Whether the other ways compute this convolution: plain images in float32, no dilation, no groups.
+    """Whether the alternatives support this convolution: plain images in float32, no dilation, no groups.
 
-    On a GPU cuDNN is asked to choose among its own; only images of few channels, which leave its matrix units idle,
-    are worth another way.
+    On a GPU cuDNN chooses among its own algorithms; only images of few channels, which leave its matrix units idle,
+    are worth an alternative.
     """
     plain = not transposed and groups == 1 and all(rate == 1 for rate in dilation)
     plain = plain and x.ndim == 4 and x.dtype == weights.dtype == torch.float32
@@ -122,7 +122,7 @@ def applies(x: Array, weights: Array, dilation: Sequence[int], transposed: bool,
 
 
 def _enough(images: Array) -> int:
-    """How many images to measure with: the time goes with their number, the fastest way hardly does."""
+    """How many images to measure with: time is proportional to their number, the choice hardly depends on it."""
     return len(images) if images.is_cuda else min(len(images), max(FEWEST, ENOUGH // images[0].numel()))
 
 
@@ -136,13 +136,13 @@ def bias_gradient(g: Array) -> Array:
 
 
 def forward_ways(layout: Any, x: Array) -> dict[str, Way]:
-    """Ways for the forward pass; the first is PyTorch's own."""
+    """Implementations of the forward pass; the first is PyTorch's own."""
     usable = {"nnpack": not x.is_cuda and torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
     return {name: way for name, way in layout.FORWARD.items() if usable.get(name, True)}
 
 
 def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> dict[str, Way]:
-    """Ways for the gradient of the source."""
+    """Implementations of the gradient of the source."""
     if x.is_cuda:
         return {"pytorch": channels_first.data_pytorch}
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
@@ -152,17 +152,17 @@ def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: S
 
 
 def weights_ways(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Way]:
-    """Ways for the gradient of the weights; Winograd's are for 3×3 and stride 1, taps for few channels."""
+    """Implementations of the gradient of the weights; Winograd is for 3×3 and stride 1, taps for few channels."""
     filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
-    many = x.shape[1] >= MANY  # with fewer channels squares, with more rows never were the fastest
+    many = x.shape[1] >= MANY  # squares were never fastest with fewer channels, rows never with more
     usable = {"winograd": filters and not many, "winograd 4": filters and many, "taps": x.shape[1] <= FEW}
     return {name: way for name, way in layout.WEIGHTS.items() if usable.get(name, True)}
 
 
 def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
-    """Bytes a way needs beside its arguments and its result."""
+    """Workspace of an implementation in bytes, besides its arguments and its result."""
     outputs, channels = w.shape[:2]
-    if way == "nnpack" and layout is channels_last:  # the images and the result, once more in the other order
+    if way == "nnpack" and layout is channels_last:  # copies of the images and the result in the other layout
         return x.nbytes + 4 * len(x) * windows(x, w, stride, padding) * outputs
     if way in winograd.WAYS:
         return winograd.workspace(way, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
@@ -174,8 +174,8 @@ def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], 
     seen = places * channels * math.prod(w.shape[2:])
     if layout is channels_last:
         return 4 * count * (seen + padded)
-    # Patches live together with the padded image first, then with the reordered result or gradient; at the end some of
-    # the gradient of the weights is there twice, the second time in their order.
+    # Patches coexist first with the padded image, then with the reordered result or gradient; at the end part of
+    # the gradient of the weights exists twice, the second time in their layout.
     again = w.numel() if x.is_cuda else min(outputs, rows_at_once(w)) * w[0].numel()
     return 4 * max(count * (seen + max(padded, places * outputs)), again)
 
@@ -184,7 +184,7 @@ def _data_workspace(layout: Any, way: str, g: Array, x: Array, w: Array, padding
     """The same for the gradient of the source."""
     if layout is channels_first:
         return 0
-    if way != "flipped gemm":  # turned around and back, by ourselves or by what PyTorch calls
+    if way != "flipped gemm":  # converted to the other layout and back, here or inside PyTorch
         return g.nbytes + x.nbytes
     rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
     return workspace(layout, "gemm", g, w.transpose(0, 1), (1, 1), rest) + w.nbytes

@@ -1,8 +1,8 @@
-"""Softmax, cross entropy and its gradient, computed together instead of one after the other.
+"""Softmax, cross entropy and its gradient, computed together instead of separately.
 
-PyTorch takes the logarithm of the softmax for the loss, and for the gradient its exponential again, beside an array of
-zeros with one number a row. The gradient is `(softmax(x) - onehot(t)) s`, with `s` what the loss of the row counts.
-Adding a way is a function in `WAYS`, and one in `REPLACE` that puts it into a graph.
+PyTorch computes the log softmax for the loss, exponentiates it for the gradient, and fills an array of
+zeros with one number per row. The gradient is `(softmax(x) - onehot(t)) s`, with `s` the weight of the row's loss.
+To add an implementation, add a function to `WAYS` and one to `REPLACE` that inserts it into a graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
-LARGE = 1 << 14  # elements from which another way can make a difference
+LARGE = 1 << 14  # elements from which an alternative can matter
 NONE, MEAN = 0, 1  # how PyTorch numbers reductions; 2 is the sum
-NO_LABEL = torch.iinfo(torch.int64).min  # left out are labels of this number: none
+NO_LABEL = torch.iinfo(torch.int64).min  # the ignored label: no label has this value
 FORWARD = {
     aten.nll_loss_backward.default: aten.nll_loss_forward.default,
     aten.nll_loss2d_backward.default: aten.nll_loss2d_forward.default,
@@ -32,7 +32,7 @@ FORWARD = {
 
 @dataclass(frozen=True)
 class _Loss:
-    """The operators of one cross entropy: `logarithms → loss`, and back by `inner → outer`."""
+    """The operators of one cross entropy: `logarithms → loss`, and backward `inner → outer`."""
 
     logarithms: fx.Node
     loss: fx.Node
@@ -45,25 +45,25 @@ class _Loss:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """Labels, class weights, reduction, and the label that is left out."""
+        """Labels, class weights, reduction, and the ignored label."""
         return self.inner.args[2:6]
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing else reads the logarithms, nor how much all labels count."""
+        """Whether nothing else reads the logarithms or the total weight."""
         counts = [one for one in self.loss.users if one.args[1] == 1]
         own = all(set(one.users) == {self.inner} for one in counts)
         return own and set(self.logarithms.users) == {self.loss, self.inner, self.outer}
 
 
 def choose(node: fx.Node) -> None:
-    """Puts the fastest way in the place of a cross entropy whose gradient ends at this operator."""
+    """Replaces a cross entropy whose gradient ends at this operator with its fastest implementation."""
     found = _match(node)
     if found is None or fake(node).numel() < LARGE:
         return
     x, labels = fake(found.x), fake(found.settings[0])
     seed = fake(cast(fx.Node, found.inner.args[0]))
-    seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be one number for all
+    seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be a single expanded number
     ways = WAYS if found.is_closed else {name: way for name, way in WAYS.items() if name != "softmax"}
     arguments = (x, seed, labels, None, *found.settings[2:])
     way = fastest("cross entropy", ways, arguments, below=x.shape[1])
@@ -73,7 +73,7 @@ def choose(node: fx.Node) -> None:
 
 
 def _match(outer: fx.Node) -> _Loss | None:
-    """The cross entropy this operator belongs to, if the gradient in between goes nowhere else."""
+    """The cross entropy that this operator belongs to, if nothing else reads the gradient in between."""
     inner, logarithms, axis, kind = cast(Any, outer.args)
     if not isinstance(inner, fx.Node) or inner.target not in FORWARD or set(inner.users) != {outer}:
         return None
@@ -114,16 +114,16 @@ def _replace_all(found: _Loss) -> None:
 
 
 def _scratch(found: _Loss) -> int:
-    """Bytes of what there is beside arguments and results: a few numbers for each label."""
+    """Workspace in bytes besides arguments and results: a few numbers per label."""
     labels = fake(found.settings[0])
     return labels.numel() * (4 * fake(found.x).element_size() + 2 * labels.element_size())
 
 
-# Parts of the ways, with x [n, classes, …] and labels t [n, …]
+# Building blocks of the implementations, with x [n, classes, …] and labels t [n, …]
 
 
 def losses(x: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
-    """`log Σ exp x - x[t]`, with `p = softmax(x)`: of the largest class, `log p = x - log Σ exp x`."""
+    """`log Σ exp x - x[t]`, with `p = softmax(x)`: for the largest class, `log p = x - log Σ exp x`."""
     places, counts = _places(t, left_out)
     each = (x.amax(1) - x.gather(1, places).squeeze(1)).sub_(p.amax(1).log_())
     if counts is not None:
@@ -150,7 +150,7 @@ def gradient_of_logarithms(
 
 
 def _scale(g: Array, x: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> tuple[Array, Array]:
-    """The labels along the axis of the classes, and what each row's loss counts: one number where all count alike."""
+    """The labels along the class axis, and the weight of each row's loss: one number if all are equal."""
     places, counts = _places(t, left_out)
     factors = _factors(x, places, counts, weights)
     g = g / _total(t, factors) if reduction == MEAN else g
@@ -159,7 +159,7 @@ def _scale(g: Array, x: Array, t: Array, weights: Array | None, reduction: int, 
 
 
 def _places(t: Array, left_out: int) -> tuple[Array, Array | None]:
-    """The labels along the axis of the classes, and which of them count, unless all do."""
+    """The labels along the class axis, and which of them count, unless all do."""
     if left_out == NO_LABEL:
         return t.unsqueeze(1), None
     counts = t != left_out
@@ -167,7 +167,7 @@ def _places(t: Array, left_out: int) -> tuple[Array, Array | None]:
 
 
 def _factors(x: Array, places: Array, counts: Array | None, weights: Array | None) -> Array | None:
-    """What each label counts; None where that is 1 for all."""
+    """The weight of each label; None if all are 1."""
     if weights is None:
         return None if counts is None else counts.to(x.dtype)
     factors = weights[places.squeeze(1)]
@@ -178,7 +178,7 @@ def _total(t: Array, factors: Array | None) -> Array | int:
     return t.numel() if factors is None else factors.sum()
 
 
-# Ways: functions of (x, gradient of the loss, labels, class weights, reduction, label that is left out)
+# Implementations: functions of (x, gradient of the loss, labels, class weights, reduction, ignored label)
 
 
 def _pytorch(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:

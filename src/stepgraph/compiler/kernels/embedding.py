@@ -1,7 +1,7 @@
-"""Other ways to compute the gradient of an embedding: rows of a gradient, added up by the word they belong to.
+"""Alternative implementations of the gradient of an embedding, which sums gradient rows by word.
 
-A word that occurs several times gets the sum of its rows, in a fixed order. PyTorch looks at every word for each
-thread; adding the rows to zeros looks at the ones that occur.
+A word that occurs several times gets the sum of its rows, in a fixed order. PyTorch scans every word in each
+thread; adding the rows to zeros visits only those that occur.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Array = torch.Tensor
 
 
 def by_index(g: Array, indices: Array, words: int, padding: int, by_frequency: bool) -> Array:
-    """Adds row after row."""
+    """Adds row by row."""
     rows = g.reshape(-1, g.shape[-1])
     return _without(padding, rows.new_zeros(words, rows.shape[1]).index_add_(0, indices.reshape(-1), rows))
 
 
 def by_scatter(g: Array, indices: Array, words: int, padding: int, by_frequency: bool) -> Array:
-    """Sorts the places by their words first, so that threads share the words."""
+    """Sorts the positions by word first, so that threads can divide up the words."""
     rows = g.reshape(-1, g.shape[-1])
     places = indices.reshape(-1, 1).long().expand_as(rows)
     return _without(padding, rows.new_zeros(words, rows.shape[1]).scatter_add_(0, places, rows))
 
 
 def _without(padding: int, found: Array) -> Array:
-    """The word that stands for nothing has no gradient; -1 means that there is none."""
+    """Zeroes the gradient of the padding word; -1 means that there is none."""
     if padding >= 0:
         found[padding] = 0
     return found
@@ -44,22 +44,22 @@ WAYS: dict[str, Callable[..., Array]] = {
 
 
 def fits(node: fx.Node) -> bool:
-    """Whether gradients are summed and not averaged."""
+    """Whether gradients are summed, not averaged."""
     by_frequency = node.args[4]
     return not by_frequency
 
 
 def words(arguments: Sequence[Any]) -> int:
-    """Every index is below this."""
+    """The exclusive upper bound of every index."""
     return int(arguments[2])
 
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
-    """Rows in one piece, where they are not."""
+    """A contiguous copy of the rows, if they are not contiguous."""
     g, indices = arguments[:2]
     return (0 if g.is_contiguous() else g.nbytes) + (0 if indices.is_contiguous() else indices.nbytes)
 
 
 def workspace_of_sorting(arguments: Sequence[Any], results: int) -> int:
-    """Words and their positions, each twice, besides."""
+    """The same, plus words and their positions, each twice."""
     return workspace(arguments, results) + 5 * 8 * arguments[1].numel()

@@ -1,8 +1,8 @@
-"""Products and convolutions in float16 and bfloat16 by way of float32, for processors that have no such arithmetic.
+"""Products and convolutions in float16 and bfloat16 computed in float32, for processors without such arithmetic.
 
-PyTorch emulates it there, one number at a time, which may take a hundred times as long. The sources are rounded
-already; multiplied and summed in float32 and rounded once at the end, they give what the matrix units of a GPU give.
-Adding a way is a function and an entry in `WAYS`; `measure` decides for each shape.
+PyTorch emulates it there, one number at a time, which can take a hundred times as long. The sources are already
+rounded; multiplied and summed in float32 and rounded once at the end, they match the matrix units of a GPU.
+To add an implementation, add a function and an entry in `WAYS`; `measure` decides for each shape.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from stepgraph.compiler.program import fake, note
 aten = torch.ops.aten
 Array = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
-LARGE = 1 << 10  # elements of a source from which another way can make a difference
+LARGE = 1 << 10  # elements of a source from which an alternative can matter
 
 
 def applies(node: fx.Node) -> bool:
-    """Whether a node multiplies numbers in half precision, and enough of them to be worth it."""
+    """Whether a node multiplies enough numbers in half precision to be worth replacing."""
     if node.target not in WAYS or node.kwargs:
         return False
     arrays = [fake(one) for one in node.all_input_nodes]
@@ -31,7 +31,7 @@ def applies(node: fx.Node) -> bool:
 
 
 def choose(node: fx.Node) -> None:
-    """Puts the fastest way in the operator's place."""
+    """Replaces the operator with its fastest implementation."""
     own, other = cast(Any, node.target), WAYS[cast(Any, node.target)]
     settings = [fake(one) if isinstance(one, fx.Node) else one for one in node.args]
     way = fastest(str(own), {"pytorch": own, "float32": other}, settings)
@@ -39,7 +39,7 @@ def choose(node: fx.Node) -> None:
     if way == "float32":
         node.target = other
         arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
-        note(node, workspace=2 * sum(one.nbytes for one in arrays))  # all of them once more, twice as wide
+        note(node, workspace=2 * sum(one.nbytes for one in arrays))  # a copy of each, twice as wide
 
 
 def _arrays(found: Any) -> list[Array]:

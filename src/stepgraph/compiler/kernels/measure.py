@@ -1,7 +1,7 @@
-"""Measures the ways to compute an operator once, on the real shapes, and remembers which is fastest.
+"""Measures the implementations of an operator once, on the real shapes, and remembers the fastest.
 
-Each way is checked against the reference and timed. The choice is kept in a file in the user's cache folder, by
-processor or GPU, thread count and PyTorch version, so that later runs choose the same and compute the same numbers.
+Each implementation is checked against the reference and timed. The choice is cached in a file in the user's cache
+folder, by processor or GPU, thread count and PyTorch version, so that later runs compute the same numbers.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from stepgraph.system.storage import read_regular
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
-ROUNDS, BUDGET = 5, 0.03  # further times each way runs, and seconds after which that is enough
-LONG, SLOW = 0.01, 1.3  # a way whose first run took this long, and this many times another's, is not run again
+ROUNDS, BUDGET = 5, 0.03  # additional runs of each implementation, and the seconds after which to stop
+LONG, SLOW = 0.01, 1.3  # an implementation whose first run took this long, and this many times another's, is dropped
 FEWEST = 8  # images
-DRAWN = 65521  # numbers, repeated where more are needed: drawing all would take as long as measuring; a prime, so that
-# no row is like another
-GAIN = 0.9  # share of the reference's time that another way must stay below
-LARGEST = 2**26  # bytes of the file of choices; one is about 200
+DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
+# no two rows are equal
+GAIN = 0.9  # share of the reference's time that an alternative must stay below
+LARGEST = 2**26  # maximum size of the file of choices in bytes; one takes about 200
 Way = Callable[..., Any]
 
 
 def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **rules: Any) -> str:
-    """The name of the fastest way for arguments like these; the first way is the reference.
+    """The name of the fastest implementation for arguments like these; the first one is the reference.
 
     Args:
-        operator: what is computed.
+        operator: the name of the operator.
         ways: functions of `arguments`, all with the same result.
         arguments: arrays, of which only shape, type and device matter, and settings.
-        rules: how they are compared, as for `measure`.
+        rules: how to compare them, as for `measure`.
     """
     key, choices = _key(operator, ways, arguments), _choices()
     if choices.get(key) not in ways:
@@ -49,7 +49,7 @@ def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **
 
 
 def remembered(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str | None:
-    """What was chosen before, or None."""
+    """The previous choice, or None."""
     names = list(ways)
     found = _choices().get(_key(operator, names, arguments))
     return found if found in names else None
@@ -65,7 +65,7 @@ def _device(arguments: Sequence[Any]) -> torch.device:
 
 
 def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:
-    """The same arguments with fewer images, of `enough` numbers: time goes with their number, the choice does not."""
+    """The same arguments with fewer images, of `enough` numbers: the time is proportional, the choice is the same."""
     images = arguments[0]
     count = max(FEWEST, enough // images[0].numel())
     return tuple(one[:count] if isinstance(one, torch.Tensor) and one.ndim == images.ndim else one for one in arguments)
@@ -82,16 +82,16 @@ def measure(
     tolerance: float | None = None,
     warm: bool = False,
 ) -> str:
-    """Times all ways in turn, so that a busy moment hurts them alike; each counts with its best time.
+    """Times all implementations in turn, so that interference affects them alike; the minimum time counts.
 
     Args:
         ways: functions of `arguments`; the first is the reference.
         arguments: arrays, which are filled with random numbers, and settings.
         device: where to measure.
-        below: whole numbers, which are indices, are any from 0 to here.
-        gain: the share of the reference's time that another way must stay below; above 1 it may be a little slower.
-        tolerance: the largest difference from its results, relative to their largest element; `TOLERANCE` if not given.
-        warm: run each way once before, where the memory it takes is large and new.
+        below: integers, which are indices, are drawn from 0 to here.
+        gain: the share of the reference's time that an alternative must stay below; above 1 it may be slightly slower.
+        tolerance: the largest difference from its results, relative to their largest element; default `TOLERANCE`.
+        warm: run each implementation once before, if its memory is large and new.
     """
     generator = torch.Generator(device).manual_seed(0)
     real = [_filled(a, generator, below) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -105,7 +105,7 @@ def measure(
     for name in others:
         try:
             found, seconds = _timed(ways[name], real, device)
-        except RuntimeError:  # not every library takes every shape
+        except RuntimeError:  # not every library supports every shape
             continue
         if _agree(found, right, tolerance or TOLERANCE[device.type]):
             best[name] = seconds
@@ -115,9 +115,9 @@ def measure(
 
 
 def _agree(found: Any, right: Any, tolerance: float) -> bool:
-    """Whether two results, or all of several, are the same up to `tolerance` of the largest number.
+    """Whether two results, or all of several, are equal up to `tolerance` times the largest number.
 
-    Types that round more than that may differ by a few of their own steps.
+    Types with coarser rounding may differ by a few units in the last place.
     """
     if right is None:
         return found is None
@@ -130,7 +130,7 @@ def _agree(found: Any, right: Any, tolerance: float) -> bool:
 
 
 def _repeat(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, best: dict[str, float]) -> None:
-    """Runs again what may be the fastest: a first run may have met cold caches or a busy moment."""
+    """Reruns the candidates for the fastest: a first run may have had cold caches or interference."""
     quick = [name for name in best if best[name] <= max(LONG, SLOW * min(best.values()))]
     began = time.perf_counter()
     for _ in range(ROUNDS if len(quick) > 1 else 0):
@@ -145,7 +145,7 @@ def _described(array: torch.Tensor) -> list[Any]:
 
 
 def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
-    """Numbers in an array of this shape and layout: real ones around 0, or whole ones from 0 to `below`."""
+    """Numbers in an array of this shape and layout: real ones around 0, or integers from 0 to `below`."""
     made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=generator.device)
     if not array.dtype.is_floating_point:
         return made.random_(0, below, generator=generator)
@@ -169,32 +169,32 @@ def _wait(device: torch.device) -> None:
 
 
 def _place(device: torch.device) -> list[Any]:
-    """What decides besides the arguments: the file is one processor's, a GPU may be exchanged."""
+    """What the choice depends on besides the arguments: the file belongs to one processor, but the GPU may change."""
     if device.type == "cpu":
         return ["cpu", torch.get_num_threads()]
     precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     return [torch.cuda.get_device_name(device), *precision]
 
 
-# What was chosen, in memory and in the user's cache folder
+# Previous choices, in memory and in the user's cache folder
 
 
 @cache
 def file() -> Path | None:
-    """Where choices of this processor and this PyTorch are remembered; None where the user has no folder for it."""
+    """The file with the choices for this processor and this PyTorch; None if the user has no cache folder."""
     folder = _cache_folder()
     machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{processor()}")
     return None if folder is None else folder / f"kernels-{machine}-torch-{torch.__version__}.json"
 
 
 def _cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; as the XDG specification asks, no relative path counts."""
+    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; ignores relative paths, as the XDG specification requires."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():
         return given / "stepgraph"
     try:
         home = Path.home()
-    except RuntimeError:  # neither HOME nor an account says where
+    except RuntimeError:  # neither HOME nor the account defines it
         return None
     return home / ".cache" / "stepgraph" if home.is_absolute() else None
 
@@ -208,7 +208,7 @@ def _stored() -> dict[str, str]:
     path = file()
     try:
         found = None if path is None else json.loads(read_regular(path, LARGEST, StorageError))
-    except (OSError, ValueError, RecursionError):  # none yet, or not readable: measured again
+    except (OSError, ValueError, RecursionError):  # missing or unreadable: measure again
         return {}
     return {key: way for key, way in found.items() if isinstance(way, str)} if isinstance(found, dict) else {}
 
@@ -219,16 +219,16 @@ def _remember(choices: dict[str, str]) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        choices.update({**_stored(), **choices})  # other processes choose too
+        choices.update({**_stored(), **choices})  # other processes write it too
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(choices, indent=0))
         draft.replace(path)
-    except OSError:  # a folder that cannot be written costs only the next run's measuring
+    except OSError:  # if the folder is not writable, the next run measures again
         return
 
 
 def processor() -> str:
-    """What the processor is called."""
+    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

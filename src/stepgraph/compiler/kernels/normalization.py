@@ -1,7 +1,7 @@
-"""Other ways to normalize a batch of images, and to compute the gradients of that.
+"""Alternative implementations of batch normalization of images, and of its gradients.
 
-PyTorch goes through each channel twice for its statistics, one number at a time. Sums and norms of rows, one for each
-channel of each image, are vectorized; what the rows of a channel give is added up then.
+PyTorch reads each channel twice for its statistics, one number at a time. Sums and norms of rows, one for each
+channel of each image, are vectorized; the results of a channel's rows are then summed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stepgraph.compiler.program import fake
 
 aten = torch.ops.aten
 Array = torch.Tensor
-FAR = 16  # times the variance: larger squares would lose more than a digit of it
+FAR = 16  # times the variance: larger squares would cost more than one digit of precision
 
 
 def normalize_by_rows(x: Array, gamma: Array, beta: Array, *settings: Any) -> tuple[Array, Array, Array]:
     """`γ (x - mean) / sqrt(variance + ε) + β`, the mean, and `1 / sqrt(variance + ε)`.
 
-    The variance comes from sums of squares, unless a channel is so far from 0 that these would swallow it.
+    The variance comes from sums of squares, unless a channel is so far from 0 that this would lose precision.
     """
     epsilon, count = settings[-1], x.numel() // x.shape[1]
     mean, square = _total(x) / count, _squares(x) / count
@@ -36,7 +36,7 @@ def normalize_by_rows(x: Array, gamma: Array, beta: Array, *settings: Any) -> tu
 
 
 def _centered(x: Array, mean: Array, gamma: Array, beta: Array, epsilon: float) -> tuple[Array, Array, Array]:
-    """The same from squares of `x - mean`: one pass more over the images."""
+    """The same from squares of `x - mean`: one more pass over the images."""
     y = x - _across(mean, x)
     inverse = (_squares(y) / (x.numel() // x.shape[1])).add_(epsilon).rsqrt_()
     return y.mul_(_across(inverse * gamma, x)).add_(_across(beta, x)), mean, inverse
@@ -65,7 +65,7 @@ def _squares(x: Array) -> Array:
 
 
 def _across(numbers: Array, x: Array) -> Array:
-    """One number a channel, to be combined with images."""
+    """One number per channel, to be combined with images."""
     return numbers.view(-1, *[1] * (x.ndim - 2))
 
 
@@ -77,7 +77,7 @@ BACKWARD: dict[str, Callable[..., Any]] = {
 
 
 def fits(node: fx.Node) -> bool:
-    """Whether images in one piece are normalized by their own statistics, `γ` and `β` included."""
+    """Whether contiguous images are normalized with their own statistics, and with `γ` and `β`."""
     backward = node.target is aten.native_batch_norm_backward.default
     given, settings = cast(Any, (node.args[:3], node.args[3:]))
     arrays = [fake(one) for one in given if isinstance(one, fx.Node)]
@@ -92,6 +92,6 @@ def _is_plain(images: Array) -> bool:
 
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
-    """A number for each channel of each image, at most two at once."""
+    """One number per channel of each image, at most two arrays at a time."""
     x = arguments[0]
     return 2 * x.shape[0] * x.shape[1] * x.element_size()

@@ -1,7 +1,7 @@
-"""Other ways to compute single operators, out of what PyTorch carries.
+"""Alternative implementations of single operators, built from what PyTorch provides.
 
-A way takes the operator's own arguments. Adding one is a function, and an entry in `WAYS` by the operator it stands in
-for; the first way there is PyTorch's own. `measure` decides for each shape.
+An implementation takes the operator's own arguments. To add one, add a function and an entry in `WAYS` under the
+operator it replaces; the first one there is PyTorch's own. `measure` decides for each shape.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from stepgraph.compiler.program import fake, note
 aten = torch.ops.aten
 Array = torch.Tensor
 Way = Callable[..., Any]
-LARGE = 1 << 14  # elements from which another way can make a difference
+LARGE = 1 << 14  # elements from which an alternative can matter
 
 
 def choose(node: fx.Node) -> None:
-    """Puts the fastest way in the operator's place."""
+    """Replaces the operator with its fastest implementation."""
     operator, arrays = cast(Any, node.target), [fake(one) for one in node.all_input_nodes]
     real = operator in INDICES or all(a.dtype.is_floating_point for a in arrays)
     if not real or max(a.numel() for a in arrays) < LARGE or not _fits(node):
@@ -36,15 +36,15 @@ def choose(node: fx.Node) -> None:
     gain = GAINS[operator](settings) if operator in GAINS else GAIN
     way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below, gain=gain)
     note(node, implementation=(str(operator).split(".")[1], way))
-    if way != next(iter(ways)):  # the operator itself needs no detour, and others know it
+    if way != next(iter(ways)):  # the operator itself needs no wrapper, and other passes know it
         node.target = WAYS[operator][way]
 
 
-# Sums over the first of two axes, as bias gradients are
+# Sums over the first of two axes, such as bias gradients
 
 
 def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
-    """`1ᵀ x`: matrix products read rows of several columns at once."""
+    """`1ᵀ x`: matrix products read several columns of a row together."""
     total = x.new_ones(1, x.shape[0]) @ x
     return total if keepdim else total[0]
 
@@ -72,11 +72,11 @@ def _tanh_by_sigmoid(x: Array) -> Array:
     return torch.sigmoid(x * 2).mul_(2).sub_(1)
 
 
-# Maxima of windows, and where they are
+# Maxima of windows, and their positions
 
 
 def max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
-    """Channels last, several of them are compared at once; the images are turned around and back for that."""
+    """With channels last, several channels are compared together; the images are converted to that layout and back."""
     y, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *window)
     return y.contiguous(), indices.contiguous()
 
@@ -96,13 +96,13 @@ WAYS: dict[Any, dict[str, Way]] = {
     aten.native_batch_norm_backward.default: normalization.BACKWARD,
 }
 
-# Operators for which less of a gain than usual counts, by their arguments.
+# Operators for which a smaller gain than usual counts, by their arguments.
 GAINS: dict[Any, Callable[[Sequence[Any]], float]] = {aten.addmm.default: products.gain}
 
-# Operators with indices among their arguments, and what these are below.
+# Operators with index arguments, and the upper bounds of these.
 INDICES: dict[Any, Callable[[Sequence[Any]], int]] = {aten.embedding_dense_backward.default: embedding.words}
 
-# Operators whose ways are compared on less than they get.
+# Operators whose implementations are measured on smaller arguments.
 FEWER: dict[Any, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
     aten.native_batch_norm.default: fewer,
     aten.native_batch_norm_backward.default: fewer,
@@ -119,7 +119,7 @@ FITS: dict[Any, Callable[[fx.Node], bool]] = {
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether the other ways compute this use of the operator."""
+    """Whether the alternatives support this use of the operator."""
     if node.target in FITS:
         return FITS[node.target](node)
     x, *settings = cast(Any, node.args)
@@ -130,5 +130,5 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _with(way: Way, **settings: Any) -> Way:
-    """The way for `measure`, which knows no names: settings come again at the end of its arguments."""
+    """The implementation for `measure`, which knows no names: settings are repeated at the end of its arguments."""
     return (lambda *arguments: way(*arguments[: len(arguments) - len(settings)], **settings)) if settings else way

@@ -1,4 +1,4 @@
-"""Images cut into what the windows of a convolution see, so that a convolution is a matrix product."""
+"""Images cut into the windows of a convolution, so that a convolution is a matrix product."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PATCHES = 1 << 19  # numbers
 
 
 def rows_at_once(w: Array) -> int:
-    """How many outputs' weights are turned around at once."""
+    """How many outputs' weights are transposed at a time."""
     return max(1, PATCHES // w[0].numel())
 
 
 def portions(x: Array, count: int) -> Iterator[tuple[int, Array]]:
-    """`count` images at a time, and the number of the first."""
+    """`count` images at a time, and the index of the first."""
     for start in range(0, len(x), count):
         yield start, x[start : start + count]
 
 
 def at_once(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
-    """How many images' patches are made at once: what fits into a cache, and a bound on the memory it takes."""
+    """How many images' patches are created at a time: what fits into a cache, which also bounds the memory."""
     if x.is_cuda:
         return len(x)
     return max(1, PATCHES // (windows(x, w, stride, padding) * w[0].numel()))
@@ -38,19 +38,19 @@ def extents(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -
 
 
 def windows(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
-    """How many places of an image the kernel visits."""
+    """The number of window positions in an image."""
     return math.prod(extents(x, w, stride, padding))
 
 
 def spare(x: Array) -> int:
-    """Channels of zeros that patches get: of four, a GPU reads all numbers of a pixel at once."""
+    """Zero channels added to patches: with four channels, a GPU reads all numbers of a pixel together."""
     return 1 if x.is_cuda and x.shape[1] == 3 else 0
 
 
 def patches(
     x: Array, height: int, width: int, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Array, tuple[int, int, int]]:
-    """What each window sees, a row each: `[n * rows * columns, height * width * channels]`; and (n, rows, columns)."""
+    """Each window as a row: `[n * rows * columns, height * width * channels]`; and (n, rows, columns)."""
     n, channels = len(x), x.shape[1] + spare(x)
     (top, left), (down, right) = padding, stride
     padded = F.pad(x.permute(0, 2, 3, 1), (0, spare(x), left, left, top, top)).contiguous()
@@ -62,10 +62,10 @@ def patches(
 
 
 def taps(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    """What each number of a window meets, a row each: `[inputs * height * width, n * rows * columns]`.
+    """The pixels under each element of a window, one row each: `[inputs * height * width, n * rows * columns]`.
 
-    The same numbers as `patches`, turned around: with few channels, rows of pixels are longer than what a window sees,
-    and copied faster.
+    The same numbers as `patches`, transposed: with few channels, rows of pixels are longer than windows
+    and faster to copy.
     """
     (top, left), (down, right) = padding, stride
     padded = F.pad(x.contiguous(), (left, left, top, top))
@@ -85,6 +85,6 @@ def products_with(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
         rows, _ = patches(images, height, width, stride, padding)
         by_output = g[start : start + len(images)].permute(0, 2, 3, 1).reshape(-1, outputs).t()
         total = by_output @ rows if total is None else total.addmm_(by_output, rows)
-        del rows, by_output  # before the next ones are made
+        del rows, by_output  # before the next ones are allocated
     assert total is not None
     return total

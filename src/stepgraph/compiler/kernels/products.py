@@ -1,7 +1,7 @@
-"""Other ways to multiply two matrices: BLAS has a kernel for each orientation of each operand, not all equally good.
+"""Alternative matrix products: BLAS has a kernel for each orientation of each operand, not all equally fast.
 
 A fully connected layer multiplies by its transposed weights and, for their gradient, by a transposed source. A copy in
-the other orientation costs little beside the product.
+the other orientation costs little compared with the product.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ON_ARM = platform.machine() == "aarch64"
 
 
 def of_left_copied(a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """`a b` with the rows of `a` in one piece."""
+    """`a b` with `a` contiguous."""
     return torch.mm(a.contiguous(), b, out=out)
 
 
 def of_right_copied(a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """`a b` with the rows of `b` in one piece."""
+    """`a b` with `b` contiguous."""
     return torch.mm(a, b.contiguous(), out=out)
 
 
@@ -37,12 +37,12 @@ def turned(a: Array, b: Array) -> Array:
 
 
 def sum_of_right_copied(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """`c + a b` with the rows of `b` in one piece."""
+    """`c + a b` with `b` contiguous."""
     return torch.addmm(c, a, b.contiguous(), out=out)
 
 
 def added_after(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """`a b`, and then `c` in place: PyTorch would write `c` into every row first, and the product onto it."""
+    """`a b`, then adds `c` in place: PyTorch would first write `c` into every row and then add the product."""
     return torch.mm(a, b, out=out).add_(c)
 
 
@@ -52,9 +52,9 @@ def turned_sum(c: Array, a: Array, b: Array) -> Array:
 
 
 def sum_by_convolution(c: Array, a: Array, b: Array, *, out: Array | None = None) -> Array:
-    """`c + a b` as a convolution of an image one pixel wide with one tap, which PyTorch leaves to BLAS.
+    """`c + a b` as a convolution of an image one pixel wide with one tap, which PyTorch passes to BLAS.
 
-    PyTorch's own sum by transposed weights goes to oneDNN on ARM, whose threads and BLAS's get in each other's way.
+    On ARM, PyTorch's own sum with transposed weights uses oneDNN, whose threads compete with those of BLAS.
     """
     (rows, inner), columns = a.shape, b.shape[1]
     image, weights = a.view(1, rows, 1, inner).permute(0, 3, 1, 2), b.t().view(columns, inner, 1, 1)
@@ -80,16 +80,16 @@ SUMS: dict[str, Callable[..., Array]] = {
 
 
 def fits(node: fx.Node) -> bool:
-    """Whether an operand is turned at all, and nothing is scaled."""
+    """Whether an operand is transposed, and nothing is scaled."""
     operands: Any = node.args[-2:]
     a, b = (fake(one) for one in operands)
     return not node.kwargs and not (a.is_contiguous() and b.is_contiguous())
 
 
 def gain(arguments: Sequence[Array]) -> float:
-    """The share of PyTorch's time that another sum must stay below: they differ by little, and do so reliably.
+    """The share of PyTorch's time that an alternative must stay below: the difference is small but reliable.
 
-    Where PyTorch takes oneDNN, its neighbours in a step get slower too, which does not show in a sum alone.
+    If PyTorch uses oneDNN, neighboring operators in a step also get slower, which measuring a sum alone does not show.
     """
     _, a, b = arguments
     return 1.05 if ON_ARM and a.is_contiguous() and b.t().is_contiguous() else 0.97

@@ -1,8 +1,8 @@
 """Optimizer updates in place: the reference rule on every device, one pass over memory on the CPU.
 
-The CPU kernels are PyTorch's fused optimizers where their formula can be made ours. Adding one is one function in
-`FUSED`, named by the optimizer's `rule`. On a GPU an update is recorded as one operator, which is soon done, and taken
-apart into the rule's own for the compiler that fuses them.
+The CPU kernels are PyTorch's fused optimizers where their formula can be adapted to ours. To add one, add a function
+to `FUSED` under the optimizer's `rule`. On a GPU an update is recorded as one operator, which is fast to trace, and
+expanded into the rule's own operators for the compiler that fuses them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stepgraph.system.torch_private import fused_adam_, fused_adamw_, fused_sgd_
 Arrays = list[torch.Tensor]
 AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
 TOGETHER = "together"  # all live numbers in one array
-AT_ONCE = {  # how many arrays of a parameter's size a rule has on its way
+AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
     **{"sgd": 3, "sgd momentum": 4, "sgd nesterov": 4, "rmsprop": 5, "rmsprop momentum": 5},
     **{"adam": 6, "adam amsgrad": 7, "adamw": 7, "adamw amsgrad": 8},
 }
-MOST_AT_ONCE = 7  # of other rules
+MOST_AT_ONCE = 7  # for other rules
 
 
 class _Numbered:
@@ -66,17 +66,17 @@ def update(
     finite: torch.Tensor | None = None,
     spelled_out: bool = False,
 ) -> None:
-    """Updates parameters and states in place, by the fastest implementation for where they live.
+    """Updates parameters and states in place, with the fastest implementation for their device.
 
-    `states` has one list for each of the optimizer's slots; `numbers` are the live numbers, and `named` gives them by
-    name; `norm` is the global norm where the optimizer needs one; where `finite` is False nothing changes. Spelled out,
-    it is the reference, for a compiler that makes a kernel of it.
+    `states` has one list per optimizer slot; `numbers` are the live numbers, and `named` maps them by
+    name; `norm` is the global norm if the optimizer needs one; if `finite` is False nothing changes. Expanded,
+    it is the reference, for a compiler that turns it into a kernel.
     """
     if numbers.device.type == "cpu" and optimizer.rule in FUSED and not spelled_out:
         flat = [array for slot in states for array in slot]
         settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         names = ",".join(optimizer.live)
-        # The fused kernels walk memory, not extents.
+        # The fused kernels traverse memory, not dimensions.
         gradients = [
             g if g.stride() == p.stride() else g.contiguous() for p, g in zip(parameters, gradients, strict=True)
         ]
@@ -103,7 +103,7 @@ def reference(
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
-    """Updates in place by the optimizer's own rule, one parameter at a time."""
+    """Updates in place with the optimizer's own rule, one parameter at a time."""
     for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         state = [slot[i] for slot in states]
         prepared = optimizer.prepare(parameter, gradient, norm, n)
@@ -113,13 +113,13 @@ def reference(
 
 
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
-    """The live numbers and what follows from them as device scalars, by name."""
+    """The live numbers and values derived from them as device scalars, by name."""
     live = numbers.unbind()
     n = SimpleNamespace(**dict(zip(optimizer.live, live, strict=True)))
     optimizer.derive(n)
     names, values = zip(*vars(n).items(), strict=True)
     as_given = all(map(operator.is_, values, live))  # a rule may change them too
-    # In one array, so that a compiler does not compute powers anew wherever they are read.
+    # In one array, so that a compiler does not recompute powers wherever they are read.
     together = torch.cat([numbers, *_each(values[len(live) :])] if as_given else _each(values))
     if numbers.is_cuda:
         together = settled(together.float())
@@ -132,7 +132,7 @@ def _each(numbers: Sequence[torch.Tensor]) -> Arrays:
 
 @torch.library.custom_op("stepgraph::settled", mutates_args=())
 def settled(numbers: torch.Tensor) -> torch.Tensor:
-    """The same numbers, computed once: a compiler that fuses would compute powers anew for every element it updates."""
+    """The same numbers, computed once: a fusing compiler would recompute powers for every element it updates."""
     return numbers.clone()
 
 
@@ -142,7 +142,7 @@ def _(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def number_type(device: torch.device) -> torch.dtype:
-    """How live numbers are kept: as Python keeps them, except on devices without float64."""
+    """The type of live numbers: float64 as in Python, except on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -260,7 +260,7 @@ def update_by_rule(
     optimizer: int,
     names: str,
 ) -> None:
-    """`reference` for an optimizer by its number, on whatever device."""
+    """`reference` for an optimizer by its number, on any device."""
     count, n = len(parameters), SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
     slots = [states[i : i + count] for i in range(0, len(states), count)]
     reference(_numbered[optimizer], parameters, gradients, slots, n, norm=norm, finite=finite)
@@ -272,14 +272,14 @@ def _(*_: object) -> None:
 
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
-    """Bytes that `update_by_rule_` needs inside."""
+    """The workspace of `update_by_rule_` in bytes."""
     parameters, optimizer = arguments[0], arguments[6]
     count = AT_ONCE.get(_numbered[optimizer].rule, MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in parameters)
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Puts the rule's own operators in the place of updates, for a compiler that fuses them."""
+    """Expands updates into the rule's own operators, for a compiler that fuses them."""
     for node in graph.nodes:
         if node.target is torch.ops.stepgraph.update_by_rule_.default:
             node.target = update_by_rule

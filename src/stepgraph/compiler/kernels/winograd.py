@@ -1,13 +1,13 @@
-"""The gradient of a 3×3 kernel by Winograd's minimal filtering, on the CPU, with stride 1.
+"""The gradient of a 3×3 kernel with Winograd's minimal filtering, on the CPU, with stride 1.
 
 In one dimension the gradient of three weights from `m` pixels of the result is `dw[k] = Σ_t g[t] x[t + k]`: `3 m`
-products. Winograd's way takes `m + 2`, one for each of as many points: `dw = A [(G g) ⊙ (B x)]`, where `B` and `G` are
-additions and multiplications by small whole numbers, and the fractions are all in `A`. The sum over all pixels of all
-images comes before `A`, so the products are one matrix product for each point.
+products. Winograd's algorithm takes `m + 2`, one per point: `dw = A [(G g) ⊙ (B x)]`, where `B` and `G` are
+additions and multiplications by small integers, and the fractions are all in `A`. The sum over all pixels of all
+images precedes `A`, so the products form one matrix product per point.
 
-Two forms: tiles of 2 rows, with windows cut out along the columns as in `patches`, take 2/3 of the products and little
-else; tiles of 4×4 pixels, with both axes transformed, take a quarter of the products, which pays where channels are
-many.
+There are two forms. Tiles of 2 rows, with windows cut along the columns as in `patches`, take 2/3 of the products and
+little else. Tiles of 4×4 pixels, with both axes transformed, take a quarter of the products, which pays off with many
+channels.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Pair = Sequence[int]
 Call = Callable[[], Any]
 Rule = Callable[[Array, Array], list[Call]]
 KERNEL = 3
-PRODUCTS = 1 << 21  # numbers that are transformed back at a time, where not all have to be kept
+PRODUCTS = 1 << 21  # numbers transformed back at a time, if not all must be kept
 
 
-# The transforms along an axis: from `s`, pixels by their place in a tile, to `out`, by point. They give calls rather
-# than call, so that views are made once for all portions.
+# The transforms along an axis: from `s`, pixels by their position in a tile, to `out`, by point. They return calls
+# instead of calling, so that views are created once for all portions.
 
 
 def _source_of_2(s: Array, out: Array) -> list[Call]:
@@ -55,7 +55,7 @@ def _gradient_of_2(s: Array, out: Array) -> list[Call]:
 def _source_of_4(s: Array, out: Array) -> list[Call]:
     """`4 x0 - 5 x2 + x4`, `a + b`, `a - b`, `2 c + d`, `2 c - d`, `4 x1 - 5 x3 + x5`.
 
-    `a = x3 - 4 x1`, `b = x4 - 4 x2`, `c = x3 - x1` and `d = x4 - x2` are made where sums and differences go.
+    `a = x3 - 4 x1`, `b = x4 - 4 x2`, `c = x3 - x1` and `d = x4 - x2` are computed in the output buffers.
     """
     ends = out[::5]
     return [
@@ -73,7 +73,7 @@ def _source_of_4(s: Array, out: Array) -> list[Call]:
 def _gradient_of_4(s: Array, out: Array) -> list[Call]:
     """`g0`, `a + b`, `a - b`, `c + 2 d`, `c - 2 d`, `g3`.
 
-    `a = g0 + g2`, `b = g1 + g3`, `c = g0 + 4 g2` and `d = g1 + 4 g3` are made where sums and differences go.
+    `a = g0 + g2`, `b = g1 + g3`, `c = g0 + 4 g2` and `d = g1 + 4 g3` are computed in the output buffers.
     """
     return [
         partial(out[::5].copy_, s[::3]),
@@ -92,10 +92,10 @@ class Filtering:
 
     step: int
     is_square: bool  # tiles of `step × step` pixels, otherwise of `step` rows
-    portion: int  # numbers; images are transformed as many at a time as take no more
+    portion: int  # numbers; bounds how many images are transformed at a time
     source: Rule
     gradient: Rule
-    back: tuple[tuple[float, ...], ...]  # A, with the signs that the transforms save themselves
+    back: tuple[tuple[float, ...], ...]  # A, including the signs that the transforms omit
 
     @property
     def points(self) -> int:
@@ -132,25 +132,25 @@ WAYS = {"winograd": ROWS, "winograd 4": SQUARES}
 
 
 class _Plan:
-    """Extents of all that one gradient takes; images in buffers have their channels last."""
+    """Shapes of everything that one gradient needs; images in buffers have channels last."""
 
     def __init__(self, by: Filtering, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> None:
-        """`order` is that of the arguments in memory."""
+        """`order` is the memory layout of the arguments."""
         self.by, self.images = by, len(x)
         self.outputs, self.inputs = w.shape[:2]
         rows, columns = extents(x, w, (1, 1), padding)
-        self.down = -(-rows // by.step)  # the last tile may go beyond the end, where the gradient counts as zero
+        self.down = -(-rows // by.step)  # the last tile may extend past the end, where the gradient counts as zero
         self.across = -(-columns // by.step) if by.is_square else columns
         fits = (rows, columns) == (self.down * by.step, self.across * (by.step if by.is_square else 1))
-        self.reads = fits and order is torch.channels_last  # the gradient where it is
+        self.reads = fits and order is torch.channels_last  # the gradient in place
         most = max(1, by.portion // self.numbers(1))
         if self.numbers(self.images) <= by.portion + self.pairs(self.outputs) * by.products:
-            most = self.images  # all at once: keeping the products from portion to portion would take more
+            most = self.images  # all together: accumulating products across portions would take more
         self.count = _even(self.images, most)
         self.some = _even(self.outputs, max(1, PRODUCTS // (self.pairs(1) * by.products)))
 
     def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
-        """Of buffers for so many images: with a border, transformed along the first axis, and transformed."""
+        """Shapes of buffers for this many images: with a border, transformed along the first axis, and transformed."""
         by = self.by
         shapes: dict[str, tuple[int, ...]] = {}
         rows, columns = self.down * by.step, self.across * (by.step if by.is_square else 1)
@@ -165,22 +165,22 @@ class _Plan:
         return shapes
 
     def numbers(self, count: int) -> int:
-        """What these buffers take; of those that are transformed half, only one is there at a time."""
+        """The size of these buffers; of the half-transformed ones, only one exists at a time."""
         found = {name: math.prod(shape) for name, shape in self.shapes(count).items()}
         half = max(found.pop("x half", 0), found.pop("g half", 0))
         return sum(found.values()) + half - (found["g"] if self.reads else 0)
 
     def pairs(self, outputs: int) -> int:
-        """Of so many outputs with inputs."""
+        """The number of pairs of this many outputs with inputs."""
         return outputs * self.inputs
 
     @property
     def is_whole(self) -> bool:
-        """Whether all images are transformed at once."""
+        """Whether all images are transformed together."""
         return self.count == self.images
 
     def workspace(self) -> int:
-        """Bytes needed beside the arguments and the result."""
+        """Bytes needed besides the arguments and the result."""
         images, products, some = self.numbers(self.count), self.by.products, self.pairs(self.some)
         if self.is_whole:
             return 4 * (images + some * (products + KERNEL**2))
@@ -188,18 +188,18 @@ class _Plan:
 
 
 def _even(total: int, most: int) -> int:
-    """The size of equal parts, none larger than `most`; only where that makes them too small, the last is smaller."""
+    """The size of equal parts, none larger than `most`; the last is smaller only if parts would become too small."""
     exact = (size for size in range(min(most, total), most // 2, -1) if total % size == 0)
     return next(exact, -(-total // -(-total // most)))
 
 
 def workspace(way: str, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> int:
-    """Bytes that a way needs beside its arguments and its result."""
+    """Workspace of an implementation in bytes, besides its arguments and its result."""
     return _Plan(WAYS[way], x, w, padding, order).workspace()
 
 
 class _Buffers:
-    """Memory for one portion of images, and the calls that transform what was put there."""
+    """Memory for one portion of images, and the calls that transform its contents."""
 
     def __init__(self, plan: _Plan, like: Array) -> None:
         shapes = plan.shapes(plan.count)
@@ -214,7 +214,7 @@ class _Buffers:
         self.of_g = None if self.g is None else self.of_gradient(self.g)
 
     def of_gradient(self, g: Array) -> list[Call]:
-        """What transforms so many images."""
+        """The calls that transform this many images."""
         return self._transform(self.by.gradient, g, self.by.step, self.u.narrow(-4, 0, len(g)))
 
     def _transform(self, rule: Rule, images: Array, size: int, out: Array) -> list[Call]:
@@ -227,12 +227,12 @@ class _Buffers:
 
 
 def _tiles(images: Array, axis: int, size: int, step: int) -> Array:
-    """Pixels by their place along an axis in tiles of `size`, `step` apart."""
+    """Pixels by their position along an axis in tiles of `size`, `step` apart."""
     return images.unfold(axis, size, step).movedim(-1, 0)
 
 
 def _transformed(plan: _Plan, g: Array, x: Array, padding: Pair) -> Iterator[tuple[Array, Array]]:
-    """One portion of images after the other, in the same memory.
+    """One portion of images after another, in the same memory.
 
     The gradient is `[points, outputs, tiles]`, the source `[points, tiles, inputs]`, or `[..., 3 * inputs]` in windows.
     """
@@ -248,7 +248,7 @@ def _transformed(plan: _Plan, g: Array, x: Array, padding: Pair) -> Iterator[tup
             buffers.g[:n, : g.shape[2], : g.shape[3]].copy_(given)
         for call in (*buffers.of_x, *(buffers.of_g or buffers.of_gradient(given))):
             call()
-        if n < plan.count:  # what is left of the portion before
+        if n < plan.count:  # leftovers of the previous portion
             buffers.u.narrow(-4, n, plan.count - n).zero_()
         yield u, v
 
@@ -265,7 +265,7 @@ def _gradient(by: Filtering, g: Array, x: Array, w: Array, padding: Pair, order:
         else:
             total = torch.bmm(u, v) if total is None else torch.baddbmm(total, u, v, out=total)
     if total is not None:
-        del u, v  # their memory is free for what follows
+        del u, v  # frees their memory for what follows
         for some in slices:
             _finish(by, total[:, some], found[some])
     return found
@@ -288,20 +288,20 @@ def _back(by: Filtering, kind: torch.dtype) -> Array:
 
 
 def first_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """By tiles of 2 rows, for images with their channels first."""
+    """With tiles of 2 rows, for images with channels first."""
     return _gradient(ROWS, g, x, w, padding, torch.contiguous_format)
 
 
 def first_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """By tiles of 4×4 pixels, for images with their channels first."""
+    """With tiles of 4×4 pixels, for images with channels first."""
     return _gradient(SQUARES, g, x, w, padding, torch.contiguous_format)
 
 
 def last_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """By tiles of 2 rows, for images with their channels last."""
+    """With tiles of 2 rows, for images with channels last."""
     return _gradient(ROWS, g, x, w, padding, torch.channels_last)
 
 
 def last_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """By tiles of 4×4 pixels, for images with their channels last."""
+    """With tiles of 4×4 pixels, for images with channels last."""
     return _gradient(SQUARES, g, x, w, padding, torch.channels_last)
