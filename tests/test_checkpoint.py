@@ -192,7 +192,7 @@ def test_notes_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notes", [[1], {"a": float("nan")}, {"a": object()}, {"a": np.float32(1)}])
 def test_notes_that_are_no_json_are_refused(notes: Any, tmp_path: Path) -> None:
-    with pytest.raises(sg.DataTypeError, match=r"save: the notes cannot be JSON.*\nFix:"):
+    with pytest.raises(sg.DataTypeError, match=r"save: the notes cannot be written as JSON.*\nFix:"):
         network().save(tmp_path / "a", notes=notes)
     assert not (tmp_path / "a").exists()
 

@@ -113,7 +113,7 @@ def test_mixed_up_and_missing_files_are_noticed(victim: Victim) -> None:
     victim.repair()
     victim.tensors.write_bytes(victim.originals[victim.json])
     victim.json.write_bytes(victim.originals[victim.tensors])
-    victim.refuses("damaged or no JSON")
+    victim.refuses("damaged or not JSON")
     victim.repair()
     victim.tensors.unlink()
     victim.refuses("cannot be read", sg.StorageError)
@@ -159,7 +159,7 @@ def _signed(victim: Victim, description: dict[str, Any]) -> None:
 
 def test_other_versions_are_refused_with_both_numbers(victim: Victim) -> None:
     _signed(victim, {**json.loads(victim.originals[victim.json]), "version": 7})
-    victim.refuses("its format has version 7, this stepgraph reads 1.*Fix: update stepgraph")
+    victim.refuses("its format has version 7, but this stepgraph reads 1.*Fix: update stepgraph")
     victim.untouched()
 
 

@@ -190,8 +190,7 @@ def test_own_classes(capsys: Capture, tmp_path: Path, monkeypatch: pytest.Monkey
     called = Called(capsys, "inspect", path)
     assert called.code == 1 and "own classes" in called.out and "dense.weights" in called.out  # what can be told
     assert (
-        "which is no class of stepgraph" in called.err
-        and "Fix: hand the class over: --custom layers.py:Class" in called.err
+        "which is not a stepgraph class" in called.err and "Fix: pass the class: --custom layers.py:Class" in called.err
     )
     assert Called(capsys, "inspect", path, "--custom", f"{code}:Swish").code == 0
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ def test_a_schedule_that_needs_the_number_of_updates_says_so() -> None:
     batches = [arrays(BATCH)] * 2
     training, schedule = network(), sg.WarmupCosine(0.5, warmup=1)
     assert [rate for _, _, rate in sg.fit(training, batches, schedule=schedule, progress="quiet").steps] == [0.5, 0.5]
-    with pytest.raises(ValueError, match="does not tell how many updates"):
+    with pytest.raises(ValueError, match="number of updates is unknown"):
         sg.fit(training, lambda epoch: iter(batches), schedule=schedule, progress="quiet")
 
 
@@ -287,11 +287,11 @@ def untouched() -> sg.TrainingGraph:
         ({"prefetch": -1}, ValueError, "prefetch is -1"),
         ({"progress": "loud"}, ValueError, "progress is 'loud'"),
         ({"watch": "accuracy"}, KeyError, "watch is 'accuracy'"),
-        ({"watch": "confusion", "metrics": [sg.ConfusionMatrix(3)]}, ValueError, "not one number"),
+        ({"watch": "confusion", "metrics": [sg.ConfusionMatrix(3)]}, ValueError, "not a single number"),
         ({"better": "best"}, ValueError, "better is 'best'"),
         ({"schedule": 0.1}, TypeError, "schedule is 0.1"),
-        ({"metrics": {"loss": sg.accuracy}}, ValueError, "'loss' of its own"),
-        ({"metrics": [sg.accuracy, sg.accuracy]}, ValueError, "called alike"),
+        ({"metrics": {"loss": sg.accuracy}}, ValueError, "'loss' is reserved"),
+        ({"metrics": [sg.accuracy, sg.accuracy]}, ValueError, "have the same name"),
         ({"metrics": [3]}, TypeError, "not a function"),
         ({"resume": True}, ValueError, "resume needs checkpoints"),
     ],

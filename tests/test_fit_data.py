@@ -114,7 +114,7 @@ def test_batches_may_be_smaller_or_larger_than_declared() -> None:
 
 def test_one_iterator_is_good_for_one_epoch() -> None:
     assert len(sg.fit(network(), iter(batches()), progress="quiet").losses) == len(batches())
-    with pytest.raises(ValueError, match="used up after one epoch of 2"):
+    with pytest.raises(ValueError, match="exhausted after one epoch of 2"):
         sg.fit(network(), iter(batches()), epochs=2)
     with pytest.raises(ValueError, match="the validation is an iterator"):
         sg.fit(network(), (X, Y), validation=iter(batches()), epochs=2)
@@ -146,10 +146,10 @@ class Samples(torch.utils.data.Dataset):
         ((X,), ValueError, "'y': there is no data for it"),
         ({"x": X, "label": Y}, KeyError, "no input or label 'label'"),
         (({"image": X}, Y), KeyError, "no input 'image'"),
-        ((X, Y, Y), ValueError, "one array was given as loss label weight, the graph has 0"),
+        ((X, Y, Y), ValueError, "one array was passed as loss label weight, but the graph has 0"),
         ((X, Y, Y, Y), ValueError, "a batch has 4 parts"),
         (3, TypeError, "int is not data"),
-        (Samples(), TypeError, "Samples gives single samples"),
+        (Samples(), TypeError, "Samples returns single samples"),
         ([(X[:0], Y[:0])], ValueError, "a batch has no rows"),
         ([(X[:4], Y[:2])], ValueError, "too short"),
         ([], ValueError, "there are no batches"),
@@ -172,7 +172,7 @@ def test_wrong_validation_data_is_refused_before_the_first_step(untouched: sg.Tr
     before = parameters(training)
     with pytest.raises(TypeError, match="validation, input 'x': the data is float64"):
         sg.fit(training, (X, Y), validation=(X.astype(np.float64), Y), progress="quiet")
-    with pytest.raises(ValueError, match="batches of its own"):
+    with pytest.raises(ValueError, match="already in batches"):
         sg.fit(training, batches(), batch_size=4, progress="quiet")
     assert parameters(training) == before
 
@@ -222,7 +222,7 @@ def test_several_inputs_and_constants() -> None:
     training.compile(sg.Device.cpu(), input_tensors={"c": c}, input_tensors_data={"c": X[:BATCH]})
     sg.fit(training, {"a": X[:16], "b": X[:16], "y": X[:16]}, progress="quiet")
     sg.fit(training, ({"a": X[:16], "b": X[:16]}, X[:16]), accumulate=2, progress="quiet")
-    with pytest.raises(ValueError, match="one array was given as input, the graph has 2"):
+    with pytest.raises(ValueError, match="one array was passed as input, but the graph has 2"):
         sg.fit(training, (X, X))
 
 

@@ -225,7 +225,7 @@ def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
 def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     training = network()
     training.save(tmp_path / "other", keep=1)
-    with pytest.raises(sg.CheckpointError, match="not one of fit"):
+    with pytest.raises(sg.CheckpointError, match="not saved by fit"):
         sg.fit(training, arrays(), checkpoints=tmp_path / "other", resume=True)
     kept: dict[str, Any] = {"checkpoints": tmp_path / "run", "save_every": 1, "resume": True, "progress": "quiet"}
     with pytest.raises(Stopped):

@@ -56,7 +56,7 @@ class Silent:
 @pytest.mark.parametrize("given", [None, "0.5", {}, object(), [[1], [1, 2]], np.array(["x"]), Silent()])
 def test_a_metric_that_gives_no_number_is_named(given: object) -> None:
     tally = Tally({"mine": lambda prediction, labels: given})
-    with pytest.raises(sg.DataTypeError, match=rf"metrics: 'mine' gave {type(given).__name__} .*not a number\.\nFix:"):
+    with pytest.raises(sg.DataTypeError, match=rf"metrics: 'mine' returned {type(given).__name__} .*not a number\."):
         tally.add(P, L, 50)
     assert not tally.sums and not tally.rows
 
@@ -65,7 +65,7 @@ def test_a_metric_that_changes_its_shape_is_named() -> None:
     metric = sg.ConfusionMatrix(4)
     tally = Tally({"mine": lambda prediction, labels: torch.ones(len(labels))})
     tally.add(P, L, 50)
-    with pytest.raises(sg.ShapeError, match=r"'mine' gave shape \(20,\), and \(50,\) for the batches before"):
+    with pytest.raises(sg.ShapeError, match=r"'mine' returned shape \(20,\), but \(50,\) for earlier batches"):
         tally.add(P[:20], L[:20], 20)
     assert metric(P, L).sum() == 50
 

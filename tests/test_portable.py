@@ -393,9 +393,9 @@ def test_classes_of_the_user_are_handed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("custom", "words"),
     [
-        ([], r"holds a \S*test_portable:Slope, which is no class.*\nFix: .*custom=\[Slope\]"),
-        ([Slope, Mode], r"SlopeDescriptor, which is no class.*custom=\[SlopeDescriptor\]"),
-        ([Slope, SlopeDescriptor], r"test_portable:Mode, which is no class"),
+        ([], r"holds a \S*test_portable:Slope, which is not a stepgraph class.*\nFix: .*custom=\[Slope\]"),
+        ([Slope, Mode], r"SlopeDescriptor, which is not a stepgraph class.*custom=\[SlopeDescriptor\]"),
+        ([Slope, SlopeDescriptor], r"test_portable:Mode, which is not a stepgraph class"),
     ],
 )
 def test_missing_classes_are_named_and_nothing_is_imported(custom: list[type], words: str, tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_class_that_has_changed_is_told(tmp_path: Path) -> None:
 
     Other.__qualname__ = "Slope"
     sloped().save(tmp_path)
-    with pytest.raises(sg.CheckpointError, match=r"(?s)'slope' cannot be made from its saved settings.*version of the"):
+    with pytest.raises(sg.CheckpointError, match=r"(?s)'slope' cannot be created from its saved settings.*version of"):
         sg.load(tmp_path, custom=[Other, SlopeDescriptor, Mode])
 
 

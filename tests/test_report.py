@@ -546,7 +546,7 @@ def test_a_record_that_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) 
 def test_a_record_beyond_any_sense_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / FILE).open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(sg.RunError, match="has 1,099,511,627,776 bytes, more than the 1,073,741,824"):
+    with pytest.raises(sg.RunError, match="has 1,099,511,627,776 bytes, more than the maximum of 1,073,741,824"):
         Run(tmp_path)
 
 

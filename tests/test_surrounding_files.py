@@ -51,7 +51,7 @@ def uses(path: Any) -> dict[str, Callable[[], Any]]:
     ("path", "error", "words"),
     [
         ("", sg.ArgumentError, "the path is empty"),
-        ("a\0b", sg.ArgumentError, r"the path 'a\\x00b' holds a NUL character"),
+        ("a\0b", sg.ArgumentError, r"the path 'a\\x00b' contains a NUL character"),
         (b"bytes", sg.DataTypeError, "the path is bytes"),
         (7, sg.DataTypeError, "the path is int"),
         ("x" * 300, sg.StorageError, "File name too long"),

@@ -1,13 +1,13 @@
 """Settings as JSON and back, for any dataclass: layers, descriptors, enumerations, tensors by number.
 
-Plain values stand for themselves; everything else is an object with one telling key:
+Plain values are written directly; everything else is an object with one identifying key:
 
     {"tensor": 3}  {"layer": 1}  {"array": key}  {"tuple": […]}  {"mapping": [[key, value], …]}  {"float": "inf"}
     {"enum": "PaddingPolicy", "member": "SAME"}  {"class": "PoolingDescriptor", "fields": {…}}
-    {"opaque": "function"}  which a file cannot hold: saved all the same, but only `restore` can use the file
+    {"opaque": "function"}  which a file cannot hold: it is saved anyway, but only `restore` can use the file
 
-A class of stepgraph is named as it is exported, a user's own as `module:Class`. Nothing is ever imported by such a
-name: a loading program hands its own classes over.
+A stepgraph class is named as it is exported, a user's own as `module:Class`. Nothing is ever imported by such a
+name: a loading program passes its own classes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Item = TypeVar("Item")
 
 
 def class_name(kind: type) -> str:
-    """How a file names a class."""
+    """The name of a class in a file."""
     is_ours = kind.__module__.split(".")[0] == _OURS
     return kind.__qualname__ if is_ours else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def unique(name: str, taken: Container[str]) -> str:
-    """`name`, numbered where it is taken."""
+    """`name`, with a number if it is taken."""
     found, count = name, 1
     while found in taken:
         count += 1
@@ -48,14 +48,14 @@ def unique(name: str, taken: Container[str]) -> str:
 
 
 def of_kind(kind: type[Kind], given: Any) -> Kind:
-    """A value of a description, if it is of a kind; a bool is no whole number."""
+    """A value of a description, after a type check; a bool is not an integer."""
     if type(given) is not kind:
-        raise ValueError(f"{given!r:.100} where a {kind.__name__} should be")
+        raise ValueError(f"{given!r:.100} instead of a {kind.__name__}")
     return given
 
 
 class Numbered(list[Item]):
-    """A list that a file's numbers point into: from 0 on, and nothing that Python would take for such a number."""
+    """A list that numbers in a file refer to: from 0 on, without negative indices."""
 
     def __getitem__(self, number: Any) -> Any:
         if of_kind(int, number) < 0:
@@ -64,7 +64,7 @@ class Numbered(list[Item]):
 
 
 class Encoder:
-    """Numbers tensors and layers in the order they are met, and collects arrays."""
+    """Numbers tensors and layers in the order of their first use, and collects arrays."""
 
     def __init__(self) -> None:
         self.tensors: dict[Tensor, int] = {}
@@ -77,14 +77,14 @@ class Encoder:
         return self.tensors.setdefault(tensor, len(self.tensors))
 
     def array(self, key: str, array: torch.Tensor) -> str:
-        """Puts an array into the tensors file, under `key` or something like it."""
-        # Half a character, which a label may hold, has no place in a file of UTF-8.
+        """Adds an array to the tensors file, under `key` or a similar name."""
+        # A lone surrogate, which a label may contain, cannot be stored as UTF-8.
         name = unique(key.encode("utf-8", "backslashreplace").decode("utf-8"), self.arrays)
         self.arrays[name] = array
         return name
 
     def layer(self, layer: Layer) -> int:
-        """The number of a layer, which is described when it is first met."""
+        """The number of a layer, which is described on first use."""
         if layer not in self.layers:
             self.layers[layer] = number = len(self.described)
             self.described.append({})
@@ -97,12 +97,12 @@ class Encoder:
         return self.layers[layer]
 
     def fields(self, one: Any) -> dict[str, Any]:
-        """The fields that a dataclass is constructed with."""
+        """The constructor fields of a dataclass."""
         return {f.name: self.value(getattr(one, f.name)) for f in dataclasses.fields(one) if f.init}
 
     def value(self, value: Any) -> Any:
         """JSON for any setting."""
-        if isinstance(value, enum.Enum):  # before numbers: ours are both
+        if isinstance(value, enum.Enum):  # before numbers, because our enums are numbers too
             return {"enum": class_name(type(value)), "member": value.name or value.value}
         if isinstance(value, np.generic):
             value = value.item()
@@ -133,14 +133,14 @@ class Encoder:
 
 
 class Decoder:
-    """Makes objects from a description.
+    """Builds objects from a description.
 
     Args:
         where: the checkpoint, for messages.
         layers: descriptions of the layers.
         tensors: the tensors, by number.
         arrays: the arrays of the tensors file.
-        custom: classes that are not stepgraph's own.
+        custom: classes that are not part of stepgraph.
     """
 
     def __init__(
@@ -157,25 +157,25 @@ class Decoder:
         self._custom = by_name(custom)
 
     def kind(self, name: str, base: type = object) -> type:
-        """The class with a name: one of ours, or one that was handed over."""
+        """The class with a name: one of stepgraph's, or one passed by the caller."""
         module, _, qualified = name.rpartition(":")
         found = self._custom.get(qualified) if module else _known().get(name)
         if found is None:
             short = qualified.rpartition(".")[2]
             raise CheckpointError(
                 self.where,
-                f"it holds a {name}, which is no class of stepgraph",
-                fix=f"hand the class over: load(path, custom=[{short}])",
+                f"it holds a {name}, which is not a stepgraph class",
+                fix=f"pass the class: load(path, custom=[{short}])",
             )
         if not issubclass(found, base):
-            raise CheckpointError(self.where, f"{name} is no {base.__name__}", fix="use another checkpoint")
+            raise CheckpointError(self.where, f"{name} is not a {base.__name__}", fix="use another checkpoint")
         return found
 
     def layer(self, number: int) -> Layer:
-        """The layer with a number, the same one each time."""
+        """The layer with a number, the same object each time."""
         description = self._layers[number]
         if number in self._making:
-            raise ValueError(f"the layer {number} holds itself")
+            raise ValueError(f"the layer {number} contains itself")
         if number not in self._made:
             self._making.add(number)
             kind, label = self.kind(description["class"], Layer), of_kind(str, description["fields"].get("label", ""))
@@ -187,7 +187,7 @@ class Decoder:
         return self._made[number]
 
     def value(self, described: Any) -> Any:
-        """The setting that JSON stands for."""
+        """The setting that JSON describes."""
         if isinstance(described, list):
             return [self.value(one) for one in described]
         if not isinstance(described, dict):
@@ -213,7 +213,7 @@ class Decoder:
             case {"opaque": name}:
                 raise CheckpointError(
                     self.where,
-                    f"a layer's setting is a {name}, which no file can hold",
+                    f"a layer's setting is a {name}, which cannot be stored in a file",
                     fix="build the graph in your program and restore into it",
                 )
         raise CheckpointError(self.where, f"its description holds {described!r:.100}", fix="use another checkpoint")
@@ -222,29 +222,29 @@ class Decoder:
         settings = {field: self.value(value) for field, value in fields.items()}
         try:
             return kind(**settings)
-        except Exception as error:  # a user's class may raise anything when its fields have changed
+        except Exception as error:  # a user's class can raise anything if its fields have changed
             problem = error.problem if isinstance(error, StepgraphError) else reason(error)
             raise CheckpointError(
                 self.where,
-                f"{kind.__name__} '{name}' cannot be made from its saved settings: {problem}",
+                f"{kind.__name__} '{name}' cannot be created from its saved settings: {problem}",
                 saved=", ".join(fields),
                 fix="use the version of the class that was saved",
             ) from error
 
 
 def by_name(custom: Sequence[type]) -> dict[str, type]:
-    """Classes that were handed over, by name."""
+    """The classes passed by the caller, by name."""
     found: dict[str, type] = {}
     for kind in custom:
         if not isinstance(kind, type):
-            raise DataTypeError("load", f"custom holds {kind!r}, which is no class", fix="pass classes: [MyLayer]")
+            raise DataTypeError("load", f"custom holds {kind!r}, which is not a class", fix="pass classes: [MyLayer]")
         if found.setdefault(kind.__qualname__, kind) is not kind:
-            raise DataTypeError("load", f"custom holds two classes called {kind.__qualname__}", fix="rename one")
+            raise DataTypeError("load", f"custom holds two classes named {kind.__qualname__}", fix="rename one")
     return found
 
 
 def _known() -> dict[str, type]:
-    """Our own layers, descriptors, enumerations and optimizers by name, from the modules that define them."""
+    """stepgraph's layers, descriptors, enumerations and optimizers by name, from the modules that define them."""
     found: dict[str, type] = {}
     for path, module in list(sys.modules.items()):
         if path.startswith((f"{_OURS}.layers.", f"{_OURS}.types", f"{_OURS}.tensor", f"{_OURS}.optimizers")):

@@ -1,8 +1,8 @@
 """A checkpoint on disk: one directory with `graph.json` and one safetensors file.
 
-The new tensors are written beside the old ones, under a name made from their checksum; then `graph.json` is replaced
-in one rename. Whatever happens, the directory holds the old checkpoint or the new one, and one without `graph.json`
-was never complete. Both files are checksummed, so that a changed byte anywhere is noticed before anything is used.
+New tensors are written next to the old ones, under a name derived from their checksum; then `graph.json` is replaced
+with one rename. The directory always holds the old or the new checkpoint, and one without `graph.json`
+was never complete. Both files are checksummed, so any changed byte is detected before anything is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepgraph.system.storage import as_path, open_regular, read_regular, storag
 FORMAT, VERSION = "stepgraph", 1
 DESCRIPTION = "graph.json"
 LARGEST_DESCRIPTION = 2**28  # bytes; a graph of a million nodes stays below
-LINE, DEEPEST = 200, 20  # characters of a line, and levels below which there are no new lines
+LINE, DEEPEST = 200, 20  # characters per line, and the depth below which there are no new lines
 _TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 _MEMBER = re.compile(r"checkpoint-(\d{6,})")
 _SIGNED = re.compile(rb'(.*,\n "sha256": ")([0-9a-f]{64})"\n}\n', re.DOTALL)
@@ -38,7 +38,7 @@ _PARTIAL = ".partial"
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint that was read and found whole."""
+    """A checkpoint that was read and verified."""
 
     path: Path
     description: dict[str, Any]
@@ -49,7 +49,7 @@ class Content:
 
 
 def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
-    """Puts a checkpoint at `path`, in place of one that is there; a failure leaves that one as it was."""
+    """Writes a checkpoint to `path`, replacing an existing one; a failure leaves that one unchanged."""
     with storage(path, "written"):
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -69,7 +69,7 @@ def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch
 
 def _write_tensors(path: Path, arrays: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     partial = path / ("tensors" + _PARTIAL)
-    # The library that writes tensors makes files that only their owner may read; those of others follow the umask.
+    # The library that writes tensors creates files that only their owner can read; other files follow the umask.
     with partial.open("wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(arrays), partial)
@@ -88,14 +88,14 @@ def _write_description(path: Path, description: Mapping[str, Any]) -> None:
     try:
         members = ",\n".join(f" {json.dumps(name)}: {_pretty(value, 1)}" for name, value in description.items())
     except RecursionError:
-        raise DataTypeError("save", "the notes are nested too deeply to be written", fix="give flatter ones") from None
+        raise DataTypeError("save", "the notes are nested too deeply to be written", fix="pass flatter ones") from None
     body = f'{{\n{members},\n "sha256": "'
     signed = f'{body}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'.encode()
     if len(signed) > LARGEST_DESCRIPTION:
         raise ArgumentError(
             "save",
-            f"{DESCRIPTION} would have {len(signed):,} bytes, more than the {LARGEST_DESCRIPTION:,} that are read",
-            fix="give shorter notes",
+            f"{DESCRIPTION} would have {len(signed):,} bytes, more than the maximum of {LARGEST_DESCRIPTION:,}",
+            fix="pass shorter notes",
         )
     partial = path / (DESCRIPTION + _PARTIAL)
     with partial.open("wb") as file:
@@ -107,7 +107,7 @@ def _write_description(path: Path, description: Mapping[str, Any]) -> None:
 
 
 def _pretty(value: Any, depth: int) -> str:
-    """JSON that people read and compare: what fits into a line stands in one."""
+    """Readable and diffable JSON: what fits on a line is written on one."""
     line = json.dumps(value, allow_nan=False)
     if len(line) + depth <= LINE or depth > DEEPEST or not isinstance(value, dict | list):
         return line
@@ -119,7 +119,7 @@ def _pretty(value: Any, depth: int) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Makes renames in a folder last; Windows cannot be asked to."""
+    """Makes renames in a folder durable; Windows does not support this."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -130,7 +130,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _tensors_in_use(path: Path) -> str | None:
-    """The tensors file that `graph.json` names; "" where there is none, None where that cannot be told."""
+    """The tensors file that `graph.json` names; "" if there is none, None if that is unknown."""
     with suppress(CheckpointError, OSError):  # a StorageError is one
         if not (path / DESCRIPTION).exists():
             return ""
@@ -139,7 +139,7 @@ def _tensors_in_use(path: Path) -> str | None:
 
 
 def _discard(path: Path, keep: str | None) -> None:
-    """Removes what an interrupted or earlier save left; files that are not ours stay."""
+    """Removes files left by an interrupted or earlier save; other files stay."""
     with suppress(OSError):
         for file in path.iterdir():
             is_old = _TENSORS.fullmatch(file.name) is not None and keep is not None and file.name != keep
@@ -159,20 +159,20 @@ def read(given: Path) -> Content:
         with storage(path, "read"):
             raw = _read_tensors(path, stored)
     except StorageError:
-        if read_description(path) != description:  # it was replaced while we were reading
+        if read_description(path) != description:  # it was replaced while being read
             return read(given)
         raise
     try:
-        # Copied into memory of torch's own: its alignment decides which instructions sum, and so the last bits.
+        # Copied into torch's own memory: alignment decides which instructions sum, and so the last bits.
         return Content(path, description, {name: array.clone() for name, array in load_tensors(raw).items()})
-    except Exception as error:  # signed or not, what another program wrote there may be anything
+    except Exception as error:  # even a signed file may contain anything
         raise CheckpointError(
             f"{path}", f"{stored['name']} holds no tensors: {reason(error)}", fix="use another checkpoint"
         ) from error
 
 
 def _read_tensors(path: Path, stored: Mapping[str, Any]) -> bytes:
-    """The tensors file, if it has the length and the checksum that were written down; another length is not read."""
+    """The tensors file, if its length and checksum match the description; it is not read if the length differs."""
     with open_regular(path / stored["name"], CheckpointError) as file:
         size = os.fstat(file.fileno()).st_size
         raw = whole(file, size, path, CheckpointError) if size == stored["bytes"] else b""
@@ -180,7 +180,7 @@ def _read_tensors(path: Path, stored: Mapping[str, Any]) -> bytes:
         return raw
     raise CheckpointError(
         f"{path}",
-        f"{stored['name']} is damaged: {size} bytes with another checksum than the {stored['bytes']} written",
+        f"{stored['name']} is damaged: its {size} bytes do not match the checksum of the {stored['bytes']} written",
         fix="use another checkpoint",
         **_others(path),
     )
@@ -195,24 +195,24 @@ def read_description(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}",
-            f"{DESCRIPTION} is damaged or no JSON: {reason(error)}",
+            f"{DESCRIPTION} is damaged or not JSON: {reason(error)}",
             fix="use another checkpoint",
             **_others(path),
         ) from None
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}", f"{DESCRIPTION} was not written by stepgraph", fix="give the directory of a checkpoint"
+            f"{path}", f"{DESCRIPTION} was not written by stepgraph", fix="pass the directory of a checkpoint"
         )
     version = description.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{path}", f"its format has version {version!r}, this stepgraph reads {VERSION}", fix="update stepgraph"
+            f"{path}", f"its format has version {version!r}, but this stepgraph reads {VERSION}", fix="update stepgraph"
         )
     signed = _SIGNED.fullmatch(raw)
     if signed is None or hashlib.sha256(signed[1]).hexdigest().encode() != signed[2]:
         raise CheckpointError(
             f"{path}",
-            f"{DESCRIPTION} has another checksum than was written: it is damaged or was changed",
+            f"{DESCRIPTION} does not match its checksum: it is damaged or was changed",
             fix="use another checkpoint",
             **_others(path),
         )
@@ -221,7 +221,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_reference(path: Path, description: Mapping[str, Any]) -> None:
@@ -239,16 +239,16 @@ def _check_reference(path: Path, description: Mapping[str, Any]) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path stands for: itself, or the latest of the series in it."""
+    """The checkpoint that a path refers to: itself, or the latest of the series in it."""
     with storage(path, "read"):
         if (path / DESCRIPTION).exists():
             return path
         if not path.exists():
-            raise StorageError(f"{path}", "there is no such directory", fix="give the path that was saved to")
+            raise StorageError(f"{path}", "there is no such directory", fix="pass the path that was saved to")
     found = latest(path)
     if found is None:
         raise CheckpointError(
-            f"{path}", f"there is no complete checkpoint: no {DESCRIPTION}", fix="give the path that was saved to"
+            f"{path}", f"there is no complete checkpoint: no {DESCRIPTION}", fix="pass the path that was saved to"
         )
     return found
 
@@ -264,7 +264,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def next_member(folder: Path) -> Path:
-    """Where the next checkpoint of a series goes: numbers grow in the order of saving."""
+    """The path of the next checkpoint of a series: numbers increase in the order of saving."""
     members = _members(folder)
     return folder / f"checkpoint-{members[-1][0] + 1 if members else 1:06d}"
 
@@ -282,7 +282,7 @@ def rotate(folder: Path, keep: int) -> None:
 def check_keep(keep: Any) -> int | None:
     """`keep` if it is a count of checkpoints, or None."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ArgumentError("save", f"keep is {keep!r}", fix="give the number of checkpoints to keep, at least 1")
+        raise ArgumentError("save", f"keep is {keep!r}", fix="pass the number of checkpoints to keep, at least 1")
     return keep
 
 
@@ -295,7 +295,7 @@ def _members(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether both files are there, the description whole and the tensors of the right length."""
+    """Whether both files exist, the description is intact and the tensors have the right length."""
     with suppress(CheckpointError, StorageError, OSError):
         stored = read_description(path)["tensors_file"]
         return (path / stored["name"]).stat().st_size == stored["bytes"]
@@ -303,7 +303,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint, the description first; a folder with files of somebody else stays."""
+    """Deletes a checkpoint, the description first; a folder with other files stays."""
     with suppress(OSError):
         (path / DESCRIPTION).unlink(missing_ok=True)
         _discard(path, keep="")
@@ -311,7 +311,7 @@ def _remove(path: Path) -> None:
 
 
 def _others(path: Path) -> dict[str, str]:
-    """Further checkpoints of the series a damaged one belongs to, for its message."""
+    """Other checkpoints of the series that a damaged one belongs to, for its message."""
     if not _MEMBER.fullmatch(path.name):
         return {}
     with suppress(OSError):

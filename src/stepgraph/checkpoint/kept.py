@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of one graph, as a value."""
+"""Everything a checkpoint stores about one graph, as a value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stepgraph.tensors.tensor import Tensor
 
 @dataclass(frozen=True)
 class Kept:
-    """Everything about a graph that must be there to go on.
+    """Everything about a graph that is needed to continue.
 
     Args:
-        declaration: what was wired and named.
-        settings: how it was compiled; None where it was not.
+        declaration: its wiring and names.
+        settings: the settings of its compilation; None if it was not compiled.
         constants: inputs that are not fed, with their data.
-        progress: how far training has come.
+        progress: the training state outside the tensors.
         handles: gradients that are read through tensors.
     """
 

@@ -1,4 +1,4 @@
-"""What a restored graph took from a checkpoint, and what did not fit."""
+"""What a graph restored from a checkpoint, and what did not match."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """The answer of `restore`; printing it tells the whole story.
+    """The result of `restore`; print it for a summary.
 
     Args:
         path: the checkpoint that was read.
-        loaded: names of the tensors that were taken over.
+        loaded: names of the restored tensors.
         missing: names in the graph that the checkpoint does not have; they keep their values.
         unexpected: names in the checkpoint that the graph does not have.
         mismatched: names in both with different shapes or types; they keep their values.
-        state: what of the training state (optimizer, random numbers) was not taken over, and why.
-        changed: settings of layers or of the optimizer that differ and are the graph's own still.
-        notes: what the saving program wrote down.
+        state: which training state (optimizer, random numbers) was not restored, and why.
+        changed: settings of layers or the optimizer that differ; the graph keeps its own.
+        notes: the notes of the saving program.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class RestoreReport:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What did not fit, a line each kind."""
+        """What did not match, one line per kind."""
         shapes = (f"{one.name} ({one.in_graph} here, {one.in_checkpoint} there)" for one in self.mismatched)
         lines = {
             "missing": ", ".join(self.missing),

@@ -1,4 +1,4 @@
-"""Taking a checkpoint over into a graph that the program has built: everything is checked before anything changes."""
+"""Restores a checkpoint into a graph that the program has built: everything is checked before anything changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER = "use another checkpoint"
 
 @dataclass(frozen=True)
 class Taken:
-    """The training state that one graph takes over."""
+    """The training state that one graph restores."""
 
     progress: Progress
     optimizer: Optimizer | None
@@ -44,12 +44,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint gives to some graphs: it was checked, and nothing has been changed yet.
+    """What a checkpoint provides for some graphs, after all checks and before any change.
 
     Args:
-        report: what fits and what does not.
+        report: what matches and what does not.
         arrays: new values of tensors.
-        taken: the training state of each graph; None where it has none, or leaves it.
+        taken: the training state of each graph; None if it has none, or keeps its own.
     """
 
     report: RestoreReport
@@ -57,7 +57,7 @@ class Found:
     taken: Sequence[Taken | None]
 
     def write_tensors(self) -> None:
-        """Puts the new values in place."""
+        """Writes the new values."""
         for tensor, array in self.arrays.items():
             _write(tensor, array)
 
@@ -74,33 +74,33 @@ def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool,
         report = replace(report, state=tuple(problems), changed=tuple(changed))
         described = content.description["tensors"]
         arrays = {tensor: read_array(described[number], content.arrays) for number, tensor in tensors.items()}
-    # An inference graph may well be a part of what was trained.
+    # An inference graph may be only a part of what was trained.
     fits = report.is_complete if trains else replace(report, unexpected=()).is_complete
     if not partial and not fits:
         raise CheckpointError(
             f"{content.path}",
-            "the checkpoint and the graph do not fit together",
+            "the checkpoint and the graph do not match",
             **report.facts,
-            fix="build the graph that was saved, or take what fits: restore(path, partial=True)",
+            fix="build the graph that was saved, or restore what fits: restore(path, partial=True)",
         )
     return Found(report, arrays, taken)
 
 
 @contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """A description that is whole but cannot be followed is refused like a damaged one, whatever it runs into."""
+    """Rejects an intact but invalid description like a damaged one, whatever error it causes."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a hostile description may make any code raise anything
+    except Exception as error:  # a hostile description can make any code raise anything
         said = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
-        problem = f"its description cannot be followed ({type(error).__name__}: {said})"
+        problem = f"its description is invalid ({type(error).__name__}: {said})"
         raise CheckpointError(f"{path}", problem, fix=OTHER) from error
 
 
 def _match(group: Sequence[Declaration], content: files.Content) -> tuple[dict[int, Tensor], RestoreReport]:
-    """The tensors to write, by number in the file, and what did not fit."""
+    """The tensors to write, by number in the file, and what did not match."""
     mine = named_tensors(group)
     described = content.description["tensors"]
     theirs = {str(one["name"]): number for number, one in enumerate(described) if "name" in one and "data" in one}
@@ -126,14 +126,14 @@ def _match(group: Sequence[Declaration], content: files.Content) -> tuple[dict[i
 def _states(
     group: Sequence[Declaration], content: files.Content, tensors: Mapping[int, Tensor]
 ) -> tuple[list[Taken | None], list[str]]:
-    """What each training graph takes over, and what it cannot."""
+    """What each training graph restores, and what it cannot."""
     theirs = content.description["graphs"]
     if len(theirs) != len(group):
         return [None] * len(group), [f"{len(theirs)} linked graphs in the checkpoint, {len(group)} here"]
     taken: list[Taken | None] = []
     problems: list[str] = []
     for graph, described in zip(group, theirs, strict=True):
-        # An inference graph has no state of its own.
+        # An inference graph has no training state.
         one, problem = _state(graph, described, content, tensors) if graph.trains else (None, [])
         taken.append(one)
         problems += problem
@@ -158,16 +158,16 @@ def _state(
 
 
 def check_buffers(where: str, progress: Progress, slots: int) -> None:
-    """Refuses optimizer buffers and gradients that are not those of their parameters."""
+    """Rejects optimizer buffers and gradients that do not match their parameters."""
     for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in progress.gradients.items())):
         if any(array.shape != tensor.shape or array.dtype != tensor.data_type.torch for array in arrays):
-            raise CheckpointError(where, f"a buffer of {tensor!r} has another shape or type", fix=OTHER)
+            raise CheckpointError(where, f"a buffer of {tensor!r} has a different shape or type", fix=OTHER)
     if any(len(arrays) != slots for arrays in progress.buffers.values()):
-        raise CheckpointError(where, f"a parameter has another number of buffers than {slots}", fix=OTHER)
+        raise CheckpointError(where, f"a parameter does not have {slots} buffers", fix=OTHER)
 
 
 def _changed(group: Sequence[Declaration], description: Mapping[str, Any]) -> list[str]:
-    """Settings that differ: they are the program's, not the checkpoint's, and the report should say so."""
+    """Settings that differ: the program's apply, not the checkpoint's, and the report should say so."""
     encoder = Encoder()
     theirs = {one["fields"]["label"]: one for one in _unique(description["layers"])}
     found = []
@@ -194,7 +194,7 @@ def _unique(layers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A described setting as people read it."""
+    """A described setting in readable form."""
     if not isinstance(value, dict):
         return value
     match value:
@@ -209,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 @torch.inference_mode()
 def _write(tensor: Tensor, array: torch.Tensor) -> None:
-    """New values in the memory a tensor has, so that whoever shares it sees them."""
+    """Writes new values into a tensor's existing memory, so that everything sharing it sees them."""
     if tensor.has_data:
         tensor.torch().copy_(array)
         tensor.synchronize_data()

@@ -1,4 +1,4 @@
-"""Writing a graph, or a group of linked graphs, into a checkpoint."""
+"""Writes a graph, or a group of linked graphs, to a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stepgraph.errors import DataTypeError, reason
 
 
 def save(group: Sequence[Kept], saved: int, path: Any, keep: int | None, notes: Mapping[str, Any] | None) -> Path:
-    """Writes linked graphs at `path`, or with `keep` as the next checkpoint of a series in it.
+    """Writes linked graphs to `path`, or with `keep` as the next checkpoint of a series in it.
 
     Args:
         group: all of them.
-        saved: which of them is being saved.
-        path: where to.
-        keep: how many of a series to keep.
-        notes: what the user wants to find there.
+        saved: the index of the one being saved.
+        path: the destination.
+        keep: how many checkpoints of a series to keep.
+        notes: the user's notes.
     """
     folder = files.as_path("save", path)
     files.check_keep(keep)
@@ -40,19 +40,19 @@ def save(group: Sequence[Kept], saved: int, path: Any, keep: int | None, notes: 
 
 
 def _checked(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Notes as JSON gives them back; refused where it cannot."""
+    """Notes as JSON returns them; rejects values that JSON cannot hold."""
     try:
         if not isinstance(notes, Mapping):
-            raise TypeError(f"{type(notes).__name__} is no dictionary")
+            raise TypeError(f"{type(notes).__name__} is not a dictionary")
         return json.loads(json.dumps(dict(notes), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise DataTypeError(
-            "save", f"the notes cannot be JSON: {reason(error)}", fix="give a dictionary of finite numbers and text"
+            "save", f"the notes cannot be written as JSON: {reason(error)}", fix="pass finite numbers and text"
         ) from None
 
 
 def _apart(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arrays on the host, contiguous, each with memory of its own, as a safetensors file wants them."""
+    """The arrays on the host, contiguous, each in its own memory, as a safetensors file requires."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for key, array in arrays.items():

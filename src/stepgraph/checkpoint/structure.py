@@ -1,4 +1,4 @@
-"""Graphs as JSON: tensors, layers, nodes in order, names for data, losses, optimizers, what is trained."""
+"""Graphs as JSON: tensors, layers, nodes in order, names for data, losses, optimizers, trained tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepgraph.types import DataType
 
 
 def layers_of(graphs: Iterable[Declaration]) -> list[Layer]:
-    """Every layer of the graphs once, a training graph's loss layer behind its nodes."""
+    """Every layer of the graphs once, a training graph's loss layer after its nodes."""
     found: dict[Layer, None] = {}
     for graph in graphs:
         found |= dict.fromkeys(node.layer for node in graph.wired)
@@ -34,10 +34,10 @@ def layers_of(graphs: Iterable[Declaration]) -> list[Layer]:
 
 
 def named_tensors(graphs: Sequence[Declaration]) -> dict[str, Tensor]:
-    """What a checkpoint restores by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
+    """The tensors that are restored by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
     names: dict[Tensor, str] = {}
     for layer, name in unique_names(layers_of(graphs)).items():
-        given = {one.name for one in dataclasses.fields(layer) if one.init}  # others a layer makes from these
+        given = {one.name for one in dataclasses.fields(layer) if one.init}  # a layer derives the others from these
         for field, tensor in {**layer.parameters, **layer.statistics, **layer.constants}.items():
             if field.partition(".")[0] in given:
                 names.setdefault(tensor, f"{name}.{field}")
@@ -52,7 +52,7 @@ def named_tensors(graphs: Sequence[Declaration]) -> dict[str, Tensor]:
 
 
 class Describer:
-    """Writes graphs down, with the arrays they hold."""
+    """Describes graphs, with the arrays they hold."""
 
     def __init__(self, graphs: Sequence[Kept]) -> None:
         self.graphs, self.encoder = graphs, Encoder()
@@ -60,7 +60,7 @@ class Describer:
         self.optimizers: dict[Optimizer, int] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Everything about the graphs that a file holds."""
+        """Everything about the graphs that a file stores."""
         graphs = [self._graph(graph) for graph in self.graphs]
         tensors = self._tensors()
         for graph, described in zip(self.graphs, graphs, strict=True):
@@ -134,7 +134,7 @@ class Describer:
             described = {"label": tensor.label, **_descriptor(tensor.descriptor)}
             described |= {} if tensor.is_updatable else {"is_updatable": False}
             described |= {"name": names[tensor]} if tensor in names else {}
-            # Data bound to an input belongs to a call, data an input was made with belongs to the graph.
+            # Data bound to an input belongs to a call; data an input was created with belongs to the graph.
             is_bound = tensor in fed and tensor.is_bound
             if tensor in held or (tensor.has_data and tensor not in made and not is_bound):
                 array = held[tensor] if tensor in held else tensor.torch()
@@ -193,7 +193,7 @@ def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:
 
 
 def read_tensor(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Tensor:
-    """A tensor as it was described, with its data."""
+    """The described tensor, with its data."""
     data = read_array(described, arrays) if "data" in described else None
     tensor = Tensor(read_descriptor(described), data=data, label=of_kind(str, described["label"]))
     tensor.is_updatable = of_kind(bool, described.get("is_updatable", True))
@@ -214,7 +214,7 @@ def read_descriptor(described: Mapping[str, Any]) -> TensorDescriptor:
 
 
 def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
-    """An optimizer as it was described: shared settings through the descriptor, its own by keyword."""
+    """The described optimizer: shared settings through the descriptor, its own by keyword."""
     kind = decoder.kind(described["class"], Optimizer)
     settings = {name: decoder.value(value) for name, value in described["settings"].items()}
     shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
@@ -222,18 +222,18 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     own = {name: value for name, value in settings.items() if name in taken and name not in shared}
     optimizer = kind(OptimizerDescriptor.exact(**shared), **own)
     optimizer.time_step = settings["time_step"]
-    optimizer.numbers()  # raises where one of them is none
+    optimizer.numbers()  # raises if one of them is not a number
     if optimizer.rule != described["rule"]:
         raise CheckpointError(
             decoder.where,
-            f"the optimizer {described['class']} became '{optimizer.rule}', it was '{described['rule']}'",
+            f"the optimizer {described['class']} is now '{optimizer.rule}', but was '{described['rule']}'",
             fix="use the version of the class that was saved",
         )
     return optimizer
 
 
 def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], arrays: Mapping[str, Any]) -> Progress:
-    """Progress as it was described, for those tensors that are there."""
+    """The described progress, for the tensors that exist."""
     stream, scale, time_step = described["stream"], described["loss_scale"], described["time_step"]
     buffers = {int(number): keys for number, keys in described["buffers"].items()}
     gradients = {int(number): key for number, key in described["gradients"].items()}
@@ -247,20 +247,20 @@ def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], a
 
 
 def read_notes(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What the saving program wrote down."""
+    """The notes of the saving program."""
     return of_kind(dict, description["notes"])
 
 
 def _pair(given: Any) -> list[Any]:
     if len(of_kind(list, given)) != 2:
-        raise ValueError(f"{given!r:.100} where 2 numbers should be")
+        raise ValueError(f"{given!r:.100} instead of 2 numbers")
     return given
 
 
 def _count(given: Any) -> int:
-    """A whole number that every array holds exactly."""
+    """An integer that every array represents exactly."""
     if not 0 <= of_kind(int, given) < 2**63:
-        raise ValueError(f"{given} is outside of 0 to 2⁶³")
+        raise ValueError(f"{given} is outside 0 to 2⁶³")
     return given
 
 

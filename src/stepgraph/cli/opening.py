@@ -53,8 +53,8 @@ def load(content: Content, custom: Sequence[type], place: Place | None = None) -
             return rebuilt(content.path, custom=custom)
         return rebuilt(content.path, place.device(), custom=custom, **place.compilation)
     except CheckpointError as error:
-        if "hand the class over" in (error.fix or ""):
-            error.fix = "hand the class over: --custom layers.py:Class, with the file that defines it"
+        if "pass the class" in (error.fix or ""):
+            error.fix = "pass the class: --custom layers.py:Class, with the file that defines it"
         raise
 
 

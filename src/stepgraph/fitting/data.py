@@ -1,6 +1,6 @@
-"""What a training loop is fed with, as batches by name: arrays, tables, loaders, whatever gives batches.
+"""The data of a training loop as batches by name, from arrays, tables, loaders or any iterable of batches.
 
-Rows in memory (`Rows`) are cut and shuffled here; what comes in batches already (`Stream`) keeps its own order.
+Rows in memory (`Rows`) are split and shuffled here; existing batches (`Stream`) keep their own order.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 
 KINDS = ("input", "loss label", "loss label weight")
-GIVE = "give arrays (inputs, labels), a dictionary of arrays, or an iterable of such batches"
+GIVE = "pass arrays (inputs, labels), a dictionary of arrays, or an iterable of such batches"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Data of one call: inputs, labels and label weights, each by name."""
+    """The data of one call: inputs, labels and label weights, each by name."""
 
     parts: tuple[Mapping[str, Any], ...]
     rows: int
 
     def pinned(self) -> Batch:
-        """The same in memory that a GPU reads while the program goes on."""
+        """The same in pinned memory, which a GPU reads asynchronously."""
         parts = ({name: _pin(values) for name, values in part.items()} for part in self.parts)
         return Batch(tuple(parts), self.rows)
 
 
 class Feeds:
-    """The names a graph takes data for, and how a user's batch is read as data by name."""
+    """The names of a graph's data, and how a user's batch is read as data by name."""
 
     def __init__(self, graph: CompiledGraph, what: str) -> None:
         feeds = graph.declaration.feeds
@@ -53,7 +53,7 @@ class Feeds:
         self.kinds = [{name: t for name, t in names.items() if t in fed} for names in groups]
 
     def named(self, item: Any, only_known: bool = False) -> tuple[dict[str, Any], ...]:
-        """Inputs, labels and label weights of what a user calls a batch, or the whole of the data."""
+        """Inputs, labels and label weights of a user's batch, or of the whole data."""
         if isinstance(item, Mapping):
             found = [{name: item[name] for name in names if name in item} for names in self.kinds]
             unknown = [name for name in item if not any(name in names for names in self.kinds)]
@@ -65,14 +65,14 @@ class Feeds:
             given = item if isinstance(item, tuple | list) else (item,)
             if not 1 <= len(given) <= 3:
                 raise DataError(
-                    self.what, f"a batch has {len(given)} parts", fix="give (inputs, labels) or a dictionary"
+                    self.what, f"a batch has {len(given)} parts", fix="pass (inputs, labels) or a dictionary"
                 )
             found = [self._part(i, part) for i, part in enumerate((*given, None, None)[:3])]
         self._require_all(found)
         return tuple(found)
 
     def batch(self, item: Any, only_known: bool = False) -> Batch:
-        """One batch, with as many rows as its first input has."""
+        """One batch, with as many rows as its first input."""
         parts = self.named(item, only_known)
         candidates = [(t, parts[k][name]) for k, names in enumerate(self.kinds) for name, t in names.items()
                       if name in parts[k]]  # fmt: skip
@@ -81,19 +81,19 @@ class Feeds:
         tensor, values = next((pair for pair in candidates if pair[0] is self.first), candidates[0])
         rows = row_count(values, tensor)
         if rows == 0:
-            raise DataError(self.what, "a batch has no rows", fix="leave empty batches out")
+            raise DataError(self.what, "a batch has no rows", fix="leave out empty batches")
         return Batch(parts, rows)
 
     def tensor(self, kind: int, name: str) -> Tensor:
-        """The tensor behind a name."""
+        """The tensor with a name."""
         return self.kinds[kind][name]
 
     def where(self, kind: int, name: str) -> str:
-        """How messages name one array."""
+        """The name of one array in messages."""
         return f"{self.what}, {KINDS[kind]} '{name}'"
 
     def _part(self, kind: int, part: Any) -> dict[str, Any]:
-        """Data of one kind: by name, or an array where there is one name only."""
+        """Data of one kind: by name, or an array if there is only one name."""
         names = self.kinds[kind]
         if part is None:
             return {}
@@ -104,15 +104,15 @@ class Feeds:
                         self.what, f"the graph has no {KINDS[kind]} '{name}'", known=self._known(), fix="rename it"
                     )
             return dict(part)
-        # One array is for the one tensor that waits for data: a tensor made with data needs none.
+        # A single array is for the one tensor without data: a tensor created with data needs none.
         waiting = [name for name, t in names.items() if t.is_bound or not t.has_data] if len(names) > 1 else list(names)
         if len(waiting) != 1:
             known = ", ".join(f"'{name}'" for name in names) or "none"
             raise DataError(
                 self.what,
-                f"one array was given as {KINDS[kind]}, the graph has {len(names)}",
+                f"one array was passed as {KINDS[kind]}, but the graph has {len(names)}",
                 names=known,
-                fix="give a dictionary by name",
+                fix="pass a dictionary by name",
             )
         return {waiting[0]: part}
 
@@ -124,7 +124,7 @@ class Feeds:
                         self.where(kind, name),
                         "there is no data for it",
                         needed=tensor.descriptor,
-                        fix="give (inputs, labels), or all by name",
+                        fix="pass (inputs, labels), or all by name",
                     )
 
     def _known(self) -> str:
@@ -133,14 +133,14 @@ class Feeds:
 
 @dataclass
 class Rows:
-    """Data whose rows can be taken by number: shuffled and cut into batches here.
+    """Data with indexable rows, shuffled and split into batches here.
 
     Args:
-        feeds: the names.
+        feeds: the names of the graph's data.
         count: number of rows.
-        take: the item of some rows, given as a slice or an array of numbers.
-        batch_size: rows of a batch; the last one of an epoch has what is left.
-        shuffle: whether each epoch has an order of its own.
+        take: returns the item for some rows, given as a slice or an array of indices.
+        batch_size: rows of a batch; the last one of an epoch has the remaining rows.
+        shuffle: whether each epoch has its own order.
     """
 
     feeds: Feeds
@@ -153,11 +153,11 @@ class Rows:
 
     @property
     def batches(self) -> int | None:
-        """Batches of an epoch."""
+        """Batches per epoch."""
         return math.ceil(self.count / self.batch_size)
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `skip` on; their order depends on `seed` and `number` alone."""
+        """The batches of an epoch from `skip` on; their order depends only on `seed` and `number`."""
         order = np.random.default_rng((*seed, number)).permutation(self.count) if self.shuffle else None
         for start in range(skip * self.batch_size, self.count, self.batch_size):
             stop = min(start + self.batch_size, self.count)
@@ -167,14 +167,14 @@ class Rows:
 
 @dataclass
 class Stream:
-    """Data that comes in batches, in an order of its own.
+    """Data that is already in batches, in its own order.
 
     Args:
-        feeds: the names.
-        open: the batches of an epoch, by its number.
-        known: number of batches, where it is known beforehand.
+        feeds: the names of the graph's data.
+        open: returns the batches of an epoch, by its number.
+        known: the number of batches, if known beforehand.
         repeats: whether there is a second epoch.
-        only_known: whether names that the graph does not have are left out silently, as with columns of a table.
+        only_known: whether unknown names are ignored, as for columns of a table.
     """
 
     feeds: Feeds
@@ -188,11 +188,11 @@ class Stream:
 
     @property
     def batches(self) -> int | None:
-        """Batches of an epoch: told by the data, or counted in the epoch before."""
+        """Batches per epoch: the length of the data, or the count of the previous epoch."""
         return self.known if self._walked is None else self._walked
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `skip` on; those before are drawn and dropped."""
+        """The batches of an epoch from `skip` on; those before are read and discarded."""
         if isinstance(self.generator, torch.Generator):
             mixed = np.random.SeedSequence((*seed, number)).generate_state(1)[0]
             self.generator.manual_seed(int(mixed))
@@ -216,15 +216,15 @@ def source(
     what: str = "data",
     strict: bool = True,
 ) -> Source:
-    """The data of a loop, whatever it is. What can be known to be wrong with it is refused here.
+    """The data of a loop, of any kind. Rejects errors that can be detected early.
 
     Args:
-        graph: whose names the data is for.
+        graph: the graph that the data is for.
         data: see `fit`.
-        batch_size: rows of a batch, where the data does not come in batches.
-        shuffle: whether rows are.
-        what: how messages call the data.
-        strict: whether a batch size for data that comes in batches is refused.
+        batch_size: rows of a batch, unless the data is already in batches.
+        shuffle: whether to shuffle rows.
+        what: the name of the data in messages.
+        strict: whether to reject a batch size for data that is already in batches.
     """
     feeds = Feeds(graph, what)
     size = batch_size or feeds.declared
@@ -232,7 +232,7 @@ def source(
         return _checked(Rows(feeds, len(data), lambda rows: _columns(data, rows), size, shuffle, wants_a_thread=True))
     if isinstance(data, Mapping | tuple | np.ndarray | torch.Tensor) or hasattr(data, "__dlpack__"):
         return _arrays(feeds, data, size, shuffle)
-    if hasattr(data, "column_names") and hasattr(data, "iter"):  # a dataset that is read as a stream
+    if hasattr(data, "column_names") and hasattr(data, "iter"):  # a streaming dataset
 
         def opened(epoch: int) -> Any:
             if hasattr(data, "set_epoch"):
@@ -242,12 +242,10 @@ def source(
         return Stream(feeds, opened, only_known=True)
     if batch_size is not None and strict:
         kind = type(data).__name__
-        raise ArgumentError(
-            what, f"batch_size is {batch_size}, but {kind} comes in batches of its own", fix="leave it out"
-        )
+        raise ArgumentError(what, f"batch_size is {batch_size}, but {kind} is already in batches", fix="leave it out")
     if isinstance(data, torch.utils.data.Dataset) and not hasattr(data, "__iter__"):
         kind = type(data).__name__
-        raise DataTypeError(what, f"{kind} gives single samples", fix="wrap it: DataLoader(dataset, batch_size=…)")
+        raise DataTypeError(what, f"{kind} returns single samples", fix="wrap it: DataLoader(dataset, batch_size=…)")
     if callable(data):
         return Stream(feeds, data)
     if not isinstance(data, Iterable):
@@ -257,7 +255,7 @@ def source(
 
 
 def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
-    """Arrays that hold all rows, checked before the first step: a mistake in them should not wait for an epoch."""
+    """Arrays that hold all rows, checked before the first step instead of at the end of an epoch."""
     parts = feeds.named(data)
     found: list[dict[str, Any]] = [{}, {}, {}]
     counts: dict[str, int] = {}
@@ -267,15 +265,15 @@ def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
             if tensor.shape[0] != feeds.declared:
                 raise ShapeError(
                     where,
-                    f"it has {tensor.shape[0]} rows in a batch, the first input has {feeds.declared}",
-                    fix="give an iterable of batches, or make it a constant of compile",
+                    f"it has {tensor.shape[0]} rows in a batch, but the first input has {feeds.declared}",
+                    fix="pass an iterable of batches, or make it a constant in compile",
                 )
             found[kind][name] = array = _whole(values, tensor, where)
             counts[f"{KINDS[kind]} '{name}'"] = len(array)
     if not counts:
         raise DataError(feeds.what, "there are no arrays", fix=GIVE)
     if len(set(counts.values())) > 1:
-        raise ShapeError(feeds.what, "the arrays have different numbers of rows", fix="give as many of each", **counts)
+        raise ShapeError(feeds.what, "the arrays have different numbers of rows", fix="pass equally many", **counts)
 
     def take(rows: Any) -> tuple[dict[str, Any], ...]:
         return tuple({name: _taken(array, rows) for name, array in part.items()} for part in found)
@@ -284,7 +282,7 @@ def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
 
 
 def _whole(values: Any, tensor: Tensor, where: str) -> Any:
-    """An array with one row for each sample, of the tensor's shape and type."""
+    """An array with one row per sample, of the tensor's shape and type."""
     if isinstance(values, list | tuple):
         return buffers.read(values, (len(values), *tensor.shape[1:]), tensor.data_type, where)
     if isinstance(values, np.ndarray):
@@ -295,7 +293,7 @@ def _whole(values: Any, tensor: Tensor, where: str) -> Any:
         wanted = ("rows", *tensor.shape[1:])
         raise ShapeError(where, f"the array has shape {tuple(array.shape)}", needed=wanted, fix="reshape it")
     if len(array):
-        buffers.read(array[:1], (1, *tensor.shape[1:]), tensor.data_type, where)  # raises where type or shape differ
+        buffers.read(array[:1], (1, *tensor.shape[1:]), tensor.data_type, where)  # raises if type or shape differ
     return array
 
 
@@ -310,7 +308,7 @@ def _taken(array: Any, rows: Any) -> Any:
         return array[rows]
     if isinstance(array, torch.Tensor):
         return array.index_select(0, torch.from_numpy(rows).to(array.device))
-    return array.take(rows, axis=0)  # lets other threads run, which indexing does not
+    return array.take(rows, axis=0)  # releases the GIL, unlike indexing
 
 
 def _columns(table: Any, rows: Any) -> dict[str, Any]:
@@ -319,7 +317,7 @@ def _columns(table: Any, rows: Any) -> dict[str, Any]:
 
 
 def row_count(values: Any, tensor: Tensor) -> int:
-    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them one behind the other."""
+    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them contiguously."""
     shape = getattr(values, "shape", None)
     if shape is None and isinstance(values, list | tuple):
         return len(values)
@@ -352,7 +350,7 @@ def _pin(values: Any) -> Any:
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """The same batches, up to `count` of them made ahead by a thread that ends with this iterator."""
+    """The same batches, up to `count` of them prepared ahead by a thread that ends with this iterator."""
     if count == 0:
         yield from batches
         return
@@ -389,4 +387,4 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
             yield batch
     finally:
         over.set()
-        thread.join(timeout=1)  # it ends when the batch it is at is made
+        thread.join(timeout=1)  # it ends when its current batch is ready

@@ -1,6 +1,6 @@
-"""A training loop: epochs over data, validation, schedules, accumulation, checkpoints, and a history of it all.
+"""A training loop: epochs over data, validation, schedules, accumulation, checkpoints, and a history.
 
-It uses nothing that a program of your own could not use: `execute`, the three phases, `learning_rate`, `save`.
+It uses only what your own program could use: `execute`, the three phases, `learning_rate`, `save`.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ def fit(
     prefetch: int | None = None,
     progress: str = "auto",
 ) -> History:
-    """Trains a compiled graph. Ctrl-C ends it after the step, with a checkpoint; a second one at once.
+    """Trains a compiled graph. Ctrl-C ends it after the current step, with a checkpoint; a second one immediately.
 
     Args:
-        training: a compiled training graph with a loss and an optimizer. Clipping is the optimizer's.
+        training: a compiled training graph with a loss and an optimizer. The optimizer does the clipping.
         data: arrays, as `(inputs, labels)` or `(inputs, labels, label weights)`, each part an array or a dictionary by
             name, or one dictionary by name; a dataset with columns; or batches of that form: a list, a `DataLoader`,
-            any iterable, or a function of the epoch that gives one.
-        epochs: how often to go through the data, in all: those before a `resume` count.
+            any iterable, or a function that returns one for each epoch.
+        epochs: the total number of epochs, including those before a `resume`.
         validation: data of the same kinds, evaluated in inference mode after each epoch.
-        batch_size: rows of a batch, for arrays and datasets; the graph's own by default. The last batch may be short.
-        shuffle: a new order of the rows in each epoch, drawn from the graph's seed. Batches keep their own order.
+        batch_size: rows of a batch, for arrays and datasets; by default, the graph's own. The last batch may be short.
+        shuffle: shuffle the rows in each epoch, from the graph's seed. Batches keep their own order.
         schedule: the learning rate of update n, from 0: any function of n, or `WarmupCosine`.
-        metrics: functions `(prediction, labels) → number`, alone, in a list or by name.
-        accumulate: batches whose gradients make one update. A mean loss has the mean over all their rows.
-        watch: the loss or a metric that tells which epoch is best; that of the validation data where there is any.
+        metrics: functions `(prediction, labels) → number`: one, a list, or a dictionary by name.
+        accumulate: batches whose gradients form one update. A mean loss is averaged over all their rows.
+        watch: the loss or metric that determines the best epoch; that of the validation data, if any.
         better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
-        patience: end after so many epochs without a better one; an epoch whose watched number is NaN is never better.
-        run: a folder for all that tells what happened: the record, `report.html`, and the checkpoints.
-        checkpoints: a folder: a series of which the newest `keep` stay, and the best epoch in `best`. With `run`, by
-            default the folder `checkpoints` in it.
-        keep: how many checkpoints of the series stay.
-        save_every: save after so many updates too, not only after each epoch.
-        resume: go on from the latest checkpoint of the folder, if there is one.
-        prefetch: batches made ahead by a thread; by default 2 where it pays, 0 for arrays on the CPU.
+        patience: stop after this many epochs without improvement; an epoch whose watched number is NaN never improves.
+        run: a folder for everything about the run: the record, `report.html`, and the checkpoints.
+        checkpoints: a folder for a series of the newest `keep` checkpoints, and the best epoch in `best`. With `run`,
+            the default is the folder `checkpoints` in it.
+        keep: how many checkpoints of the series to keep.
+        save_every: also save after this many updates, not only after each epoch.
+        resume: continue from the latest checkpoint of the folder, if there is one.
+        prefetch: batches prepared ahead by a thread; by default 2 where it pays off, 0 for arrays on the CPU.
         progress: `"rich"`, `"plain"`, `"quiet"`, or `"auto"`: rich on a terminal, else plain.
 
     Example:
@@ -116,7 +116,7 @@ def fit(
         _check_notes(settings.folder, named)
         loop.go_on()
     if settings.folder is not None:
-        require_writable(settings.folder)  # known now, not after the first epoch
+        require_writable(settings.folder)  # fail now, not after the first epoch
     with _interruptible() as interrupted:
         loop.run(interrupted)
     return loop.history
@@ -144,7 +144,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `fit` was asked for, checked."""
+    """The checked settings of `fit`."""
 
     epochs: int
     accumulate: int
@@ -160,12 +160,12 @@ class _Settings:
 
 @dataclass
 class _Place:
-    """Where a run is: beside the graph's own state, what a checkpoint must hold to go on bit for bit."""
+    """The position of a run: what a checkpoint needs, besides the graph's own state, to continue bit for bit."""
 
-    origin: int  # position of the graph's random stream when the run began: a second run has another order
+    origin: int  # position of the graph's random stream when the run began: a second run uses another order
     epoch: int = 0
-    batch: int = 0  # batches of this epoch that were used
-    step: int = 0  # updates of the run
+    batch: int = 0  # batches of this epoch so far
+    step: int = 0  # updates of the run so far
     seconds: float = 0.0  # of this epoch
     best: float | None = None
     waited: int = 0  # epochs since the best
@@ -175,7 +175,7 @@ class _Place:
 class _Run:
     """The loop."""
 
-    seldom = (64, 0.25)  # losses are read when there are so many, or after so many seconds: reading waits for a GPU
+    seldom = (64, 0.25)  # losses are read after this many, or this many seconds: each read synchronizes with the GPU
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Run:
             self.schedule = replace(self.schedule, steps=self._known_total())
 
     def run(self, interrupted: Callable[[], bool]) -> None:
-        """Epoch after epoch, until there are enough, nothing gets better, or somebody wants it to end."""
+        """Runs epochs until the last one, until nothing improves, or until interrupted."""
         self._begin_record()
         self.screen.begin(self.place.step)
         try:
@@ -227,7 +227,7 @@ class _Run:
             coming = until(batches, interrupted)
             while group := list(islice(coming, settings.accumulate)):
                 if interrupted() and len(group) < settings.accumulate:
-                    break  # a whole update or none
+                    break  # no partial updates
                 if self.schedule is not None:
                     self._set_rate(self.schedule(place.step))
                 if place.step + 1 == self.recorder.next_look:
@@ -267,11 +267,11 @@ class _Run:
 
     @property
     def _watched(self) -> str:
-        """The number by which the best epoch is chosen."""
+        """The name of the number that determines the best epoch."""
         return self.settings.watch if self.test is None else f"validation {self.settings.watch}"
 
     def _is_better(self, value: float) -> bool:
-        """Whether nothing was as good before. NaN never is, nor is an infinity of the wrong sign."""
+        """Whether this is the best value so far. NaN never is, nor is an infinity of the wrong sign."""
         best, higher = self.place.best, self.settings.higher
         if best is None or isnan(best):
             best = -inf if higher else inf
@@ -290,7 +290,7 @@ class _Run:
         if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
             self.optimizer.learning_rate = rate
 
-    # Reading losses, seldom
+    # Reading losses infrequently
 
     def _look_at_losses(self) -> None:
         if len(self.unread) >= self.seldom[0] or time.perf_counter() - self.read_at > self.seldom[1]:
@@ -303,7 +303,7 @@ class _Run:
             self.screen.step(self.place.epoch + 1, self.place.step, self._total(), numbers)
 
     def _read_losses(self) -> float:
-        """Brings all losses home that were not read yet; their mean."""
+        """Reads all pending losses; returns their mean."""
         values = iter(read_losses([loss for one in self.unread for loss, _ in one.losses]))
         means, rows_read = [], 0
         for one in self.unread:
@@ -320,23 +320,23 @@ class _Run:
         return sum(means) / len(means) if means else float("nan")
 
     def _point_out(self, step: int, loss: float) -> None:
-        """Tells once where to look when the loss is no number any more."""
+        """Reports once where to look when the loss is no longer finite."""
         if not isfinite(loss) and not self.pointed_out:
             self.pointed_out = True
             self.screen.line(
-                f"the loss is {loss} in step {step}: training.check_numerics() tells what is not finite now, and "
-                "compiling with GraphCompilationOptions.CHECK_NUMERICS stops at the layer where it begins"
+                f"the loss is {loss} in step {step}: training.check_numerics() shows what is not finite now, and "
+                "compiling with GraphCompilationOptions.CHECK_NUMERICS stops at the layer that produces it"
             )
 
     def _total(self) -> int | None:
-        """Updates of the whole run, where the data tells how many batches it has."""
+        """Updates of the whole run, if the number of batches is known."""
         batches = self.train.batches
         return None if batches is None else -(-batches // self.settings.accumulate) * self.settings.epochs
 
     def _known_total(self) -> int:
         total = self._total()
         if total is None:
-            raise ArgumentError("fit", "the data does not tell how many updates there will be", fix="give steps=")
+            raise ArgumentError("fit", "the number of updates is unknown: the data has no length", fix="pass steps=")
         return total
 
     # The record and checkpoints
@@ -360,35 +360,35 @@ class _Run:
         return [self._watched, "higher" if self.settings.higher else "lower"]
 
     def go_on(self) -> None:
-        """Takes the latest checkpoint over, if there is one."""
+        """Restores the latest checkpoint, if there is one."""
         folder, shape = self.settings.folder, self.place.shape
         if folder is None:
-            raise ArgumentError("fit", "resume needs checkpoints to go on from", fix="give checkpoints=folder")
+            raise ArgumentError("fit", "resume needs checkpoints to continue from", fix="pass checkpoints=folder")
         if latest(folder) is None:
             return
         notes = read(folder).description["notes"].get("fit")
         if notes is None:
-            raise CheckpointError(f"{folder}", "its latest checkpoint is not one of fit", fix="give another folder")
+            raise CheckpointError(f"{folder}", "its latest checkpoint was not saved by fit", fix="pass another folder")
         place = _Place(**real(notes["place"]))
         if place.batch and place.shape != shape:
             raise CheckpointError(
                 f"{folder}",
-                f"it was saved within an epoch, which cannot go on with other batches: {shape}",
+                f"it was saved within an epoch, which cannot continue with other batches: {shape}",
                 saved=place.shape,
-                fix="give the same batch_size, shuffle and accumulate",
+                fix="pass the same batch_size, shuffle and accumulate",
             )
         self.graph.training.restore(folder)
         self.seed, _ = self.graph.stream
         self.place, self.history = place, History.from_state(notes["history"])
         self.place.shape, self.resumed = shape, True
         if notes.get("watched", self._watched_how()) != self._watched_how():
-            self.place.best, self.place.waited = None, 0  # they are of another number
+            self.place.best, self.place.waited = None, 0  # they belong to another number
         self.tally.resume(real(notes["tally"]))
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """The losses of one update, with the rows of their batches, still where they were computed."""
+    """The losses of one update, with the rows of their batches, still on the device."""
 
     step: int
     rate: float
@@ -397,7 +397,7 @@ class _Unread:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks once; the second time it does what it did before."""
+    """Makes the first Ctrl-C a request to stop; the second one does what it did before."""
     asked = threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if in_main else None
@@ -416,12 +416,12 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-# Checking what was asked for
+# Checking arguments
 
 
 def _count(name: str, given: Any, least: int) -> int:
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
-        raise ArgumentError("fit", f"{name} is {given!r}", fix=f"give a whole number ≥ {least}")
+        raise ArgumentError("fit", f"{name} is {given!r}", fix=f"pass an integer ≥ {least}")
     return int(given)
 
 
@@ -432,17 +432,17 @@ def _optional_count(name: str, given: Any, least: int) -> int | None:
 def _checked_schedule(schedule: Any) -> Schedule | None:
     if schedule is not None and not callable(schedule):
         raise DataTypeError(
-            "fit", f"schedule is {schedule!r}, not a function", fix="give a function of the update's number"
+            "fit", f"schedule is {schedule!r}, not a function", fix="pass a function of the update's number"
         )
     return schedule
 
 
 def _watched(watch: str, metrics: Mapping[str, Metric]) -> str:
     if watch not in ("loss", *metrics):
-        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(("loss", *metrics)), fix="use one of them")
+        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(("loss", *metrics)), fix="use one")
     if getattr(metrics.get(watch), "adds_up", False):
         raise ArgumentError(
-            "fit", f"watch is '{watch}', which is not one number", fix="watch the loss or another metric"
+            "fit", f"watch is '{watch}', which is not a single number", fix="watch the loss or another metric"
         )
     return watch
 
@@ -456,18 +456,18 @@ def _higher(better: str, watch: str) -> bool:
 def _require_repeating(epochs: int, *sources: Source | None) -> None:
     for one in sources:
         if one is not None and epochs > 1 and not one.repeats:
-            problem = f"the {one.feeds.what} is an iterator, used up after one epoch of {epochs}"
-            raise ArgumentError("fit", problem, fix="give a list, or a function of the epoch that returns an iterator")
+            problem = f"the {one.feeds.what} is an iterator, exhausted after one epoch of {epochs}"
+            raise ArgumentError("fit", problem, fix="pass a list, or a function of the epoch that returns an iterator")
 
 
 def _check_notes(folder: Path | None, metrics: Mapping[str, Metric]) -> None:
-    """Refuses, before anything changes, a latest checkpoint whose notes `fit` could not go on from."""
+    """Rejects, before anything changes, a latest checkpoint whose notes `fit` cannot continue from."""
     path = None if folder is None else latest(folder)
     if path is None:
         return
     with understood(path):
         notes = read_description(path)["notes"].get("fit")
-        if notes is not None:  # else it is another program's, which is told when it is read
+        if notes is not None:  # otherwise another program saved it, which is reported when it is read
             place, history = _Place(**real(notes["place"])), History.from_state(notes["history"])
             Tally(metrics).resume(real(notes["tally"]))
             for number in (place.origin, place.epoch, place.batch, place.step, place.waited, history.every):

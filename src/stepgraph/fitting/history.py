@@ -1,4 +1,4 @@
-"""What a training run gave: numbers for each epoch and for each step."""
+"""The result of a training run: numbers per epoch and per step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class History:
     """The numbers of a run.
 
     Args:
-        epochs: for each epoch its `epoch` and `step` (both counted from 1), `loss`, metrics, the same of the validation
+        epochs: for each epoch its `epoch` and `step` (both from 1), `loss`, metrics, the same for the validation
             data as `validation loss` and so on, the last learning `rate`, and `seconds`. A run that was resumed with
             other metrics has other names in later epochs.
         steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
-        every: how many updates stand for one entry of `steps`.
+        every: how many updates each entry of `steps` represents.
         best_epoch: the epoch with the best watched number.
         stopped: why it ended: `"finished"`, `"no improvement"` or `"interrupted"`.
 
@@ -44,28 +44,28 @@ class History:
     most_steps: ClassVar[int] = 20_000
 
     def __getitem__(self, name: str) -> list[Any]:
-        """One number, epoch by epoch; None for an epoch that does not have it."""
+        """One number per epoch; None for an epoch that does not have it."""
         known = self._names()
         if name not in known:
             raise UnknownNameError("History", f"there is no '{name}'", known=", ".join(known) or "none", fix="use one")
         return [row.get(name) for row in self.epochs]
 
     def _names(self) -> list[str]:
-        """What any epoch has; times last, as in each of them."""
+        """The names in any epoch; times come last, as in each epoch."""
         found = dict.fromkeys(name for row in self.epochs for name in row)
         return [name for name in found if name not in _TIMES] + [name for name in _TIMES if name in found]
 
     def _shown_names(self) -> list[str]:
-        """Those of them that are one number in every epoch."""
+        """The names that are a single number in every epoch."""
         return [name for name in self._names() if not any(isinstance(row.get(name), list) for row in self.epochs)]
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each update that was kept."""
+        """The loss of each recorded update."""
         return [loss for _, loss, _ in self.steps]
 
     def add_step(self, step: int, loss: float, rate: float) -> None:
-        """Takes an update into account."""
+        """Records an update."""
         if step % self.every == 0:
             self.steps.append((step, loss, rate))
         if len(self.steps) > self.most_steps:
@@ -73,13 +73,13 @@ class History:
             self.steps = [one for one in self.steps if one[0] % self.every == 0]
 
     def state(self) -> dict[str, Any]:
-        """All of it as JSON has it; numbers that JSON does not have become text."""
+        """The whole history as JSON values; numbers that JSON lacks become text."""
         steps = [[step, plain(loss), plain(rate)] for step, loss, rate in self.steps]
         return {"epochs": plain(self.epochs), "steps": steps, "every": self.every, "best_epoch": self.best_epoch}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
-        """The history that `state` was taken of."""
+        """The history that `state` was created from."""
         steps = [(step, float(loss), float(rate)) for step, loss, rate in state["steps"]]
         return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"])
 
@@ -105,7 +105,7 @@ class History:
 
 
 def shown(name: str, value: Any) -> str:
-    """A number as people read it; nothing where there is none."""
+    """A number in readable form; empty if there is none."""
     if value is None:
         return ""
     if isinstance(value, int):

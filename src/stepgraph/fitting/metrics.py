@@ -1,8 +1,8 @@
 """Metrics: plain functions of predictions and labels.
 
-A metric is any function `(prediction, labels) → number`, the mean over the rows of a batch; over an epoch such numbers
-are averaged by rows. One with `adds_up = True` gives an array that is summed instead. Both get torch arrays where the
-graph runs, so that a GPU need not wait.
+A metric is any function `(prediction, labels) → number`, the mean over the rows of a batch; over an epoch, such numbers
+are averaged by rows. One with `adds_up = True` returns an array that is summed instead. Both receive torch arrays on
+the graph's device, so that a GPU need not synchronize.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TAKEN = ("epoch", "step", "loss", "rate", "seconds")
 
 
 def accuracy(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The share of rows (and pixels) whose class, the largest number along dimension 1, is that of the label.
+    """The fraction of rows (and pixels) whose predicted class, the maximum along dimension 1, matches the label.
 
-    Labels are class indices, or numbers for each class like the prediction's.
+    Labels are class indices, or one number per class like the prediction.
 
     Example:
         >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
@@ -34,7 +34,7 @@ def accuracy(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TopK:
-    """The share of rows (and pixels) whose class is among the `k` largest numbers.
+    """The fraction of rows (and pixels) whose class is among the `k` largest numbers.
 
     Example:
         >>> TopK(2)(torch.tensor([[0.1, 0.5, 0.4], [0.7, 0.2, 0.1]]), torch.tensor([2, 2]))
@@ -45,18 +45,18 @@ class TopK:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ArgumentError("TopK", f"k is {self.k!r}", fix="give a whole number ≥ 1")
+            raise ArgumentError("TopK", f"k is {self.k!r}", fix="pass an integer ≥ 1")
 
     @property
     def name(self) -> str:
-        """How it is called in a history."""
+        """Its name in a history."""
         return f"top-{self.k}"
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         wanted = _classes(self.name, prediction, labels)
         if self.k > prediction.shape[1]:
             raise ArgumentError(
-                "TopK", f"k is {self.k}, there are {prediction.shape[1]} classes", fix="give a smaller k"
+                "TopK", f"k is {self.k}, but there are {prediction.shape[1]} classes", fix="use a smaller k"
             )
         best = prediction.topk(self.k, dim=1).indices
         return (best == wanted.unsqueeze(1)).any(dim=1).float().mean()
@@ -64,7 +64,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """How often rows of class i (down) were taken for class j (across): `[classes, classes]` counts.
+    """How often rows of class i (down) were predicted as class j (across): `[classes, classes]` counts.
 
     Example:
         >>> ConfusionMatrix(2)(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
@@ -79,17 +79,17 @@ class ConfusionMatrix:
 
     def __post_init__(self) -> None:
         if isinstance(self.classes, bool) or not isinstance(self.classes, int) or self.classes < 2:
-            raise ArgumentError("ConfusionMatrix", f"classes is {self.classes!r}", fix="give a whole number ≥ 2")
+            raise ArgumentError("ConfusionMatrix", f"classes is {self.classes!r}", fix="pass an integer ≥ 2")
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if prediction.ndim < 2 or prediction.shape[1] != self.classes:
             shape = tuple(prediction.shape)
             raise ShapeError(
-                "ConfusionMatrix", f"it has {self.classes} classes, the prediction {shape}", fix="give as many"
+                "ConfusionMatrix", f"it has {self.classes} classes, but the prediction has {shape}", fix="use as many"
             )
         wanted, found = _classes(self.name, prediction, labels), prediction.argmax(dim=1)
         cells = (wanted.long() * self.classes + found).reshape(-1)
-        # Counted by adding ones: the way that needs no number from the device.
+        # Counted by adding ones, which needs no synchronization.
         counts = torch.zeros(self.classes**2, dtype=torch.int64, device=cells.device)
         return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(self.classes, self.classes)
 
@@ -104,13 +104,13 @@ def _classes(where: str, prediction: torch.Tensor, labels: torch.Tensor) -> torc
             return labels.reshape(shape)
     raise ShapeError(
         where,
-        f"the prediction has shape {tuple(prediction.shape)}, the labels {tuple(labels.shape)}",
-        fix="predict a number for each class along dimension 1, or write a function of your own",
+        f"the prediction has shape {tuple(prediction.shape)}, but the labels {tuple(labels.shape)}",
+        fix="predict one number per class along dimension 1, or write your own function",
     )
 
 
 def by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics by the names they were given, or have."""
+    """Metrics by the names given by the caller, or by their own."""
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
@@ -118,29 +118,29 @@ def by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric]) -> dict[s
         names = [str(getattr(one, "name", getattr(one, "__name__", type(one).__name__))) for one in several]
         found = dict(zip(names, several, strict=True))
         if len(found) < len(several):
-            raise ArgumentError("metrics", f"two of them are called alike: {', '.join(names)}", fix="give a dictionary")
+            raise ArgumentError("metrics", f"two have the same name: {', '.join(names)}", fix="pass a dictionary")
     for name, metric in found.items():
         if not callable(metric) or isinstance(metric, type):
             raise DataTypeError(
-                "metrics", f"'{name}' is {metric!r}, not a function", fix="give (prediction, labels) → number"
+                "metrics", f"'{name}' is {metric!r}, not a function", fix="use (prediction, labels) → number"
             )
         if name in TAKEN or name.startswith("validation "):
-            raise ArgumentError("metrics", f"a history has a '{name}' of its own", fix="give the metric another name")
+            raise ArgumentError("metrics", f"'{name}' is reserved for the history", fix="give the metric another name")
     return found
 
 
 class Tally:
-    """The loss and the metrics of one pass over data, summed up where they are computed."""
+    """The loss and metrics of one pass over data, accumulated on the device."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
         self.sums: dict[str, torch.Tensor] = {}
-        self.rows: dict[str, int] = {}  # that each metric has seen: one that joins a resumed epoch has not seen all
+        self.rows: dict[str, int] = {}  # seen by each metric: one added in a resumed epoch has not seen all
         self.loss_rows = 0
         self.loss_sum = 0.0
 
     def add(self, prediction: torch.Tensor, labels: torch.Tensor, rows: int) -> None:
-        """Takes a batch into account; nothing waits for the device."""
+        """Adds a batch, without synchronizing."""
         real = torch.float32 if prediction.device.type == "mps" else torch.float64
         for name, metric in self.metrics.items():
             found = _measured(name, metric(prediction, labels), real)
@@ -149,19 +149,19 @@ class Tally:
             if before is not None and before.shape != part.shape:
                 raise ShapeError(
                     "metrics",
-                    f"'{name}' gave shape {tuple(part.shape)}, and {tuple(before.shape)} for the batches before",
+                    f"'{name}' returned shape {tuple(part.shape)}, but {tuple(before.shape)} for earlier batches",
                     fix="return the same shape for every batch",
                 )
             self.sums[name] = part if before is None else before.to(part.device) + part
             self.rows[name] = self.rows.get(name, 0) + rows
 
     def add_loss(self, loss: float, rows: int) -> None:
-        """Takes a batch's loss into account, once it was read."""
+        """Adds a batch's loss, once it was read."""
         self.loss_sum += loss * rows
         self.loss_rows += rows
 
     def values(self) -> dict[str, Any]:
-        """Means by row, and sums of what adds up as nested lists."""
+        """Means by row, and sums as nested lists."""
         found: dict[str, Any] = {"loss": self.loss_sum / max(self.loss_rows, 1)}
         for name, metric in self.metrics.items():
             if name in self.sums:
@@ -170,12 +170,12 @@ class Tally:
         return found
 
     def state(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The whole tally as plain values."""
         sums = {name: array.tolist() for name, array in self.sums.items()}
         return {"sums": sums, "rows": [self.rows, self.loss_rows], "loss": self.loss_sum}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`."""
+        """Continues from `state`."""
         rows, self.loss_rows = state["rows"]
         self.loss_sum = float(state["loss"])
         for name, metric in self.metrics.items():
@@ -186,13 +186,13 @@ class Tally:
 
 
 def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
-    """What a metric gave, as an array."""
+    """The return value of a metric, as an array."""
     try:
         return torch.as_tensor(given, dtype=real if isinstance(given, float) else None).detach()
-    except Exception as error:  # whatever torch says about an object that is no number
+    except Exception as error:  # whatever torch raises for an object that is not a number
         raise DataTypeError(
             "metrics",
-            f"'{name}' gave {type(given).__name__} ({given!r:.80}), not a number",
+            f"'{name}' returned {type(given).__name__} ({given!r:.80}), not a number",
             fix="return a number or an array from every call",
         ) from error
 

@@ -1,4 +1,4 @@
-"""How a training run shows where it is: a bar on a terminal, lines in a log, or nothing."""
+"""Progress displays of a training run: a bar on a terminal, lines in a log, or nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
 
 
 class Quiet:
-    """Shows nothing; what the other displays have in common.
+    """Shows nothing; the base of the other displays.
 
     Args:
-        epochs: epochs of the run.
-        device: whose memory is told.
+        epochs: the number of epochs of the run.
+        device: the device whose memory is shown.
     """
 
     pause = float("inf")
@@ -37,33 +37,33 @@ class Quiet:
         self.first: int | None = None
 
     def begin(self, step: int) -> None:
-        """A run begins, or goes on, at an update."""
+        """Starts or resumes a run at an update."""
         self.first, self.began = step, time.perf_counter()
 
     def step(self, epoch: int, step: int, total: int | None, numbers: Callable[[], Mapping[str, Any]]) -> None:
-        """Tells where the run is, if it was some time ago that it did."""
+        """Shows the progress if enough time has passed since the last time."""
         if time.perf_counter() - self.shown_at >= self.pause:
-            self.show(epoch, step, total, numbers())  # numbers that a GPU is asked for now
+            self.show(epoch, step, total, numbers())  # numbers that are read from a GPU now
             self.shown_at = time.perf_counter()
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
-        """Tells where the run is."""
+        """Shows the progress."""
 
     def line(self, text: str) -> None:
-        """Tells something that stays."""
+        """Prints a permanent line."""
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """An epoch is over."""
+        """Reports the end of an epoch."""
         numbers = {name: value for name, value in row.items() if name not in ("epoch", "step", "seconds")}
         self.line(
             f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {told(numbers)}  {row['seconds']:.1f} s"
         )
 
     def end(self) -> None:
-        """The run is over."""
+        """Ends the run."""
 
     def left(self, step: int, total: int | None) -> str:
-        """Time left, from the updates of this run."""
+        """Time left, estimated from the updates of this run."""
         done = step - (self.first or 0)
         if not total or not done:
             return ""
@@ -72,12 +72,12 @@ class Quiet:
 
 
 class Plain(Quiet):
-    """Lines, for logs."""
+    """Lines for logs."""
 
     pause = LINE_SECONDS
 
     def line(self, text: str) -> None:
-        # Another alphabet than the terminal's must not end training.
+        # Characters that the terminal cannot encode must not end training.
         encoding = sys.stdout.encoding or "utf-8"
         print(readable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
@@ -88,13 +88,13 @@ class Plain(Quiet):
 
 
 class Bar(Quiet):
-    """A bar that moves, and a line for each epoch above it."""
+    """A moving bar, with one line per epoch above it."""
 
     pause = BAR_SECONDS
 
     def __init__(self, epochs: int, device: Device) -> None:
         super().__init__(epochs, device)
-        # It is drawn when there is something new: no thread of its own that takes time from the steps.
+        # It is redrawn when there is something new, without a thread that takes time from the steps.
         self.bar = Progress(
             SpinnerColumn(),
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
@@ -136,13 +136,13 @@ def display(mode: str, epochs: int, device: Device) -> Quiet:
 
 
 def told(numbers: Mapping[str, Any]) -> str:
-    """Numbers in one line; matrices are for the history."""
+    """Numbers on one line; matrices appear only in the history."""
     parts = (f"{name} {shown(name, value)}" for name, value in numbers.items() if not isinstance(value, list))
     return readable("  ".join(parts))
 
 
 def memory(device: Device) -> str:
-    """Memory in use: of the GPU, or the most this process had."""
+    """Memory in use on the GPU, or the peak of this process."""
     kind = device.torch.type
     if kind == "cuda":
         used = torch.cuda.memory_allocated(device.torch)

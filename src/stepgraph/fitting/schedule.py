@@ -1,4 +1,4 @@
-"""Learning rates over time. A schedule is any function of the update's number, from 0, that gives a rate."""
+"""Learning rate schedules. A schedule is any function from the update's number, from 0, to a learning rate."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Up in a straight line, then down along half a cosine.
+    """Linear warmup, then cosine decay.
 
     `peak * (n + 1) / warmup` for `n < warmup`, then
     `floor + (peak - floor) * (1 + cos(π t)) / 2` with `t = (n - warmup) / (steps - warmup)`,
     and `floor` from `steps` on.
 
     Args:
-        peak: the highest rate.
-        warmup: updates until it is reached.
-        steps: updates in all; `fit` fills it in where it knows how many it will make.
-        floor: the rate at the end.
+        peak: the highest learning rate.
+        warmup: updates until the peak.
+        steps: the total number of updates; `fit` fills it in if it is known.
+        floor: the final learning rate.
 
     Example:
         >>> rate = WarmupCosine(peak=1.0, warmup=4, steps=12)
@@ -39,15 +39,15 @@ class WarmupCosine:
     def __post_init__(self) -> None:
         where = type(self).__name__
         if not math.inf > self.peak >= self.floor >= 0:
-            raise ArgumentError(where, f"peak is {self.peak}, floor is {self.floor}", fix="give 0 ≤ floor ≤ peak")
+            raise ArgumentError(where, f"peak is {self.peak}, floor is {self.floor}", fix="use 0 ≤ floor ≤ peak")
         if self.warmup < 0 or (self.steps is not None and self.steps <= self.warmup):
             problem = f"warmup is {self.warmup}, steps is {self.steps}"
-            raise ArgumentError(where, problem, fix="give 0 ≤ warmup < steps")
+            raise ArgumentError(where, problem, fix="use 0 ≤ warmup < steps")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.steps is None:
-            raise ArgumentError(type(self).__name__, "the number of updates is not known", fix="give steps=")
+            raise ArgumentError(type(self).__name__, "the number of updates is unknown", fix="pass steps=")
         share = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
         return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * share)) / 2

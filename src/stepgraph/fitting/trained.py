@@ -1,4 +1,4 @@
-"""A training graph as a loop uses it: one update with a batch or several, one evaluation, losses read seldom."""
+"""A training graph as a loop uses it: updates with one or more batches, evaluation, infrequent reads of losses."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Trained:
 
     def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
         if not isinstance(training, TrainingGraph):
-            raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="give a TrainingGraph")
+            raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="pass a TrainingGraph")
         session = training.require_session("fit")
         self.training, self.device = training, session.device
         losses = [node for node in session.compilation.nodes if node.is_loss]
         if not losses:
-            raise StateError("fit", "the graph has no loss", fix="give TrainingGraph a loss layer")
+            raise StateError("fit", "the graph has no loss", fix="pass a loss layer to TrainingGraph")
         if learns and training.optimizer is None:
-            raise StateError("fit", "the graph has no optimizer", fix="give TrainingGraph an optimizer")
+            raise StateError("fit", "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
         self.prediction, self.labels = losses[-1].sources[0], (*losses[-1].labels, None)[0]
         self._bound: set[Tensor] = set()
         layer = losses[-1].layer
-        # The gradient of a mean counts each row by its share of the batch; others are sums already.
+        # The gradient of a mean weights each row by its share of the batch; others are already sums.
         self.is_mean = not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; asked for once, since with a loss scale that waits for the device."""
+        """The optimizer, read once because with a loss scale reading it synchronizes with the device."""
         found = self.training.optimizer
         assert found is not None
         return found
@@ -55,7 +55,7 @@ class Trained:
 
     @contextmanager
     def fed(self, batches: Iterator[Batch], origin: Source, prefetch: int | None) -> Iterator[Iterator[Batch]]:
-        """Batches, made ahead where that pays."""
+        """Batches, prepared ahead if that pays off."""
         on_gpu = self.device.torch.type == "cuda"
         count = (2 if on_gpu or origin.wants_a_thread else 0) if prefetch is None else prefetch
         if on_gpu and count:
@@ -64,7 +64,7 @@ class Trained:
             yield coming
 
     def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor | Loss, int]]:
-        """One update with the gradients of a group of batches; their losses."""
+        """One update with the gradients of a group of batches; returns their losses."""
         if len(group) == 1:
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
@@ -74,7 +74,7 @@ class Trained:
         for batch in group:
             found.append((_loss(self._forward(batch)), batch.rows))
             self._compare(batch, tally)
-            # A mean's gradient is added in units of the first batch's rows, and divided by all rows at the end.
+            # Gradients of a mean are accumulated in units of the first batch's rows, then divided by all rows.
             if len(found) > 1:
                 self._scale_gradients(first / batch.rows)
             adding = ExecutionOptions.ACCUMULATE_GRADIENTS if len(found) > 1 else ExecutionOptions.NONE
@@ -104,7 +104,7 @@ class Trained:
         return tally
 
     def release(self) -> None:
-        """Forgets data that was bound for an update: a later call must not take it for its own."""
+        """Releases data that was bound for an update, so that a later call does not use it."""
         for tensor in self._bound:
             tensor.hold(None, "it was bound for one update of fit")
         self._bound.clear()
@@ -118,7 +118,7 @@ class Trained:
 
     @torch.inference_mode()
     def _scale_gradients(self, factor: float) -> None:
-        """Multiplies what was accumulated. In new memory: what one pass found may be shared between parameters."""
+        """Scales the accumulated gradients, in new memory because parameters may share one pass's arrays."""
         found = self.training.gradients.found
         if not self.is_mean or factor == 1:
             return
@@ -127,7 +127,7 @@ class Trained:
                 found[key] = found[key] * factor
 
     def _compare(self, batch: Batch, tally: Tally | None) -> None:
-        """Lets metrics see the prediction that was just made."""
+        """Passes the last prediction to the metrics."""
         if tally is None:
             return
         prediction = self.prediction.torch()
@@ -149,28 +149,28 @@ class Trained:
 
 
 def _loss(execution: Execution) -> torch.Tensor | Loss:
-    """The loss where it is; asking the execution for the number would wait for it."""
+    """The loss on the device; reading the number would synchronize."""
     found = execution.loss_on_device
     assert found is not None
     return found
 
 
 def read_losses(losses: Sequence[torch.Tensor | Loss]) -> list[float]:
-    """Losses as numbers, with one wait and one transfer for all. Losses that were not reduced give their mean."""
+    """Losses as numbers, with one synchronization and one transfer for all. Unreduced losses give their mean."""
     arrays = [loss.array if isinstance(loss, Loss) else loss for loss in losses]
     numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in arrays]
     return torch.stack(numbers).tolist() if numbers else []
 
 
 def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator[Batch]:
-    """Batches, until somebody wants the run to end."""
+    """Batches, until the run is interrupted."""
     while not interrupted():
         try:
             batch = next(batches)
         except StopIteration:
             return
         except Exception:
-            if interrupted():  # the signal reached a loader's own processes too
+            if interrupted():  # the signal also reached a loader's own processes
                 return
             raise
         yield batch

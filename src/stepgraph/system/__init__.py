@@ -1,1 +1,1 @@
-"""What is asked of PyTorch, Python and the operating system around every call: modes, signals, files."""
+"""Interfaces to PyTorch, Python and the operating system around every call: modes, signals, files."""

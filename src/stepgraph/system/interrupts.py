@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: what arrives while something is being changed waits until all of it is."""
+"""Ctrl-C between steps: an interrupt that arrives during a change is delivered when the change is complete."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
 
-# What the module `signal` wraps into enumerations, which takes three times as long as the work itself.
+# The functions that module `signal` wraps into enumerations, which takes three times as long as the work itself.
 _signal: Any = importlib.import_module("_signal")
 SIGINT, getsignal, signal = _signal.SIGINT, _signal.getsignal, _signal.signal
 
 
 class _Main:
-    """The thread that runs signal handlers; asked in every call, so looked up once, and again in a forked child."""
+    """The thread that runs signal handlers; needed in every call, so cached, and refreshed in a forked child."""
 
     def __init__(self) -> None:
         self.ident = main_thread().ident
@@ -29,9 +29,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Uninterrupted:
-    """Holds an interrupt back while a block runs, then delivers it; a second one goes through at once.
+    """Defers an interrupt while a block runs, then delivers it; a second one is delivered immediately.
 
-    Python runs signal handlers in the main thread only, so that other threads need nothing.
+    Python runs signal handlers only in the main thread, so other threads need nothing.
     """
 
     __slots__ = ("_before", "_came")
@@ -42,7 +42,7 @@ class Uninterrupted:
         self._before = self._came = None
         if get_ident() == _main.ident:
             before = getsignal(SIGINT)
-            if callable(before):  # the others, to ignore it or to end the process, interrupt no Python code
+            if callable(before):  # the others (ignore, end the process) interrupt no Python code
                 signal(SIGINT, self._note)
                 self._before = before
 

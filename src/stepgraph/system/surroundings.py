@@ -1,9 +1,9 @@
-"""PyTorch's modes and switches while stepgraph works.
+"""PyTorch's modes and settings while stepgraph works.
 
 What a program sets around a call (grad mode, inference mode, autocast, a default device or type, deterministic
-algorithms, the precision of float32 products) is meant for its own PyTorch code. A graph that took over such a setting
-while it is traced would keep it for good. So tracing and running happen under modes of our own, which are entered here
-and left as they were found.
+algorithms, the precision of float32 products) is meant for its own PyTorch code. A graph that picked up such a setting
+while it is traced would keep it permanently. So tracing and execution run under stepgraph's own modes, which are
+entered here and restored afterwards.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _EXACT, _TF32 = "ieee", "tf32"
 
 
 class Precision(NamedTuple):
-    """What a GPU may round float32 factors to, in PyTorch's words: `"ieee"` keeps all bits, `"tf32"` 10 of them.
+    """What a GPU may round float32 factors to, in PyTorch's terms: `"ieee"` keeps all bits, `"tf32"` 10 of them.
 
-    `"none"` is PyTorch's word for a switch nobody has set, which keeps all bits too.
+    `"none"` is PyTorch's term for a setting that was never changed, which also keeps all bits.
     """
 
     products: str = _EXACT
@@ -32,7 +32,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, tf32: bool | None) -> Precision:
-        """The same for all, or with None as PyTorch is set now, whichever spelling was used to set it."""
+        """The same for all or, with None, PyTorch's current settings, whichever API was used to set them."""
         return _current() if tf32 is None else cls(*[_TF32 if tf32 else _EXACT] * 3)
 
     @property
@@ -42,7 +42,7 @@ class Precision(NamedTuple):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """PyTorch asks its switches when a kernel is launched, also in a capture."""
+        """PyTorch reads its settings when a kernel is launched, including during a capture."""
         changed = [(one, found) for one, wanted in zip(_switches(), self, strict=True) if (found := _set(one, wanted))]
         try:
             yield
@@ -56,25 +56,25 @@ FULL = Precision()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Modes in which shapes are inferred, steps recorded and arrays made: those of a program that has set none."""
+    """Modes for shape inference, recording and creating arrays: the defaults of a program that changes none."""
     with ExitStack() as stack:
         _enter_neutral(stack)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if torch.is_anomaly_enabled():  # it would look for NaN in arrays that have no memory
+        if torch.is_anomaly_enabled():  # it would check arrays without memory for NaN
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
 
 def reach(kind: str, open_to_switches: bool) -> bool:
-    """Whether the caller's modes would reach recorded operators, beside grad and inference mode.
+    """Whether the caller's modes, besides grad and inference mode, would affect recorded operators.
 
-    This is asked in every call, and each question to PyTorch costs as much as a hundredth of a small step. So a program
-    says whether switches of the process can reach it at all; autocast always would.
+    This is checked in every call, and each query to PyTorch costs about a hundredth of a small step. So a program
+    states whether process-wide settings can affect it at all; autocast always would.
 
     Args:
         kind: the type of the device.
-        open_to_switches: whether any operator goes by the default type or device, or by deterministic algorithms.
+        open_to_switches: whether any operator depends on the default type or device, or on deterministic algorithms.
     """
     if torch.is_autocast_enabled(kind):
         return True
@@ -84,7 +84,7 @@ def reach(kind: str, open_to_switches: bool) -> bool:
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """Modes in which operators run that the caller's would reach."""
+    """Modes for operators that the caller's modes would affect."""
     with ExitStack() as stack:
         _enter_neutral(stack)
         yield
@@ -108,7 +108,7 @@ def _enter_neutral(stack: ExitStack) -> None:
 
 
 class _ForAllThreads:
-    """Switches of the whole process are changed by one thread at a time: the next waits until they are put back."""
+    """Lets one thread at a time change process-wide settings: the next waits until they are restored."""
 
     def __init__(self) -> None:
         self._lock, self.depth = threading.RLock(), 0
@@ -126,7 +126,7 @@ _for_all_threads = _ForAllThreads()
 
 
 def _is_set_for_all() -> bool:
-    """Whether a switch of the whole process must be changed, or is being changed by somebody."""
+    """Whether a process-wide setting must be changed, or is being changed by another thread."""
     return (
         torch.get_default_dtype() is not torch.float32
         or torch.are_deterministic_algorithms_enabled()
@@ -148,11 +148,11 @@ def _current() -> Precision:
 
 
 def _set(switch: Any, wanted: str) -> str | None:
-    """Sets a switch that is set otherwise, and gives what puts it back; reading the old spelling may raise."""
+    """Changes a setting if necessary and returns the value to restore; reading through the old API may raise."""
     found = switch.fp32_precision
     if found == wanted or {found, wanted} <= {_EXACT, "none"}:
         return None
-    # The switch for all of them at once: one that follows it shall do so again.
+    # The setting for all of them together: one that inherits it must do so again.
     inherited = torch.backends.fp32_precision == found  # type: ignore[attr-defined]
     switch.fp32_precision = wanted
     return "none" if inherited else str(found)

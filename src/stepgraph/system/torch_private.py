@@ -1,8 +1,8 @@
 """Every private name of PyTorch that stepgraph uses, and nothing else.
 
-PyTorch may rename or drop them in any version; `tests/test_torch_private.py` names each one and what it is for. What
-runs in every step is PyTorch's own object under another name, so that a call costs what it did. Inductor takes seconds
-to import, so it is imported when it is first asked for.
+PyTorch may rename or drop them in any version; `tests/test_torch_private.py` lists each one and its purpose. What
+runs in every step is PyTorch's own object under another name, without overhead. Inductor takes seconds
+to import, so it is imported on first use.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 InferenceMode: Any = torch._C._InferenceMode
-"""Inference mode for every call; the public `torch.inference_mode` puts Python around it that takes longer."""
+"""Inference mode for every call; the public `torch.inference_mode` adds slow Python code."""
 
 function_mode_count = torch._C._len_torch_function_stack
-"""How many modes intercept PyTorch's functions, a default device among them; no public name counts them."""
+"""How many modes intercept PyTorch's functions, including a default device; no public name counts them."""
 
 raw_stream: Any = torch._C._cuda_getCurrentRawStream if torch.backends.cuda.is_built() else None
-"""The current CUDA stream of a device as a number; the public way makes an object in every call."""
+"""The current CUDA stream of a device as a number; the public API creates an object in every call."""
 
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often an array was written to; no public name tells."""
+"""How often an array was written to; no public name provides it."""
 
 base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The array that a view is a part of, or None; no public name gives it."""
+"""The array that a view is a part of, or None; no public name provides it."""
 
 foreach_add_ = torch._foreach_add_
 """Adds to many arrays in one call; the public `add_` takes one."""
@@ -42,16 +42,16 @@ foreach_copy_ = torch._foreach_copy_
 """Copies into many arrays in one call; the public `copy_` takes one."""
 
 fused_adam_ = torch._fused_adam_
-"""Adam in one pass over memory; the public `torch.optim.Adam` holds state of its own."""
+"""Adam in one pass over memory; the public `torch.optim.Adam` holds its own state."""
 
 fused_adamw_ = torch._fused_adamw_
-"""AdamW in one pass over memory; the public `torch.optim.AdamW` holds state of its own."""
+"""AdamW in one pass over memory; the public `torch.optim.AdamW` holds its own state."""
 
 fused_sgd_ = torch._fused_sgd_
-"""SGD in one pass over memory; the public `torch.optim.SGD` holds state of its own."""
+"""SGD in one pass over memory; the public `torch.optim.SGD` holds its own state."""
 
 addmm_activation = torch._addmm_activation
-"""A product, a sum and ReLU in one call of cuBLAS; publicly they are two operators."""
+"""A product, a sum and ReLU in one cuBLAS call; publicly they are two operators."""
 
 
 # Recording
@@ -61,10 +61,10 @@ FakeTensor = torch._subclasses.FakeTensor
 """The type of arrays without memory; it has no public name."""
 
 FakeTensorMode = torch._subclasses.FakeTensorMode
-"""Makes arrays without memory, on which steps are recorded; the public meta device forgets where they belong."""
+"""Creates arrays without memory, on which steps are recorded; the public meta device loses their device."""
 
 disable_modes = torch.utils._python_dispatch._disable_current_modes
-"""Real arrays in the middle of a recording; no public name leaves a recording for a moment."""
+"""Real arrays in the middle of a recording; no public name suspends a recording."""
 
 
 # Recorded operators and graphs
@@ -80,7 +80,7 @@ def schema(operator: OpOverload) -> Any:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """A number that only views of the same memory share; the public address is 0 for arrays without memory."""
+    """A number shared only by views of the same memory; the public address is 0 for arrays without memory."""
     return storage._cdata
 
 
@@ -90,15 +90,15 @@ def root(graph: torch.fx.Graph) -> torch.fx.Node:
 
 
 def module_sources() -> dict[str, str]:
-    """The sources that torch.fx keeps for tracebacks, by file name; there is no public way to drop one."""
+    """The sources that torch.fx keeps for tracebacks, by file name; there is no public API to drop one."""
     return torch.fx.graph_module._loader.eval_cache
 
 
 tree_map_only = torch.utils._pytree.tree_map_only
-"""Maps what is of one type within nested results; PyTorch has no public name for trees."""
+"""Maps over values of one type in nested results; PyTorch has no public name for trees."""
 
 
-# Operators that a step records, or chooses among; public functions decide by themselves which of them they call
+# Operators that a step records, or chooses among; public functions choose among them internally
 
 
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -117,7 +117,7 @@ softmax = torch.ops.aten._softmax
 """Softmax along one axis."""
 
 log_softmax = torch.ops.aten._log_softmax
-"""The logarithm of softmax."""
+"""The log softmax."""
 
 log_softmax_gradient = torch.ops.aten._log_softmax_backward_data
 """Its gradient, with which the gradient of a cross entropy ends."""
@@ -126,41 +126,41 @@ unsafe_view = torch.ops.aten._unsafe_view
 """A view of a result that nothing else reads."""
 
 unsafe_index = torch.ops.aten._unsafe_index
-"""Reads at indices that are known to be in range, without asking."""
+"""Reads at indices that are known to be in range, without checking."""
 
 nnpack_convolution = torch.ops.aten._nnpack_spatial_convolution
-"""A convolution by NNPACK."""
+"""A convolution with NNPACK."""
 
 slow_convolution = torch.ops.aten._slow_conv2d_forward
-"""A convolution by products over patches."""
+"""A convolution as products over patches."""
 
 slow_convolution_gradient = torch.ops.aten._slow_conv2d_backward
 """Its gradients."""
 
 cudnn_rnn = torch.ops.aten._cudnn_rnn
-"""A recurrent network by cuDNN; the public `torch.lstm` keeps from the caller what the gradient needs."""
+"""A recurrent network with cuDNN; the public `torch.lstm` hides what the gradient needs."""
 
 cudnn_rnn_gradient = torch.ops.aten._cudnn_rnn_backward
 """Its gradients."""
 
 cudnn_rnn_pack = torch.ops.aten._cudnn_rnn_flatten_weight
-"""Puts the weights of a recurrent network into one block, as cuDNN reads them."""
+"""Packs the weights of a recurrent network into one block, as cuDNN expects them."""
 
 
 # PyTorch's compiler
 
 
 class Inductor(NamedTuple):
-    """PyTorch's compiler for a graph that is recorded already; the public `torch.compile` records by itself."""
+    """PyTorch's compiler for a graph that is already recorded; the public `torch.compile` does its own recording."""
 
     compile_graph: Callable[..., Any]
-    compile_kernels: Callable[..., Any]  # of a graph that the other one has prepared
+    compile_kernels: Callable[..., Any]  # of a graph prepared by the other one
     without_repeats: Callable[[torch.fx.Graph], torch.fx.Graph]  # equal operators are computed once
-    force_stride_order: Any  # the operator that keeps an array's order in memory
+    force_stride_order: Any  # the operator that keeps an array's memory layout
 
 
 def inductor() -> Inductor:
-    """The compiler, imported; the first time that takes seconds."""
+    """The compiler, imported; the first import takes seconds."""
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.inductor_prims import force_stride_order
@@ -169,14 +169,14 @@ def inductor() -> Inductor:
 
 
 def generated_code(compiled: CompiledFxGraph) -> Any:
-    """The code that was generated for a graph; a public name gives only the function around it."""
+    """The code generated for a graph; a public name provides only the function around it."""
     return compiled.current_callable
 
 
 def kernel_assembly(compiled: CompiledFxGraph) -> Iterator[str]:
-    """The PTX of the kernels that were made for a graph, in all sizes that may be tried; no public name gives it.
+    """The PTX of a graph's kernels, in all block sizes that may be tried; no public name provides it.
 
-    Triton keeps it in its cache, in a folder that is named after the kernel.
+    Triton keeps it in its cache, in a folder named after the kernel.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key

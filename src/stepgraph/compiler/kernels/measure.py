@@ -188,7 +188,7 @@ def file() -> Path | None:
 
 
 def _cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; ignores relative paths, as the XDG specification requires."""
+    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; the XDG specification requires absolute paths."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():
         return given / "stepgraph"
