@@ -93,20 +93,20 @@ def test_version_and_no_command(capsys: Capture) -> None:
     [
         (["inspect"], "FILE"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["inspect", "x", "--batch-sizes", "1,x"], "'1,x' is no list of batch sizes: write numbers such as 1,8,64"),
-        (["inspect", "x", "--batch-sizes", "0"], "'0' is no list of batch sizes"),
-        (["inspect", "x", "--batch-sizes", ""], "'' is no list of batch sizes"),
-        (["inspect", "x", "--device", "quantum"], "'quantum' is no device: use one of cpu, gpu"),
+        (["inspect", "x", "--batch-sizes", "1,x"], "'1,x' is not a list of batch sizes: use numbers such as 1,8,64"),
+        (["inspect", "x", "--batch-sizes", "0"], "'0' is not a list of batch sizes"),
+        (["inspect", "x", "--batch-sizes", ""], "'' is not a list of batch sizes"),
+        (["inspect", "x", "--device", "quantum"], "'quantum' is not a device: use one of cpu, gpu"),
         (["inspect", "x", "--device", "cpu:1"], "cpu has no number"),
-        (["inspect", "x", "--device", "cpu:warm"], "'warm' in 'cpu:warm' is no setting"),
+        (["inspect", "x", "--device", "cpu:warm"], "'warm' in 'cpu:warm' is not a setting"),
         (["compare", "x"], "--devices"),
-        (["compare", "--devices", "cpu", "x"], "two are needed to compare"),
-        (["compare", "--devices", "cpu,", "x"], "'' is no device"),
-        (["compare", "--devices", "cpu,cpu:float16:bfloat16", "x"], "float16 and bfloat16 cannot both be"),
-        (["compare", "--devices", "cpu,cpu:fused:deterministic", "x"], "fused and deterministic cannot both be"),
-        (["compare", "--devices", "cpu,cpu", "--tolerance", "nan", "x"], "'nan' is no tolerance"),
-        (["compare", "--devices", "cpu,cpu", "--batch-size", "-1", "x"], "'-1' is no batch size"),
-        (["demo", "--epochs", "0"], "'0' is no number of epochs"),
+        (["compare", "--devices", "cpu", "x"], "a comparison needs two"),
+        (["compare", "--devices", "cpu,", "x"], "'' is not a device"),
+        (["compare", "--devices", "cpu,cpu:float16:bfloat16", "x"], "float16 and bfloat16 cannot be combined"),
+        (["compare", "--devices", "cpu,cpu:fused:deterministic", "x"], "fused and deterministic cannot be combined"),
+        (["compare", "--devices", "cpu,cpu", "--tolerance", "nan", "x"], "'nan' is not a tolerance"),
+        (["compare", "--devices", "cpu,cpu", "--batch-size", "-1", "x"], "'-1' is not a batch size"),
+        (["demo", "--epochs", "0"], "'0' is not a number of epochs"),
         (["completion", "tcsh"], "invalid choice: 'tcsh'"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_device_that_is_not_there_is_refused(capsys: Capture, tmp_path: Path) 
         called = Called(capsys, *command, "cpu,xpu:7" if "compare" in command else "xpu:7")
         assert called.code == 1 and called.out == ""
         assert re.match(r"device xpu:7: this machine has no such device .*\n    here   cpu", called.err)
-        assert "`stepgraph devices` tells" in called.err
+        assert "`stepgraph devices` shows" in called.err
 
 
 def test_devices_as_they_are_spelled() -> None:

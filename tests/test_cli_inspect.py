@@ -40,7 +40,7 @@ def test_everything_is_told(saved: Path, capsys: Capture) -> None:
         rf"^{re.escape(str(saved))}: training graph$",
         r"^  inputs +image \[6, 1, 4, 4\] float32$",
         r"^  loss labels +label \[6\] int64$",
-        r"^  optimizer +adam amsgrad, learning_rate 0.01, beta1 0.9, .*updates made: 3$",
+        r"^  optimizer +adam amsgrad, learning_rate 0.01, beta1 0.9, .*updates: 3$",
         r"^  compiled +DETERMINISTIC$",
         r'^  note who +\["a", "b"\]$',
         r"^conv +│ Convolution +│ 6×1×4×4 +│ 6×2×4×4 +│ +20$",
@@ -176,7 +176,7 @@ def test_a_graph_that_takes_one_batch_size_says_so(capsys: Capture, tmp_path: Pa
     graph.node(sg.TransposeLayer((1, 0)), x)
     path = graph.save(tmp_path / "graph")
     called = Called(capsys, "inspect", path)
-    assert called.code == 0 and "Other batches cannot be planned: batch_size is " in called.out
+    assert called.code == 0 and "Other batch sizes cannot be planned: batch_size is " in called.out
     called = Called(capsys, "inspect", path, "--batch-sizes", "2")
     assert called.code == 1 and "the first input has 4 rows and the result 6" in called.err
 
@@ -198,7 +198,7 @@ def test_own_classes(capsys: Capture, tmp_path: Path, monkeypatch: pytest.Monkey
     assert Called(capsys, "inspect", path, "--custom", "own_layers:Swish").code == 0
     for given, words in (
         (f"{code}:Swash", "has no class Swash.\n    classes   Swish"),
-        ("Swish", "'Swish' names no class"),
+        ("Swish", "'Swish' does not name a class"),
         ("nowhere.py:Swish", "there is no file nowhere.py"),
         ("nowhere_at_all:Swish", "cannot be imported: ModuleNotFoundError"),
     ):
@@ -228,7 +228,7 @@ def foreign(folder: Path, net: Path) -> dict[str, tuple[Path, str]]:
     return {
         "missing": (folder / "missing", "there is no such directory"),
         "folder": (folder, "there is no complete checkpoint: no graph.json"),
-        "tensors": (next(net.glob("*.safetensors")), f"give its directory, {net}"),
+        "tensors": (next(net.glob("*.safetensors")), f"pass its directory, {net}"),
         "safetensors": (
             folder / "w.safetensors",
             "it is a safetensors file, tensors without a graph, not a saved graph",
@@ -270,7 +270,7 @@ def test_devices_counts_kernels_that_were_chosen(
 ) -> None:
     file = tmp_path / "kernels.json"
     monkeypatch.setattr("stepgraph.compiler.kernels.measure.file", lambda: file)
-    assert "not there yet" in Called(capsys, "devices").out
+    assert "missing: the first compilation creates it" in Called(capsys, "devices").out
     file.write_text('{"one": "a", "two": "b"}')
     assert re.search(r"holds +2 choices", Called(capsys, "devices").out)
 
@@ -278,9 +278,9 @@ def test_devices_counts_kernels_that_were_chosen(
 @pytest.mark.parametrize(
     "platform, cuda, nvidia, hidden, words",
     [
-        ("linux", None, False, None, "no driver of a GPU was found"),
-        ("linux", None, True, None, "a driver for CUDA is here: install PyTorch's build for CUDA"),
-        ("linux", "12.8", False, None, "built for CUDA 12.8, and no driver was found"),
+        ("linux", None, False, None, "no GPU driver was found"),
+        ("linux", None, True, None, "a CUDA driver is installed: install PyTorch's build for CUDA"),
+        ("linux", "12.8", False, None, "built for CUDA 12.8, but no driver was found"),
         ("linux", "12.8", True, None, "does not work with this PyTorch, built for CUDA 12.8"),
         ("linux", "12.8", True, "", "CUDA_VISIBLE_DEVICES='' hides all GPUs"),
         ("darwin", None, False, None, "Metal"),

@@ -52,7 +52,7 @@ def test_the_commands_run_and_print_what_is_shown(
     assert Path("demo.dot").read_text().startswith("digraph")
     assert Called(capsys, "report", "run/demo").code == 0 and Path("run/demo/report.html").is_file()
     again = Called(capsys, "demo", "--save", "run/demo")
-    assert (again.code, again.out) == (1, "") and "there is something already" in again.err
+    assert (again.code, again.out) == (1, "") and "it exists and is not an empty folder" in again.err
     assert type(sg.load("run/demo", sg.Device.cpu())) is sg.TrainingGraph
 
 

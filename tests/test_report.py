@@ -271,7 +271,7 @@ def test_everything_is_in_one_folder(finished: tuple[Path, sg.History, Any], tmp
 def test_a_resumed_run_appends_and_says_so(tmp_path: Path) -> None:
     whole = sg.fit(network(), arrays(), epochs=4, **QUIET)
     sg.fit(network(), arrays(), epochs=2, run=tmp_path, **QUIET)
-    with pytest.raises(sg.ArgumentError, match="there is a run"):
+    with pytest.raises(sg.ArgumentError, match="there is already a run"):
         sg.fit(network(), arrays(), epochs=4, run=tmp_path, **QUIET)
     resumed = sg.fit(network(), arrays(), epochs=4, run=tmp_path, resume=True, **QUIET)
     run = Run(tmp_path)
@@ -336,7 +336,7 @@ def test_a_torn_last_line_is_left_out_and_removed_by_who_goes_on(tmp_path: Path)
 HEADER = '{"format":"stepgraph run","version":1}\n'
 BAD_RECORDS = {
     "is not the record of a run": "hello\n",
-    "has version 2, this stepgraph reads 1": HEADER.replace("1", "2"),
+    "has version 2, but stepgraph reads 1": HEADER.replace("1", "2"),
     "has version True": HEADER.replace("1", "true"),
     "line 3 of run.jsonl is damaged": HEADER + '{"kind":"end","step":1,"stopped":"x"}\n{"ki\n',
     "line 2 of run.jsonl is damaged": HEADER + '{"kind":"begin"}\n',
@@ -353,12 +353,12 @@ def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path, message: str) -> 
 
 
 def test_a_folder_that_is_no_run_or_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(sg.RunError, match=r"holds no run.*\nFix: give a folder that fit"):
+    with pytest.raises(sg.RunError, match=r"holds no run.*\nFix: pass a folder that fit"):
         Run(tmp_path)
     for number in range(8):
         (tmp_path / "runs" / f"{number}").mkdir(parents=True)
         (tmp_path / "runs" / f"{number}" / FILE).write_text("")
-    with pytest.raises(sg.RunError, match=r"below it .*5 and 2 more\nFix: give one of those below it"):
+    with pytest.raises(sg.RunError, match=r"below it .*5 and 2 more\nFix: pass one of those below it"):
         Run(tmp_path)
     with pytest.raises(sg.StorageError, match="there is no such folder"):
         Run(tmp_path / "nowhere")
@@ -469,7 +469,7 @@ def test_a_full_disk_costs_the_report_and_not_the_training(
         history = sg.fit(recorded, arrays(), epochs=4, run=tmp_path, **QUIET)
     assert history["loss"] == expected["loss"] and state(recorded) == state(plain)
     assert [one.getMessage() for one in caplog.records if one.name == "stepgraph"] == [
-        f"training goes on, but the record of its report could not be written: {tmp_path}: it cannot be written: "
+        f"training continues, but the record of its report could not be written: {tmp_path}: it cannot be written: "
         "No space left on device"
     ]
     run = Run(tmp_path)  # whole lines only
@@ -493,7 +493,7 @@ def test_a_page_that_cannot_be_written_is_told_once(
     with caplog.at_level("WARNING", "stepgraph"):
         assert sg.fit(network(), arrays(), epochs=3, run=tmp_path, **QUIET).stopped == "finished"
     assert [one.getMessage() for one in caplog.records if "the page of its report" in one.getMessage()] == [
-        f"training goes on, but the page of its report could not be written: {tmp_path}: it cannot be written: "
+        f"training continues, but the page of its report could not be written: {tmp_path}: it cannot be written: "
         "No space left on device"
     ]
     assert Run(tmp_path).status == "finished"

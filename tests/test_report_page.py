@@ -82,7 +82,7 @@ def test_every_section_tells_something(shown: Any) -> None:
         "graph": ["fixed", "Convolution", "8 × 1 × 6 × 6", "frozen", "forward"],
         "profile": ["last", "FullyConnected", "optimizer", "update 24"],
         "memory": ["Known before the first step", "Alive at the peak", "activations"],
-        "gradients": ["fixed.weights", "disable_update", "nothing it is made from is trained"],
+        "gradients": ["fixed.weights", "disable_update", "it depends on nothing that is trained"],
         "histograms": ["last.weights", "norm.gamma", "before an update"],
         "environment": ["python", "torch", "AdamOptimizer(learning_rate=0.01", "Training began", "finished"],
     }

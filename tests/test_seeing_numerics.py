@@ -155,7 +155,7 @@ def test_the_message_tells_ranges_of_what_was_read() -> None:
         step(training, x, y)
     seen = training.check_numerics().facts["source"]
     assert seen.is_finite and seen.count == 20 and seen.high > 89  # exp(89) is more than float32 holds
-    assert f"source       20 elements, {seen.low:.4g} to {seen.high:.4g}" in str(caught.value)
+    assert f"source        20 elements, {seen.low:.4g} to {seen.high:.4g}" in str(caught.value)
     assert "first NaN" in str(caught.value)  # where infinities meet later on
 
 

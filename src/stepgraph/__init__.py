@@ -3,7 +3,7 @@
     import stepgraph as sg
 
 `public.py` is the table of contents. Its names are loaded when the first of them is used, so that importing the package
-takes no time and a command line can print its help without waiting for PyTorch.
+is fast and the command line can print its help without importing PyTorch.
 """
 
 import typing as _typing
@@ -27,7 +27,7 @@ else:
 
         if name == "__all__":  # for `from stepgraph import *`
             return sorted(_load())
-        # For a module, `from stepgraph import module` goes on and imports it.
+        # For a module, `from stepgraph import module` continues and imports it.
         if name.startswith("_") or find_spec(f"stepgraph.{name}") is not None or name not in _load():
             raise AttributeError(f"module 'stepgraph' has no attribute '{name}'", name=name)
         return globals()[name]

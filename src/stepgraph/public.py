@@ -1,4 +1,4 @@
-"""The public names. Read from top to bottom, this is the order in which a program uses them."""
+"""The public names, in the order in which a program uses them."""
 
 from stepgraph.types import (
     DataType as DataType,

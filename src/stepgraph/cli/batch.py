@@ -1,4 +1,4 @@
-"""One batch for a saved graph: drawn from a seed, or read from a file."""
+"""One batch for a saved graph: random from a seed, or read from a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = dict[str, np.ndarray | torch.Tensor]
 
 
 def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """What linked graphs must be given data for: kind, name, tensor. What one of them makes for another is none."""
+    """The tensors that linked graphs need data for, as kind, name, tensor; excludes what one produces for another."""
     made = {tensor for graph in graphs for node in graph.shown_nodes() for tensor in node.results}
     for graph in graphs:
         for kind, name, tensor in graph.declaration.feeds:
@@ -28,7 +28,7 @@ def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
-    """Inputs from a normal distribution, labels and weights from [0, 1), whole numbers that their readers take."""
+    """Inputs from a normal distribution, labels and weights from [0, 1), integers within the range of their readers."""
     generator = np.random.default_rng(seed)
     found: Batch = {}
     for kind, name, tensor in feeds(graphs):
@@ -42,7 +42,7 @@ def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
 
 
 def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
-    """One more than the largest whole number that every reader of a tensor takes; 0 is always one."""
+    """One more than the largest integer that every reader of a tensor accepts; 0 is always valid."""
     bounds = [2] if tensor.data_type is DataType.BOOLEAN else []
     for node in (node for graph in graphs for node in graph.shown_nodes() if tensor in node.arguments):
         if isinstance(node.layer, EmbeddingLayer):
@@ -56,14 +56,14 @@ def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
 
 
 def read(path: Path, graphs: Sequence[Any]) -> Batch:
-    """The arrays of an `.npz` file, which must have one for each name."""
+    """The arrays of an `.npz` file, which must have one per name."""
     try:
         with path.open("rb") as stream:
             file = np.load(stream, allow_pickle=False)
             found: Batch | None = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         said = getattr(error, "strerror", None) or reason(error)
-        problem = f"no arrays can be read from it: {said}"
+        problem = f"it contains no readable arrays: {said}"
         raise StorageError(f"{path}", problem, fix="write it with numpy.savez") from None
     if found is None:
         raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")
@@ -78,11 +78,11 @@ def _check_names(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tens
         raise DataError(f"{path}", f"it has no array {sorted(missing)[0]!r}", needed=needed, fix="add it")
     if unknown:
         raise UnknownNameError(
-            f"{path}", f"the graph takes no {sorted(unknown)[0]!r}", needed=needed, fix="leave it out"
+            f"{path}", f"the graph has no input or label {sorted(unknown)[0]!r}", needed=needed, fix="leave it out"
         )
 
 
 def rows_of(batch: Batch, graphs: Sequence[Any]) -> int:
-    """How many rows a batch has: the first extent of the first input."""
+    """The number of rows of a batch: the first dimension of the first input."""
     first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0].declaration.feeds.tensors[0]), None)
     return graphs[0].declaration.feeds.batch if first is None else len(batch[first])

@@ -1,4 +1,4 @@
-"""`stepgraph compare --devices A,B FILE`: whether a saved graph computes the same in two places."""
+"""`stepgraph compare --devices A,B FILE`: whether a saved graph computes the same on several devices."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TOLERANCE = 1e-3
 
 EXAMPLES = """
 what is compared:
-  The result of every layer, then the gradient of every parameter, with that of
-  the first device: the largest difference, and its share of the largest number
+  The result of every layer, then the gradient of every parameter, against
+  the first device: the largest difference, and its ratio to the largest number
   in that result, or in the gradients of that layer. Dropout drops the same
   elements everywhere.
 
 examples:
   stepgraph compare --devices cpu,gpu run/model
   stepgraph compare --devices cpu:deterministic,cpu:default run/model
-                       PyTorch's kernels and those chosen by measuring
+                       PyTorch's kernels and those chosen by measurement
   stepgraph compare --devices cpu:default,cpu:bfloat16 --tolerance 0.05 run/model
   stepgraph compare --devices cpu,gpu --data batch.npz run/model
                        a file that numpy.savez("batch.npz", image=…, label=…) wrote
@@ -39,7 +39,7 @@ exit codes:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `compare` may be asked for."""
+    """The arguments of `compare`."""
     parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
     opening.arguments(parser)
     parser.add_argument(
@@ -47,18 +47,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE,DEVICE,…",
         type=places.places,
         required=True,
-        help="two or more; the first is what the others are compared with",
+        help="two or more; the others are compared with the first",
     )
     parser.add_argument(
         "--tolerance",
         metavar="SHARE",
         type=_share,
         default=TOLERANCE,
-        help=f"the largest difference that is fine, as a share of the largest number of an array ({TOLERANCE})",
+        help=f"the largest acceptable difference, relative to the largest number of an array ({TOLERANCE})",
     )
-    parser.add_argument("--data", metavar="FILE", type=Path, help="arrays by name in an .npz file; by default drawn")
-    parser.add_argument("--batch-size", metavar="ROWS", type=_rows, help="rows to draw (as declared)")
-    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="what drawn numbers come from (0)")
+    parser.add_argument("--data", metavar="FILE", type=Path, help="arrays by name in an .npz file; by default random")
+    parser.add_argument("--batch-size", metavar="ROWS", type=_rows, help="rows of the random batch (as declared)")
+    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of random numbers (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -68,18 +68,18 @@ def _share(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: write a number such as 1e-4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: use a number such as 1e-4")
     return found
 
 
 def _rows(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no batch size: write a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch size: use a number ≥ 1")
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the batch everywhere and tells the differences."""
+    """Runs the batch everywhere and shows the differences."""
     from stepgraph.cli import differences
 
     first, *others = _numbers(arguments)
@@ -94,18 +94,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _numbers(arguments: argparse.Namespace) -> list[Any]:
-    """What the graph computes in each place, from the same batch and the same random numbers."""
+    """What the graph computes on each device, from the same batch and the same random numbers."""
     from stepgraph import set_seed
     from stepgraph.cli import batch, differences
 
     if arguments.data is not None and arguments.batch_size is not None:
-        raise ArgumentError("compare", "--data has its own rows", fix="leave --batch-size out")
+        raise ArgumentError("compare", "--data has its own rows", fix="leave out --batch-size")
     content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
     for place in arguments.devices:
-        place.device()  # refused before anything is compiled
+        place.device()  # fails before anything is compiled
     found, data, rows = [], None, 0
     for place in arguments.devices:
-        set_seed(arguments.seed)  # a graph that was saved before it was compiled draws its stream now
+        set_seed(arguments.seed)  # a graph that was saved before compilation draws its stream now
         graphs = opening.load(content, custom, place).linked_graphs
         if data is None and arguments.data is not None:
             data = batch.read(arguments.data, graphs)
@@ -137,7 +137,7 @@ def _tell(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference
         )
     else:
         worst = max((one.share for found in rows.values() for one in found), default=0.0)
-        verdict = f"All {len(rows)} within {tolerance}; the largest share is {_short(worst)}."
+        verdict = f"All {len(rows)} within {tolerance}; the largest ratio is {_short(worst)}."
     screen.show(table, "", verdict)
 
 

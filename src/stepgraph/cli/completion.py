@@ -1,4 +1,4 @@
-"""`stepgraph completion SHELL`: what a shell needs to complete the command line, made from the parser itself."""
+"""`stepgraph completion SHELL`: a script that completes the command line, generated from the parser."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from string import Template
 
 from stepgraph.cli import places
 
-HELP = "print what lets bash, zsh or fish complete this command"
+HELP = "print the completion script for bash, zsh or fish"
 
 EXAMPLES = """
 to use it:
   bash   echo 'source <(stepgraph completion bash)' >> ~/.bashrc
   zsh    stepgraph completion zsh > ~/.zfunc/_stepgraph
-         with fpath=(~/.zfunc $fpath) in front of compinit in ~/.zshrc
+         with fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc
   fish   stepgraph completion fish > ~/.config/fish/completions/stepgraph.fish
 """
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `completion` may be asked for."""
+    """The arguments of `completion`."""
     parser.epilog = EXAMPLES
     parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=", ".join(SHELLS))
 
@@ -40,7 +40,7 @@ class Argument:
 
     flags: tuple[str, ...]
     help: str
-    value: str  # what it takes: "" nothing, "file", "devices", "other", or words to choose from
+    value: str  # its value: "" for none, "file", "devices", "other", or words to choose from
 
     @property
     def words(self) -> str:
@@ -58,17 +58,17 @@ class Command:
 
     @property
     def flags(self) -> str:
-        """All its flags."""
+        """All flags."""
         return " ".join(flag for one in self.arguments for flag in one.flags)
 
     @property
     def positional(self) -> Argument | None:
-        """What it takes without a flag."""
+        """The positional argument."""
         return next((one for one in self.arguments if not one.flags), None)
 
 
 def described(parser: argparse.ArgumentParser) -> list[Command]:
-    """The command and its subcommands, as a shell needs to know them."""
+    """The command and its subcommands, as a shell needs them."""
     found = [_command("", "", parser)]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -102,7 +102,7 @@ def _value(action: argparse.Action) -> str:
 _BASH = Template("""\
 # Lets bash complete `stepgraph`: source <(stepgraph completion bash)
 
-_stepgraph_devices() {  # names, behind a colon settings, behind a comma names again
+_stepgraph_devices() {  # names; settings after a colon; names again after a comma
     local done="" word=$$1
     if [[ $$word == *,* ]]; then
         done="$${word%,*}," word=$${word##*,}
@@ -127,7 +127,7 @@ _stepgraph() {
             $choice) command=$$word; break ;;
         esac
     done
-    # bash takes a:b apart at the colon: what matters is the word in front of all of it.
+    # bash splits a:b at the colon: what matters is the word before all of it.
     while [[ $$index -gt 1 && ($${COMP_WORDS[index]} == : || $${COMP_WORDS[index+1]} == :) ]]; do
         index=$$((index - 1))
     done
@@ -232,7 +232,7 @@ def _fish_argument(condition: str, one: Argument) -> str:
     words = " ".join(places.NAMES) if one.value == "devices" else one.words
     flags = "".join(f" {'-l' if flag.startswith('--') else '-s'} {flag.lstrip('-')}" for flag in one.flags)
     choice = f" -a '{words}'" if words else ""
-    takes = "" if not one.value else " -F" if one.value == "file" else " -x"  # files, or nothing but the choice
+    takes = "" if not one.value else " -F" if one.value == "file" else " -x"  # files, or only the choices
     return _fish_line(condition, flags + choice + (" -r" if one.flags and takes == " -F" else "") + takes, one.help)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from stepgraph.graphs.training import TrainingGraph
 
-HELP = "train a small network and show what stepgraph is, in seconds"
+HELP = "train a small network in seconds, as a demonstration"
 BATCH, SEEN, UNSEEN, RATE = 64, 3000, 1000, 1e-2
 
 EXAMPLES = """
@@ -27,13 +27,13 @@ examples:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `demo` may be asked for."""
+    """The arguments of `demo`."""
     parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
     parser.add_argument(
         "--device", metavar="DEVICE", type=places.place, default=places.place("any"), help="where to train (any)"
     )
-    parser.add_argument("--epochs", metavar="NUMBER", type=_count, default=5, help="how often to see all pictures (5)")
-    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="what all random numbers come from (0)")
+    parser.add_argument("--epochs", metavar="NUMBER", type=_count, default=5, help="passes over all pictures (5)")
+    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of all random numbers (0)")
     parser.add_argument(
         "--save",
         metavar="FOLDER",
@@ -44,12 +44,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of epochs: write a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of epochs: use a number ≥ 1")
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws, wires, compiles, trains, tests, and tells each of it."""
+    """Draws, wires, compiles, trains and tests, and reports each step."""
     import stepgraph as sg
     from stepgraph.cli import screen, shapes
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if history.stopped == "interrupted":
         raise KeyboardInterrupt
     right = history["validation accuracy"][-1]
-    screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, which it had not seen. Four of them:", "")
+    screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, unseen in training. Four of them:", "")
     screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in all, on {device}.")
     _tell_next(training, arguments.save)
     return 0
@@ -97,7 +97,7 @@ def network() -> TrainingGraph:
 
 
 def _guesses(training: TrainingGraph, unseen: tuple[np.ndarray, np.ndarray]) -> str:
-    """A few pictures and what the network makes of them: an inference graph shares the parameters."""
+    """A few pictures and the network's predictions: an inference graph shares the parameters."""
     import stepgraph as sg
     from stepgraph.cli import screen, shapes
 
@@ -111,16 +111,16 @@ def _guesses(training: TrainingGraph, unseen: tuple[np.ndarray, np.ndarray]) -> 
 
 
 def _require_new(folder: Path | None) -> None:
-    """Refuses, before anything is trained, a folder that holds something already."""
+    """Rejects, before training, a path that is not a new or empty folder."""
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder}", "there is something already", fix="give a new folder")
+        raise StorageError(f"{folder}", "it exists and is not an empty folder", fix="use a new folder")
 
 
 def _tell_next(training: TrainingGraph, folder: Path | None) -> None:
     from stepgraph.cli import screen
 
     if folder is None:
-        screen.show("", "Next: `stepgraph demo --save FOLDER` keeps the graph for other commands to look at.")
+        screen.show("", "Next: `stepgraph demo --save FOLDER` keeps the graph for other commands.")
         return
     saved = training.save(folder, notes={"made by": "stepgraph demo"})
     told = {

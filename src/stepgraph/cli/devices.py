@@ -1,4 +1,4 @@
-"""`stepgraph devices`: what this machine offers, what would be used, what is missing and how to get it."""
+"""`stepgraph devices`: what this machine offers, what would be used, what is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ examples:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `devices` may be asked for."""
+    """The arguments of `devices`."""
     parser.epilog = EXAMPLES
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Looks and tells."""
+    """Inspects the machine and prints the result."""
     from stepgraph.cli import machine, screen
 
     found = machine.look()
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     for one in found["devices"]:
         table.add_row(one["device"], one["name"], _size(one["memory"]), _size(one["free"]), one["more"])
     parts += [table, "", "Versions", screen.facts(found["versions"]), "", "For PyTorch's compiler (FUSE_LAYERS)"]
-    parts += [screen.facts(found["compiler"]), "", "Kernels chosen by measuring"]
+    parts += [screen.facts(found["compiler"]), "", "Kernels chosen by measurement"]
     parts += [screen.facts(_kernels(found["kernels"])), "", *_missing(found["missing"])]
     screen.show(*parts)
     return 0
@@ -51,8 +51,8 @@ def _size(count: int | None) -> str:
 
 def _kernels(kernels: Mapping[str, Any]) -> dict[str, str]:
     if kernels["file"] is None:
-        return {"file": "none: there is no home directory, so each process measures anew"}
-    state = f"{kernels['choices']} choices" if kernels["exists"] else "not there yet: the first compilation makes it"
+        return {"file": "none: there is no home directory, so each process measures again"}
+    state = f"{kernels['choices']} choices" if kernels["exists"] else "missing: the first compilation creates it"
     return {"file": kernels["file"], "holds": state}
 
 

@@ -1,4 +1,4 @@
-"""One batch through a saved graph on several devices, and how far their numbers are apart."""
+"""Runs one batch through a saved graph on several devices and measures the differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepgraph.tensors.tensor import Tensor
 
 
 class What(NamedTuple):
-    """One array that is compared: a layer's result, or the gradient of a parameter of a layer."""
+    """One array to compare: a layer's result, or the gradient of a layer's parameter."""
 
     kind: str
     name: str
@@ -30,12 +30,12 @@ Numbers = dict[What, torch.Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two arrays are apart.
+    """The difference between two arrays.
 
     Args:
         largest: the largest number of the reference.
         absolute: the largest difference.
-        share: that difference, divided by the largest number that it is judged by.
+        share: that difference divided by the largest number of its scale.
     """
 
     largest: float
@@ -44,10 +44,10 @@ class Difference:
 
 
 def differences(reference: Numbers, other: Numbers) -> dict[What, Difference]:
-    """All arrays of two runs.
+    """The differences between all arrays of two runs.
 
-    A result is judged by its own largest number. A gradient is judged by the largest gradient of its layer: that of a
-    bias in front of a normalization is zero but for rounding, and would be compared with its own noise.
+    The scale of a result is its own largest number. The scale of a gradient is the largest gradient of its layer: that
+    of a bias before a normalization is zero except for rounding, and would be compared with its own noise.
     """
     largest = {what: _largest(array) for what, array in reference.items()}
     by_layer: dict[str, float] = {}
@@ -69,7 +69,7 @@ def _largest(array: torch.Tensor) -> float:
 
 
 def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference; what is not finite must be the same."""
+    """The largest difference; non-finite values must be equal."""
     one, two = reference.double(), other.double()
     same = (one == two) | (one.isnan() & two.isnan())
     apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -108,7 +108,7 @@ def _infer(graph: Any, batch: Batch, rows: int) -> None:
 
 
 def _start_gradients(graph: Any, rows: int, seed: int) -> None:
-    """Without a loss, gradients come from outside: drawn ones. A single number at the end stands for a loss."""
+    """Without a loss, uses random gradients from outside. A single final number serves as a loss."""
     generator = np.random.default_rng(seed + 1)
     for tensor in graph.compilation.terminal:
         if (
@@ -122,7 +122,7 @@ def _start_gradients(graph: Any, rows: int, seed: int) -> None:
 
 
 def _walk_back(graph: Any, rows: int) -> None:
-    """The gradient pass; in float16 with a loss scale at which nothing overflows, as training finds one."""
+    """Runs the gradient pass; in float16, with a loss scale at which nothing overflows, as training would find."""
     graph.execute_gradient(rows).wait()
     while (graph.loss_scale or 1) > 1 and not all(array.isfinite().all() for array in graph.gradients.found.values()):
         graph.loss_scale /= 2
@@ -130,7 +130,7 @@ def _walk_back(graph: Any, rows: int) -> None:
 
 
 def _in_order(graphs: Sequence[Any]) -> list[Any]:
-    """Linked graphs, each behind those whose results it reads."""
+    """Linked graphs, each after those whose results it reads."""
     made = {graph: {t for node in graph.shown_nodes() for t in node.results} for graph in graphs}
     ordered: list[Any] = []
     waiting = list(graphs)
@@ -146,7 +146,7 @@ def _in_order(graphs: Sequence[Any]) -> list[Any]:
 
 
 def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
-    """Every result of one graph, by the name of its layer; numbered where a layer has several."""
+    """Every result of one graph, by the name of its layer; numbered if a layer has several."""
     nodes = [node for one in graphs for node in one.shown_nodes()]
     names = draw.unique_names(node.layer for node in nodes)
     counts = Counter(node.layer for node in nodes for _ in node.results)
@@ -163,7 +163,7 @@ def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
 
 
 def _gradients(graphs: Sequence[Any]) -> Numbers:
-    """The gradients of parameters; linked graphs that share one have each a part of it."""
+    """The gradients of parameters; linked graphs that share one each have a part of it."""
     found: dict[Tensor, torch.Tensor] = {}
     for graph in graphs:
         for key, array in graph.gradients.found.items():

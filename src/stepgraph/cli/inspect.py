@@ -1,4 +1,4 @@
-"""`stepgraph inspect FILE`: a saved graph, told without the program that made it."""
+"""`stepgraph inspect FILE`: shows a saved graph without the program that built it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `inspect` may be asked for."""
+    """The arguments of `inspect`."""
     parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
     opening.arguments(parser)
     parser.add_argument(
@@ -47,28 +47,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-sizes",
         metavar="ROWS,…",
         type=_sizes,
-        help="plan memory for these batches; by default 1, the declared one, and 4 times as many rows",
+        help="plan memory for these batch sizes; by default 1, the declared one, and 4 times that",
     )
-    parser.add_argument("--no-plan", action="store_true", help="plan no memory: nothing is compiled")
+    parser.add_argument("--no-plan", action="store_true", help="skip the memory plan: nothing is compiled")
     parser.add_argument(
-        "--passes", action="store_true", help="show the compiler's passes and what each did; the graph is compiled"
+        "--passes", action="store_true", help="show the compiler's passes and their effects; compiles the graph"
     )
     parser.add_argument("--dot", metavar="FILE", type=Path, help="write a drawing for Graphviz")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="write a drawing that browsers show")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="write a drawing for browsers")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _sizes(text: str) -> list[int]:
-    """Batch sizes with commas between them, as `argparse` reads them."""
+    """Batch sizes separated by commas, as `argparse` reads them."""
     parts = [one.strip() for one in text.split(",")]
     if not all(one.isdecimal() and int(one) > 0 for one in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of batch sizes: write numbers such as 1,8,64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of batch sizes: use numbers such as 1,8,64")
     return list(dict.fromkeys(int(one) for one in parts))
 
 
 @dataclass
 class _Found:
-    """What there is to tell about a file."""
+    """Everything to show about a file."""
 
     header: dict[str, Any]
     tensors: list[dict[str, Any]]
@@ -79,7 +79,7 @@ class _Found:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads, tells, draws."""
+    """Reads, shows and draws a saved graph."""
     from stepgraph.checkpoint.restoring import understood
     from stepgraph.cli import saved
 
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         graph = opening.load(content, custom, place)
     except CheckpointError:
-        _tell(found, arguments)  # it is whole, but cannot be rebuilt here: what the files say can be told all the same
+        _tell(found, arguments)  # it is intact, but cannot be rebuilt here: show what the files contain
         raise
     found.graphs = list(graph.linked_graphs)
     if not arguments.no_plan:
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(found: _Found, asked: Sequence[int] | None) -> None:
-    """Plans the memory of each graph; batches that were not asked for may be impossible."""
+    """Plans the memory of each graph; default batch sizes may be impossible."""
     for graph in found.graphs:
         declared = graph.declaration.feeds.batch
         sizes = asked or sorted({1, declared, 4 * declared})
@@ -122,7 +122,7 @@ def _plan(found: _Found, asked: Sequence[int] | None) -> None:
         found.plans.append(plans)
 
 
-# Telling
+# Showing
 
 
 def _tell(found: _Found, arguments: argparse.Namespace) -> None:
@@ -148,7 +148,7 @@ def _told(found: _Found) -> list[Any]:
     for report in found.passes:
         told += ["", report]
     if found.unplanned:
-        told.append(f"Other batches cannot be planned: {found.unplanned}.")
+        told.append(f"Other batch sizes cannot be planned: {found.unplanned}.")
     return told
 
 
@@ -165,7 +165,7 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
             )
     for one in header["optimizers"]:
         settings = ", ".join(f"{name} {_number(value)}" for name, value in saved.effective(one["settings"]).items())
-        rows["optimizer"] = f"{one['rule']}, {settings}; updates made: {one['updates']:,}"
+        rows["optimizer"] = f"{one['rule']}, {settings}; updates: {one['updates']:,}"
     rows["compiled"] = header["compiled"]
     if header["classes"]:
         rows["own classes"] = ", ".join(header["classes"])

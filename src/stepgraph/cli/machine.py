@@ -25,7 +25,7 @@ INSTALL = "https://pytorch.org/get-started/locally"
 
 
 def look() -> dict[str, Any]:
-    """Everything `stepgraph devices` tells."""
+    """Everything that `stepgraph devices` shows."""
     every = Device.of(DeviceType.GPU, selects_multiple_compute_devices=True)
     gpus = () if every is None else every.gpu_devices
     return {
@@ -49,7 +49,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Bytes in all and free, where the system tells."""
+    """Total and free bytes, if the system provides them."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
@@ -90,14 +90,14 @@ def _versions() -> dict[str, str]:
 
 
 def _built() -> str:
-    """The GPU platform this PyTorch was built for; nothing where it is none."""
+    """The GPU platform this PyTorch was built for; empty if none."""
     return (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
     )
 
 
 def _nvidia_driver() -> str | None:
-    """The version of the kernel's driver, where Linux tells it."""
+    """The version of the kernel's driver, if Linux provides it."""
     try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
@@ -112,7 +112,7 @@ def _compiler(has_gpu: bool) -> dict[str, str]:
 
 
 def cxx() -> str | None:
-    """The C++ compiler that PyTorch's would call."""
+    """The C++ compiler that PyTorch's compiler would call."""
     named = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(named)
 
@@ -144,7 +144,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def missing(gpus: tuple[torch.device, ...]) -> list[dict[str, str]]:
-    """What would make training faster or possible, and how to get it."""
+    """What would make training faster or possible, and how to install it."""
     found = [] if gpus else [_no_gpu()]
     if cxx() is None:
         found.append({"what": "A C++ compiler: without one FUSE_LAYERS fails on the CPU", "fix": _get_cxx()})
@@ -152,7 +152,7 @@ def missing(gpus: tuple[torch.device, ...]) -> list[dict[str, str]]:
         fix = "install your Python's development files (python3-dev on Debian and Ubuntu, python3-devel on Fedora)"
         found.append({"what": "Python's headers: without them FUSE_LAYERS fails on the CPU", "fix": fix})
     if any(gpu.type == "cuda" for gpu in gpus) and util.find_spec("triton") is None:
-        fix = f"pip install triton, or install PyTorch as {INSTALL} says, which brings it along on Linux"
+        fix = f"pip install triton, or install PyTorch as described at {INSTALL}, which includes it on Linux"
         found.append({"what": "Triton: without it steps on CUDA are replayed, not fused", "fix": fix})
     return found
 
@@ -166,19 +166,19 @@ def _get_cxx() -> str:
 
 
 def _no_gpu() -> dict[str, str]:
-    """Why PyTorch sees no GPU here, as far as can be told."""
+    """Why PyTorch sees no GPU here, as far as is known."""
     what = "A GPU that PyTorch can use: graphs train on the CPU"
     if sys.platform == "darwin":
         if not torch.backends.mps.is_built():
-            return {"what": what, "fix": f"this PyTorch was built without Metal: install the one of {INSTALL}"}
+            return {"what": what, "fix": f"this PyTorch was built without Metal: install the one from {INSTALL}"}
         return {"what": what, "fix": "PyTorch finds no Metal device: it needs Apple silicon and a recent macOS"}
     nvidia, amd = _has_nvidia(), Path("/dev/kfd").exists()
     if _built():
         return {"what": what, "fix": _no_driver(nvidia or amd)}
     if nvidia or amd:
         kind = "CUDA" if nvidia else "ROCm"
-        return {"what": what, "fix": f"a driver for {kind} is here: install PyTorch's build for {kind}, see {INSTALL}"}
-    fix = "no driver of a GPU was found; with one, install the build of PyTorch for it"
+        return {"what": what, "fix": f"a {kind} driver is installed: install PyTorch's build for {kind}, see {INSTALL}"}
+    fix = "no GPU driver was found; if you have a GPU, install its driver and the matching build of PyTorch"
     return {"what": what, "fix": f"{fix}, see {INSTALL}"}
 
 
@@ -191,5 +191,5 @@ def _no_driver(has_driver: bool) -> str:
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs: unset it"
     if has_driver:
-        return f"a driver is here, but does not work with this PyTorch, built for {_built()}: update the driver"
-    return f"this PyTorch is built for {_built()}, and no driver was found: install the one for your GPU"
+        return f"the installed driver does not work with this PyTorch, built for {_built()}: update the driver"
+    return f"this PyTorch is built for {_built()}, but no driver was found: install the one for your GPU"

@@ -1,7 +1,7 @@
-"""The table of subcommands, the parser made from it, and what happens when a command fails.
+"""The table of subcommands, the parser built from it, and error handling.
 
 A subcommand is a module with `HELP`, `arguments(parser)` and `run(arguments)`, which returns the exit code. It imports
-PyTorch within `run` only, so that help and completion answer at once.
+PyTorch only within `run`, so that help and completion respond immediately.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ examples:
 
 exit codes:
   0    done
-  1    an error, told on stderr; or a comparison beyond its tolerance
-  2    the command line was not understood
+  1    an error, printed to stderr; or a comparison beyond its tolerance
+  2    invalid command line
   130  interrupted with Ctrl-C
-  141  whoever read the output has gone
+  141  the reader of the output has closed the pipe
 """
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves our examples as they are, and puts every command and its help into one line."""
+    """Leaves the examples unchanged, and puts every command and its help on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
-        self._action_max_length = max(len(name) for name in COMMANDS) + 4  # argparse forgets that they are indented
+        self._action_max_length = max(len(name) for name in COMMANDS) + 4  # argparse ignores their indentation
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     made = argparse.ArgumentParser(
         prog="stepgraph",
-        description="Static training graphs: look at them, compare devices, see what this machine offers.",
+        description="Static training graphs: inspect them, compare devices, see what this machine offers.",
         epilog=EXAMPLES,
         formatter_class=Formatter,
     )
@@ -73,17 +73,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs one command; the answer is the exit code."""
+    """Runs one command and returns the exit code."""
     parsing = parser()
     asked = parsing.parse_args(given)
     if asked.command is None:
         parsing.print_help(sys.stderr)
         return USAGE
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal without × must not end the command
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show × must not end the command
         sys.stdout.reconfigure(errors="replace")
     try:
         if asked.command != "completion":
-            # First, and whole: its modules import one another through the package, whose names come from there.
+            # First, and completely: its modules import one another through the package, whose names come from there.
             import_module("stepgraph.public")
         code: int = asked.run(asked)
         sys.stdout.flush()
@@ -92,7 +92,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
         return NO_READER
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

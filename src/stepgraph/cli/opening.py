@@ -1,4 +1,4 @@
-"""What a path on the command line stands for, and the graph in it."""
+"""What a path on the command line refers to, and the graph in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepgraph.checkpoint.files import Content
     from stepgraph.cli.places import Place
 
-SAVED = "give a directory that training.save(path) wrote, or a folder with a series of them"
+SAVED = "pass a directory that training.save(path) wrote, or a folder with a series of them"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODE.py:CLASS",
         action="append",
         default=[],
-        help="a class of your own that the graph needs; its file is run, as your program would. May be repeated",
+        help="a custom class that the graph needs; its file is executed, as in your program. May be repeated",
     )
 
 
 def read(path: Path) -> Content:
-    """A checkpoint, every byte verified; what is none is refused with a word about what it is."""
+    """A checkpoint with every byte verified; for anything else, the error says what it is."""
     from stepgraph.checkpoint import files
 
     if path.name == files.DESCRIPTION and path.is_file():
@@ -45,7 +45,7 @@ def read(path: Path) -> Content:
 
 
 def load(content: Content, custom: Sequence[type], place: Place | None = None) -> Any:
-    """The graph of a checkpoint, compiled for a place if there is one."""
+    """The graph of a checkpoint, compiled for a place if one is passed."""
     from stepgraph import load as rebuilt
 
     try:
@@ -66,7 +66,7 @@ def classes(given: Sequence[str]) -> list[type]:
 def _class(given: str) -> type:
     where, _, name = given.rpartition(":")
     if not where or not name:
-        raise ArgumentError("--custom", f"{given!r} names no class", fix="write file.py:Class or module:Class")
+        raise ArgumentError("--custom", f"{given!r} does not name a class", fix="use file.py:Class or module:Class")
     module = _module(where)
     found = getattr(module, name, None)
     if not isinstance(found, type):
@@ -89,22 +89,22 @@ def _module(where: str) -> ModuleType:
         sys.modules[path.stem] = module = util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except Exception as error:  # a user's file may raise anything
+    except Exception as error:  # a user's file can raise anything
         problem = f"{where} cannot be imported: {type(error).__name__}: {reason(error)}"
-        raise ArgumentError("--custom", problem, fix="give a file that can be imported without training") from error
+        raise ArgumentError("--custom", problem, fix="use a file that can be imported without training") from error
 
 
 def kind_of_file(path: Path) -> str:
-    """What a file seems to be, by its first bytes."""
+    """What a file appears to be, by its first bytes."""
     try:
         with path.open("rb") as file:
             start = file.read(16)
     except OSError as error:
-        raise StorageError(f"{path}", f"it cannot be read: {error.strerror}", fix="check its rights") from error
+        raise StorageError(f"{path}", f"it cannot be read: {error.strerror}", fix="check its permissions") from error
     if is_safetensors(start):
         return "a safetensors file, tensors without a graph"
     if start.startswith(b"PK\x03\x04"):
-        return "a zip archive (PyTorch's torch.save and NumPy's savez write such)"
+        return "a zip archive (PyTorch's torch.save and NumPy's savez write these)"
     if start.startswith(b"\x80"):
         return "a pickle, which stepgraph never opens"
     return "a NumPy array" if start.startswith(b"\x93NUMPY") else "a file of another kind" if start else "an empty file"
@@ -116,12 +116,12 @@ def is_safetensors(start: bytes) -> bool:
 
 
 def _fix_for(path: Path) -> str:
-    return f"give its directory, {path.parent}" if (path.parent / "graph.json").exists() else SAVED
+    return f"pass its directory, {path.parent}" if (path.parent / "graph.json").exists() else SAVED
 
 
 def _nearby(path: Path) -> dict[str, Any]:
-    """Saved graphs one folder further down."""
+    """Saved graphs one folder below."""
     below = sorted(found.parent for found in path.glob("*/graph.json"))
     series = sorted({found.parents[1] for found in path.glob("*/checkpoint-*/graph.json")})
     found = [str(one) for one in (*below, *series)]
-    return {"below it": ", ".join(found), "fix": "give one of those below it"} if found else {"fix": SAVED}
+    return {"below it": ", ".join(found), "fix": "pass one of those below it"} if found else {"fix": SAVED}

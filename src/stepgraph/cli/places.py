@@ -1,9 +1,9 @@
-"""Devices as the command line spells them: a name, then settings, joined by colons.
+"""Devices on the command line: a name, then settings, joined by colons.
 
     cpu   gpu   gpu:1   any   cuda:0   mps   xpu
     cpu:deterministic   gpu:bfloat16   cuda:1:float16:fused
 
-Without settings a graph is compiled as it was when it was saved. With settings these alone count; `default` is none.
+Without settings, a graph is compiled with its saved settings. Any settings replace them all; `default` sets none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepgraph.device import Device
 
 NAMES = ("cpu", "gpu", "any", "cuda", "mps", "xpu")
-# What a setting decides, and how; of each kind there can be one.
+# What a setting decides, and how; at most one of each kind.
 SETTINGS: dict[str, tuple[str, Any]] = {
     "default": ("options", "NONE"),
     "deterministic": ("options", "DETERMINISTIC"),
@@ -30,19 +30,19 @@ SETTINGS: dict[str, tuple[str, Any]] = {
 SYNTAX = """\
 devices:
   cpu, gpu, any, cuda, mps or xpu; a number names one of several: gpu:1
-  Settings stand behind the device: gpu:bfloat16:fused. Without any, a saved
-  graph is compiled as it was when it was saved.
-  default             what compile does when it is asked for nothing
+  Settings follow the device: gpu:bfloat16:fused. Without any, a saved
+  graph is compiled with its saved settings.
+  default             the defaults of compile
   deterministic       PyTorch's own kernels, nothing chosen or fused
   fused, unfused      with PyTorch's compiler, or without
   bfloat16, float16   mixed precision
-  tf32, no-tf32       whether a GPU may multiply float32 matrices with TF32
+  tf32, no-tf32       whether a GPU may multiply float32 matrices in TF32
 """
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device and how to compile for it, as it was spelled."""
+    """A device and how to compile for it, as written on the command line."""
 
     text: str
     name: str
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def compilation(self) -> dict[str, Any]:
-        """Keyword arguments of `compile`; none at all where nothing was set."""
+        """Keyword arguments of `compile`; none if nothing was set."""
         from stepgraph.types import GraphCompilationOptions
 
         found = dict(SETTINGS[one] for one in self.settings)
@@ -60,7 +60,7 @@ class Place:
         return found
 
     def device(self) -> Device:
-        """The device; an error where this machine has none such."""
+        """The device; raises an error if this machine does not have it."""
         import torch
 
         from stepgraph import Device, DeviceError, DeviceType
@@ -78,7 +78,7 @@ class Place:
             f"device {self.text}",
             "this machine has no such device that PyTorch can use",
             here=", ".join(["cpu", *map(str, gpus)]),
-            fix="use one of these; `stepgraph devices` tells what is missing",
+            fix="use one of these; `stepgraph devices` shows what is missing",
         )
 
 
@@ -86,24 +86,24 @@ def place(text: str) -> Place:
     """One device, as `argparse` reads it."""
     name, *rest = text.split(":")
     if name not in NAMES:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device: use one of {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device: use one of {', '.join(NAMES)}")
     index = int(rest.pop(0)) if rest and rest[0].isdecimal() else None
     if index is not None and name in ("cpu", "any"):
         raise argparse.ArgumentTypeError(f"{text!r}: {name} has no number")
     decided: dict[str, str] = {}
     for setting in rest:
         if setting not in SETTINGS:
-            raise argparse.ArgumentTypeError(f"{setting!r} in {text!r} is no setting: use {', '.join(SETTINGS)}")
+            raise argparse.ArgumentTypeError(f"{setting!r} in {text!r} is not a setting: use {', '.join(SETTINGS)}")
         kind = SETTINGS[setting][0]
         if kind in decided:
-            raise argparse.ArgumentTypeError(f"{text!r}: {decided[kind]} and {setting} cannot both be")
+            raise argparse.ArgumentTypeError(f"{text!r}: {decided[kind]} and {setting} cannot be combined")
         decided[kind] = setting
     return Place(text, name, index, tuple(decided.values()))
 
 
 def places(text: str) -> list[Place]:
-    """Two or more devices with commas between them, as `argparse` reads them."""
+    """Two or more devices separated by commas, as `argparse` reads them."""
     found = [place(one.strip()) for one in text.split(",")]
     if len(found) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} names one device, two are needed to compare: cpu,gpu")
+        raise argparse.ArgumentTypeError(f"{text!r} names one device, but a comparison needs two: cpu,gpu")
     return found

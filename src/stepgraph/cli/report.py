@@ -1,4 +1,4 @@
-"""`stepgraph report RUN`: the page of a training run, or of several, as a file or served while they train."""
+"""`stepgraph report RUN`: the page of one or more training runs, as a file or served during training."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from stepgraph.errors import readable
 if TYPE_CHECKING:
     from stepgraph.report.run import Run
 
-HELP = "make the page of a training run, or serve it while training goes on"
+HELP = "write the page of a training run, or serve it during training"
 
 EXAMPLES = """
 examples:
   stepgraph report runs/first                    write runs/first/report.html
-  stepgraph report runs/first --open             and show it
+  stepgraph report runs/first --open             and open it
   stepgraph report runs/first runs/second        curves of both in one page, report.html
-  stepgraph report runs/first --live --open      follow a run that is being trained; Ctrl-C ends it
+  stepgraph report runs/first --live --open      follow a running training; Ctrl-C ends it
 """
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What `report` may be asked for."""
+    """The arguments of `report`."""
     parser.epilog = EXAMPLES
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a folder that fit(run=…) wrote")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="the page; by default report.html in the run, of several here"
+        "--output", metavar="FILE", type=Path, help="the page; by default report.html in the run, or here for several"
     )
     parser.add_argument("--live", action="store_true", help="serve the page on 127.0.0.1 and keep it up to date")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="where to serve it (any port that is free)")
-    parser.add_argument("--until-finished", action="store_true", help="end serving some seconds after the run has")
-    parser.add_argument("--open", action="store_true", help="show the page in a browser")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="the port to serve it on (any free port)")
+    parser.add_argument("--until-finished", action="store_true", help="stop serving some seconds after the run ends")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes or serves the page."""
+    """Writes or serves the page."""
     from stepgraph.report import page
     from stepgraph.report.run import Run
 
@@ -62,6 +62,6 @@ def _serve(arguments: argparse.Namespace, runs: list[Run]) -> int:
         webbrowser.open(server.url)
     try:
         server.serve(arguments.until_finished)
-    except KeyboardInterrupt:  # how it is meant to end
+    except KeyboardInterrupt:  # the intended way to end it
         print()
     return 0

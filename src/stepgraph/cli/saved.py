@@ -1,4 +1,4 @@
-"""What the files of a saved graph tell, as plain values: nothing is rebuilt, a user's own classes are not needed."""
+"""The contents of a saved graph's files as plain values, without rebuilding it or importing custom classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def header(content: Content) -> dict[str, Any]:
-    """Who and what: kind, files, names for data, optimizer, how it was compiled, notes."""
+    """Overview: kind, files, names for data, optimizer, compilation, notes."""
     saved = content.description
     graphs = saved["graphs"]
     return {
@@ -53,7 +53,7 @@ def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer without those that are switched off."""
+    """The settings of an optimizer without disabled ones."""
     unused = {
         name for name, value in (("gradient_rescale", 1.0), ("custom_global_norm", 0.0)) if settings[name] == value
     }
@@ -72,17 +72,17 @@ def _compiled(saved: Mapping[str, Any] | None) -> str:
     further = [f"computing in {mixed.lower()}"] if mixed else []
     further += [] if tf32 is None else ["TF32 allowed" if tf32 else "TF32 off"]
     further += [] if limit is None else [f"within {limit:,} bytes"]
-    return ", ".join([*asked, *further]) or "as it is by default"
+    return ", ".join([*asked, *further]) or "with the default settings"
 
 
 def tensors(content: Content) -> list[dict[str, Any]]:
-    """The tensors that have a name: shape, type, and what their numbers are like."""
+    """The named tensors: shape, type, and statistics of their numbers."""
     found = (one for one in content.description["tensors"] if "name" in one and "data" in one)
     return [measured(of_kind(str, one["name"]), content.arrays[one["data"]]) for one in found]
 
 
 def measured(name: str, array: torch.Tensor) -> dict[str, Any]:
-    """One row: a tensor and the size of its numbers; the norm is Euclid's."""
+    """One row: a tensor and the size of its numbers; the norm is Euclidean."""
     numbers = array.double() if array.dtype.is_floating_point else array.to(torch.float64)
     return {
         "name": name,
@@ -96,7 +96,7 @@ def measured(name: str, array: torch.Tensor) -> dict[str, Any]:
 
 
 def roles(graphs: Iterable[Any]) -> dict[str, str]:
-    """Which tensors learn, by name, as rebuilt graphs tell."""
+    """Which tensors are trained, by name, according to the rebuilt graphs."""
     from stepgraph.checkpoint.structure import named_tensors
 
     group = list(graphs)
@@ -111,12 +111,12 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
 
 
 def is_of_fit(name: str, note: Any) -> bool:
-    """Whether a note is what `fit` writes; a user's program may use the same name for a note of its own."""
+    """Whether a note was written by `fit`; a user's program may use the same name for its own note."""
     return name == "fit" and isinstance(note, dict) and {"place", "history"} <= note.keys()
 
 
 def fit_notes(notes: Mapping[str, Any]) -> str:
-    """What `fit` wrote down, in a line."""
+    """The notes of `fit`, on one line."""
     from stepgraph.fitting.progress import told
     from stepgraph.system.storage import real
 

@@ -1,4 +1,4 @@
-"""How answers are shown: tables on a terminal, the same as plain long lines in a pipe, JSON for programs."""
+"""Output: tables on a terminal, the same as long plain lines in a pipe, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLIMITED = 10_000
 
 
 def show(*parts: Any) -> None:
-    """Prints parts one below the other. Nothing is cut: a narrow terminal folds, a pipe gets lines of any length."""
+    """Prints parts one below another, untruncated: a narrow terminal wraps, a pipe gets lines of any length."""
     if sys.stdout.isatty():
         Console(markup=False, emoji=False, highlight=False).print(*map(_folding, parts), sep="\n")
         return
@@ -27,12 +27,12 @@ def show(*parts: Any) -> None:
 
 
 def width() -> int:
-    """Characters in a line; a pipe has room for any number."""
+    """Characters per line; a pipe has no limit."""
     return Console().width if sys.stdout.isatty() else _UNLIMITED
 
 
 def _folding(part: Any) -> RenderableType:
-    """A part whose tables fold what is too long, where rich would cut it."""
+    """A part whose tables wrap long text, which rich would truncate."""
     part = part.__rich__() if hasattr(part, "__rich__") else draw.lines(part) if isinstance(part, str) else part
     if isinstance(part, Group):
         return Group(*map(_folding, part.renderables))
@@ -60,6 +60,6 @@ def columns(*names: str, title: str = "", numbers: int = 0) -> Table:
 
 
 def show_json(value: Any) -> None:
-    """Prints JSON; NaN and infinities are text, and what a terminal would obey is escaped as JSON does it."""
+    """Prints JSON; NaN and infinities become text, and terminal control characters are escaped."""
     lines = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False).split("\n")
     print("\n".join(OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in lines))

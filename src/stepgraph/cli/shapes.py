@@ -1,4 +1,4 @@
-"""Pictures for the demonstration, drawn by formula: which of four shapes is it?"""
+"""Pictures for the demonstration, computed by formula: which of four shapes is it?"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SHADES = " .:-=+*#%@"
 
 
 def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures `[count, 1, 16, 16]` from 0 to about 1, and the number of the shape in each.
+    """Pictures `[count, 1, 16, 16]` from 0 to about 1, and the class index of the shape in each.
 
-    A shape is the set of points whose distance from its outline is small; place, size and angle are drawn at random,
+    A shape is the set of points close to its outline; position, size and angle are random,
     and every pixel has noise.
     """
     generator = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def _distances(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> list[np.ndar
 
 
 def as_text(pictures: np.ndarray, captions: list[str], width: int) -> str:
-    """Pictures in characters, a caption below each: side by side, as many as the width has room for."""
+    """Pictures in characters, a caption below each: side by side, as many as fit the width."""
     levels = np.clip(pictures[:, 0] * len(_SHADES), 0, len(_SHADES) - 1).astype(int)
     drawn = [["".join(_SHADES[pixel] for pixel in row) for row in picture] for picture in levels]
     blocks = [[*lines, f"{caption:^{SIZE}}"] for lines, caption in zip(drawn, captions, strict=True)]

@@ -1,4 +1,4 @@
-"""How a graph looks: a table, DOT text, an SVG picture. Works on anything with nodes; knows no graph class."""
+"""Views of a graph: a table, DOT text, an SVG drawing. Works on anything with nodes; independent of graph classes."""
 
 from stepgraph.draw.graphviz import dot as dot
 from stepgraph.draw.names import extents as extents, kind as kind, parameter_names as parameter_names

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def dot(nodes: Sequence[Node], stopped: Collection[Tensor] = ()) -> str:
-    """DOT text with every node; an edge is dashed where no gradient flows back along it."""
+    """DOT text with every node; an edge is dashed if no gradient flows back along it."""
     names = unique_names(node.layer for node in nodes)
     made_by = {tensor: index for index, node in enumerate(nodes) for tensor in node.results}
     lines = ["digraph stepgraph {", "  node [style=filled, shape=box];"]

@@ -1,8 +1,8 @@
-"""Where the boxes of a drawing stand: rows from top to bottom, few crossings, straight main paths.
+"""The positions of boxes in a drawing: rows from top to bottom, few crossings, straight main paths.
 
 Four steps: rows by longest path; a chain of bends for an edge that passes rows; an order in each row by the mean
-position of the neighbours (barycenters); then horizontal positions that come as near as possible to those of the
-neighbours without overlap. Each step is linear in boxes, edges and bends, times a fixed number of sweeps.
+position of the neighbors (barycenters); then horizontal positions as close as possible to those of the
+neighbors without overlap. Each step is linear in boxes, edges and bends, times a fixed number of sweeps.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise
 from math import inf
 
-GAP = 26.0  # between neighbours in a row
+GAP = 26.0  # between neighbors in a row
 BEND = 10.0  # room for an edge that passes a row
-_BENDS = 20_000  # in all; further long edges go straight, so that time stays linear
+_BENDS = 20_000  # in total; other long edges are straight, so that time stays linear
 _SWEEPS = 8
 
 
 @dataclass(frozen=True)
 class Edge:
-    """From one box to a lower one. Edges of one origin and one style share their way."""
+    """From one box to a lower one. Edges of one origin and one style share their path."""
 
     origin: int
     target: int
@@ -31,7 +31,7 @@ class Edge:
 
 @dataclass
 class Layout:
-    """Boxes and bends: their rows, their centers, and the bends that an edge passes."""
+    """Boxes and bends: their rows, their centers, and the bends that an edge passes through."""
 
     rank: list[int]
     x: list[float]
@@ -45,7 +45,7 @@ class _Mesh:
 
     widths: list[float]
     rank: list[int]
-    above: list[list[tuple[int, float]]] = field(default_factory=list)  # neighbours with the weight of the link
+    above: list[list[tuple[int, float]]] = field(default_factory=list)  # neighbors with the weight of the link
     below: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def link(self, upper: int, lower: int, weight: float) -> None:
@@ -54,7 +54,7 @@ class _Mesh:
 
 
 def layered(widths: Sequence[float], edges: Sequence[Edge], is_input: Sequence[bool]) -> Layout:
-    """Places boxes of these widths; an input stands next to its first reader, whatever row that is."""
+    """Places boxes of these widths; an input is placed next to its first reader, in any row."""
     rank = _ranks(len(widths), edges, is_input)
     mesh = _Mesh(list(widths), rank, [[] for _ in widths], [[] for _ in widths])
     bends, chains = _bent(mesh, edges, is_input)
@@ -66,7 +66,7 @@ def layered(widths: Sequence[float], edges: Sequence[Edge], is_input: Sequence[b
 
 
 def _ranks(count: int, edges: Sequence[Edge], is_input: Sequence[bool]) -> list[int]:
-    """Rows by longest path from the top; then what can come closer to its readers without longer edges does."""
+    """Rows by longest path from the top; boxes then move closer to their readers if no edge gets longer."""
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]
     for edge in edges:
@@ -105,7 +105,7 @@ def _bent(
             mesh.above.append([])
             mesh.below.append([])
             mesh.link(before, chain[-1], 0.01 if len(chain) > 1 else 0.002)
-        # What a box makes for the next box pulls; an input or an edge from afar gives way.
+        # An edge to the next box pulls; an input or an edge from afar yields.
         weight = 0.002 if passed else 0.005 if is_input[edge.origin] else 1.0
         mesh.link(chain[passed - 1] if passed else edge.origin, edge.target, weight)
         found[edge] = chain[:passed]
@@ -113,7 +113,7 @@ def _bent(
 
 
 def _ordered(mesh: _Mesh, rows: list[list[int]]) -> list[list[int]]:
-    """The order with the fewest crossings among those that sweeping down and up comes by."""
+    """The order with the fewest crossings among those found by sweeping down and up."""
     place = [0.0] * len(mesh.rank)
     _number(rows, place)
     best, fewest = rows, _crossings(mesh, rows, place)
@@ -140,7 +140,7 @@ def _number(rows: list[list[int]], place: list[float]) -> None:
 
 
 def _crossings(mesh: _Mesh, rows: list[list[int]], place: list[float]) -> int:
-    """How many pairs of links cross: inversions among their lower ends, taken in the order of their upper ends."""
+    """The number of crossing links: inversions among their lower ends, in the order of their upper ends."""
     total = 0
     for row in rows:
         seen: list[float] = []
@@ -152,7 +152,7 @@ def _crossings(mesh: _Mesh, rows: list[list[int]], place: list[float]) -> int:
 
 
 def _positions(mesh: _Mesh, rows: list[list[int]], chains: list[list[int]]) -> list[float]:
-    """Centers: each row in turn moves as near to its neighbours as its order and the gaps allow."""
+    """Centers: each row in turn moves as close to its neighbors as its order and the gaps allow."""
     x = [0.0] * len(mesh.rank)
     for row in rows:
         _settle(mesh, row, x, [0.0] * len(row), [1.0] * len(row))
@@ -177,14 +177,14 @@ def _settle(mesh: _Mesh, row: list[int], x: list[float], wants: list[float], wei
 
 
 def spread(wants: Sequence[float], weights: Sequence[float], gaps: Sequence[float]) -> list[float]:
-    """Positions nearest to `wants` (weighted squares) that keep order and gaps: what collides moves on as one block.
+    """Positions nearest to `wants` (weighted squares) that keep order and gaps: colliding boxes move as one block.
 
     Example:
         >>> spread([0.0, 0.0, 50.0], [1, 1, 1], [10, 10])
         [-5.0, 5.0, 50.0]
     """
     offsets = [0.0, *accumulate(gaps)]
-    blocks: list[tuple[float, float, int]] = []  # where its first would stand, weight, members
+    blocks: list[tuple[float, float, int]] = []  # desired position of its first member, weight, members
     for want, weight, offset in zip(wants, weights, offsets, strict=False):
         at, total, members = want - offset, weight, 1
         while blocks and blocks[-1][0] > at:
@@ -196,7 +196,7 @@ def spread(wants: Sequence[float], weights: Sequence[float], gaps: Sequence[floa
 
 
 def _straighten(mesh: _Mesh, rows: list[list[int]], chains: list[list[int]], x: list[float]) -> None:
-    """Lets the bends of an edge stand in line, as many in turn as their neighbours leave room for."""
+    """Aligns the bends of an edge, as many in a row as their neighbors leave room for."""
     beside = {
         bend: (left, right)
         for row in rows
@@ -218,7 +218,7 @@ def _straighten(mesh: _Mesh, rows: list[list[int]], chains: list[list[int]], x: 
 
 
 def _room(mesh: _Mesh, beside: tuple[int | None, int | None], x: list[float]) -> tuple[float, float]:
-    """Between which positions a bend may stand, as its neighbours stand now."""
+    """The range of positions for a bend, given its neighbors' current positions."""
     left, right = beside
     reach = BEND / 2 + GAP / 2
     return (

@@ -1,4 +1,4 @@
-"""What drawings call things: layers, their parameters, their kinds, the shapes of tensors."""
+"""Names in drawings: layers, their parameters, their kinds, the shapes of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:
-    """A name for each layer: its label, numbered where several layers share it, past numbers that are labels."""
+    """A name for each layer: its label, numbered if several layers share it, skipping numbers that are labels."""
     ordered = list(dict.fromkeys(layers))
     shared = Counter(layer.label for layer in ordered)
     numbered = {label: _free(label, shared) for label in shared}
@@ -24,7 +24,7 @@ def unique_names(layers: Iterable[Layer]) -> dict[Layer, str]:
 
 
 def _free(label: str, taken: Collection[str]) -> Iterator[str]:
-    """The label with one number after another, as long as that is not a label itself."""
+    """The label with increasing numbers, skipping those that are labels themselves."""
     return (name for name in (f"{label}{number}" for number in count(1)) if name not in taken)
 
 
@@ -36,12 +36,12 @@ def parameter_names(nodes: Sequence[Node]) -> dict[Any, str]:
 
 
 def kind(layer: Layer) -> str:
-    """What a layer is, in a word: its class without `Layer`."""
+    """The kind of a layer in one word: its class without `Layer`."""
     return type(layer).__name__.removesuffix("Layer")
 
 
 def variant(layer: Layer) -> str:
-    """Which of its kind a layer is (`ReLU`, `Add`, `Max`), where a kind has several; else nothing."""
+    """The variant of a layer (`ReLU`, `Add`, `Max`), if its kind has several; otherwise empty."""
     settings = (layer, getattr(layer, "descriptor", None))
     for name in ("operation", "activation_type", "pooling_type", "loss_type", "reduction_type", "padding_type"):
         for one in settings:
@@ -56,5 +56,5 @@ def extents(tensor: Tensor) -> str:
 
 
 def flows(tensor: Tensor, node: Node, stopped: Collection[Tensor]) -> bool:
-    """Whether a gradient goes back from `node` to what made `tensor`."""
+    """Whether a gradient flows back from `node` to the producer of `tensor`."""
     return tensor not in stopped and tensor.data_type.is_floating and tensor not in node.labels

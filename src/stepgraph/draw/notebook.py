@@ -1,4 +1,4 @@
-"""Graphs and tables as HTML, for notebooks: everything inside, nothing to fetch, colors of the page around it."""
+"""Graphs and tables as HTML for notebooks: self-contained, in the colors of the surrounding page."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _STYLE = "\n".join(
 
 
 def graph_html(title: str, drawing: str, nodes: Sequence[Node], *texts: str) -> str:
-    """A graph for a notebook: its drawing beside its table and further texts.
+    """A graph for a notebook: its drawing next to its table and other texts.
 
     Args:
-        title: what it is.
-        drawing: SVG, as `svg` makes it.
+        title: its heading.
+        drawing: SVG, as returned by `svg`.
         nodes: what the table lists.
-        texts: shown below, line by line as they are.
+        texts: shown below, line by line.
     """
     listed = html_table(COLUMNS, rows(nodes), words=COLUMNS[:-1], last_is_sum=True)
     below = "".join(f"<pre>{escape(readable_lines(text))}</pre>" for text in texts)
@@ -45,7 +45,7 @@ def graph_html(title: str, drawing: str, nodes: Sequence[Node], *texts: str) -> 
 
 
 def styled(content: str) -> str:
-    """HTML with its own looks."""
+    """HTML with its own style."""
     return f'<div class="stepgraph-view"><style>{_STYLE}</style>{content}</div>'
 
 
@@ -57,7 +57,7 @@ def html_table(
     last_is_sum: bool = False,
     best: int | None = None,
 ) -> str:
-    """A table; columns hold numbers except those named in `words`, and row `best` stands out."""
+    """A table; columns hold numbers except those named in `words`, and row `best` is highlighted."""
     kinds = ["" if column in words else ' class="number"' for column in columns]
     head = "".join(f"<th{kind}>{escape(readable(column))}</th>" for column, kind in zip(columns, kinds, strict=True))
     body = []

@@ -1,4 +1,4 @@
-"""Graphs as pictures: SVG made of text alone, drawn without any other program."""
+"""Graphs as pictures: SVG, generated without any other program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stepgraph.layers.node import Node
 
 _HEIGHT, _ROW, _MARGIN = 40, 78, 12
-_LONGEST = 26  # letters of a name that are shown
+_LONGEST = 26  # characters of a name that are shown
 
 # Hues by the module a layer comes from; a page may set the variables (--stepgraph-weights, …) to its own.
 _HUES = {
@@ -43,8 +43,8 @@ _FAMILIES = {
 }
 _FAMILY = {f"stepgraph.layers.{module}": family for family, modules in _FAMILIES.items() for module in modules}
 
-# Classes alone may reach outside the picture, so every rule starts at its own. Colors are repeated as attributes for
-# programs that know no variables.
+# Classes could affect elements outside the picture, so every rule starts with its own. Colors are repeated as
+# attributes for programs that do not support variables.
 _STYLE = "\n".join(
     [
         ".stepgraph-drawing{color:var(--stepgraph-text,inherit);max-width:100%;height:auto;"
@@ -77,21 +77,21 @@ class _Box:
 
     @property
     def width(self) -> float:
-        """Room for both lines; the letters of the usual fonts are narrower than this."""
+        """Room for both lines; characters of common fonts are narrower than this."""
         return max(72.0, 7.2 * len(_shortened(self.name)), 6.0 * len(_shortened(self.facts, 40))) + 20
 
 
 def svg(nodes: Sequence[Node], stopped: Collection[Tensor] = (), names: Mapping[Tensor, str] | None = None) -> str:
-    """A picture of the graph, top to bottom, that stands alone: no script, no font, no network.
+    """A self-contained picture of the graph, top to bottom: no script, no font, no network.
 
     A node is `<g class="node" data-layer="NAME">` with the name that `unique_names` gives its layer, made readable;
-    an edge is `<path class="edge">`, dashed and also of class `stopped` where no gradient flows back along it. What
-    comes from outside has round ends. Colors tell kinds of layers apart and text takes the color of the page around it.
+    an edge is `<path class="edge">`, dashed and also of class `stopped` if no gradient flows back along it. Tensors
+    from outside have round ends. Colors distinguish kinds of layers, and text has the color of the surrounding page.
 
     Args:
         nodes: what to draw.
-        stopped: tensors that let no gradient through.
-        names: what to call tensors that come from outside; their labels if not given.
+        stopped: tensors that pass no gradient back.
+        names: the names of tensors from outside; by default, their labels.
     """
     outside = list(dict.fromkeys(t for node in nodes for t in _sources(node)))
     made_by = {tensor: index for index, node in enumerate(nodes) for tensor in node.results}
@@ -136,7 +136,7 @@ def _input_box(tensor: Tensor, names: Mapping[Tensor, str]) -> _Box:
 
 
 def family(layer: Layer) -> str:
-    """What colors a layer: the kind of work it does; `own` for layers from outside the library."""
+    """The color class of a layer: the kind of work it does; `own` for layers from outside the library."""
     return _FAMILY.get(type(layer).__module__, "own")
 
 
@@ -173,7 +173,7 @@ def _box(box: _Box, left: float, top: float) -> str:
 
 
 def _paths(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str]:
-    """Edges from bottom to top of boxes. What several edges share is drawn once, with the longest of them."""
+    """Edges from bottom to top of boxes. A path shared by several edges is drawn once, with the longest of them."""
     arriving: dict[int, list[Edge]] = {}
     for edge in edges:
         arriving.setdefault(edge.target, []).append(edge)
@@ -208,12 +208,12 @@ def _paths(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str
 
 
 def _last(edge: Edge, layout: Layout) -> int:
-    """Where an edge comes from as its target sees it."""
+    """The last point before the target of an edge."""
     return layout.bends[edge][-1] if layout.bends[edge] else edge.origin
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """Upright at every point, an arrow at the end."""
+    """Vertical at every point, with an arrow at the end."""
     (x, y), *rest = points
     parts = [f"M{x:.1f} {y}"]
     for right, down in rest:
@@ -225,11 +225,11 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _shortened(text: str, longest: int = _LONGEST) -> str:
-    """One line, with its end kept where it is too long: that is where names differ."""
+    """One line; if it is too long, its end is kept because that is where names differ."""
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[: longest - 9]}…{text[-8:]}"
 
 
 def _xml(text: str) -> str:
-    """Text for SVG: quoted, without the characters that XML cannot hold."""
+    """Text for SVG: quoted, without characters that XML does not allow."""
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "�", text))

@@ -1,4 +1,4 @@
-"""Graphs as tables for people, and what else is shown as text."""
+"""Graphs as readable tables, and other text output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("layer", "kind", "sources", "result", "parameters")
 
 
 class Listing(Table):
-    """A table that shows text as it is: labels and names are neither markup nor commands to the terminal."""
+    """A table that shows text literally: labels and names are neither markup nor terminal commands."""
 
     def add_column(self, header: RenderableType = "", *further: Any, **settings: Any) -> None:
         """Adds a column, as `Table` does."""
@@ -38,7 +38,7 @@ def _shown(cell: RenderableType) -> RenderableType:
 
 
 def table(nodes: Sequence[Node], title: str) -> Table:
-    """One row a node: layer, kind, sources, results, parameters."""
+    """One row per node: layer, kind, sources, results, parameters."""
     drawn = Listing(*COLUMNS[:-1], title=title, title_justify="left", show_edge=False, pad_edge=False)
     drawn.add_column(COLUMNS[-1], justify="right")
     *each, total = rows(nodes)
@@ -50,7 +50,7 @@ def table(nodes: Sequence[Node], title: str) -> Table:
 
 
 def rows(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
-    """What `table` shows, the sum last."""
+    """The rows of `table`, the total last."""
     names = unique_names(node.layer for node in nodes)
     counted: set[Layer] = set()
     found = []
@@ -73,7 +73,7 @@ def _parameters(node: Node, is_counted: bool) -> str:
 
 
 def text(*parts: RenderableType, width: int = 112) -> str:
-    """What rich would print, as plain text that a terminal shows and does not obey."""
+    """What rich would print, as plain text without terminal commands."""
     file = io.StringIO()
     console = Console(file=file, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
     for part in parts:
@@ -82,12 +82,12 @@ def text(*parts: RenderableType, width: int = 112) -> str:
 
 
 def lines(shown: str) -> Text:
-    """Text of several lines, for rich, shown as it is."""
+    """Text of several lines, for rich, shown literally."""
     return Text(readable_lines(shown))
 
 
 def size(count: float) -> str:
-    """Bytes, readable.
+    """Bytes in readable form.
 
     Example:
         >>> size(1536)

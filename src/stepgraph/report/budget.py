@@ -1,4 +1,4 @@
-"""How long looking into a run may take."""
+"""How much time observing a run may take."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.005  # of the time a run takes
-START = 0.1  # seconds on top: a small network is looked into as often as one likes, also in a short run
+SHARE = 0.005  # of the duration of a run
+START = 0.1  # additional seconds: a small network can be observed freely even in a short run
 
 
 class Budget:
-    """Time that was spent on looking, against the time since training began.
+    """Time spent on observation, relative to the time since training began.
 
     Args:
         clock: seconds.
@@ -23,7 +23,7 @@ class Budget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time inside."""
+        """Counts the time spent inside."""
         began = self.clock()
         try:
             yield
@@ -31,5 +31,5 @@ class Budget:
             self.spent += self.clock() - began
 
     def has_room(self, seconds: float) -> bool:
-        """Whether something that takes so long may be done now."""
+        """Whether there is time now for something that takes this long."""
         return self.spent + seconds <= START + SHARE * (self.clock() - self.began)

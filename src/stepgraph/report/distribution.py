@@ -1,4 +1,4 @@
-"""How the numbers of an array are spread, in a few numbers that can be written down."""
+"""The distribution of an array's numbers, summarized in a few numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 BINS = 32
 COUNTED = 1 << 16  # a histogram of more numbers looks the same
-DECADES = 12.0  # magnitudes further below the largest stand in the first bin
+DECADES = 12.0  # smaller magnitudes, relative to the largest, count in the first bin
 
 
 def distribution(array: torch.Tensor, by_magnitude: bool = False) -> dict[str, Any]:
-    """A histogram with its bounds, and mean, root mean square, zeros and what is not finite.
+    """A histogram with its bounds, mean, root mean square, zeros and non-finite counts.
 
     The histogram counts at most some 65,000 numbers, evenly spread over the array; all else counts every number.
 
@@ -25,11 +25,11 @@ def distribution(array: torch.Tensor, by_magnitude: bool = False) -> dict[str, A
         >>> distribution(torch.tensor([0.0, 1.0, 1.0, 2.0]))["zeros"]
         1
     """
-    # Metal has no float64, in which the sums are taken.
+    # Metal has no float64, which the sums use.
     values = (array.cpu() if array.device.type == "mps" else array).detach().flatten().float()
     count, finite = values.numel(), values
     low, high = _bounds(values) if count else (0.0, 0.0)
-    if not (isfinite(low) and isfinite(high)):  # looked for only then: it takes longer than all the rest
+    if not (isfinite(low) and isfinite(high)):  # counted only then: it takes longer than all the rest
         finite = values[values.isfinite()]
         low, high = _bounds(finite) if finite.numel() else (0.0, 0.0)
     found: dict[str, Any] = {"count": count, "not_finite": count - finite.numel()}
@@ -54,16 +54,16 @@ def _magnitudes(finite: torch.Tensor, zeros: int) -> dict[str, Any]:
 
 
 def _bins(finite: torch.Tensor, low: float, high: float) -> dict[str, Any]:
-    if low == high:  # all the same: one bin around it
+    if low == high:  # all equal: one bin around the value
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     counts = [int(one) for one in torch.histc(finite, BINS, low, high).tolist()]
-    # Rounded outwards by the type: what lies on a bound must not fall out of the histogram.
+    # Rounded outward for the type: values on a bound must not fall out of the histogram.
     counts[-1] += finite.numel() - sum(counts)
     return {"from": short(low), "to": short(high), "bins": counts}
 
 
 def _some(values: torch.Tensor) -> torch.Tensor:
-    """Every so-manieth number, with a stride that has no factor in common with any extent of the array.
+    """Every n-th number, with a stride coprime to every dimension of the array.
 
     A stride of 9 would see one corner of all 3 × 3 kernels, and nothing else.
     """
@@ -74,11 +74,11 @@ def _some(values: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(values: torch.Tensor) -> tuple[float, float]:
-    """Least and largest; NaN where there is one."""
+    """Minimum and maximum; NaN if there is one."""
     low, high = torch.stack(values.aminmax()).tolist()
     return low, high
 
 
 def short(number: float) -> float:
-    """Six digits are enough to draw, and to read."""
+    """Rounds to six digits, which suffice for drawing and reading."""
     return float(f"{number:.6g}")

@@ -1,4 +1,4 @@
-"""Lets a drawing into a page only as shapes and text: a run folder may come from somebody else."""
+"""Admits only the shapes and text of a drawing into a page: a run folder may come from someone else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SETTINGS |= {"data-layer", "data-input", "data-from", "data-to"}
 
 
 def harmless(drawing: str) -> str:
-    """The drawing without anything that could run, load, link or restyle the page; nothing where it is no SVG."""
+    """The drawing without anything that could run, load, link or restyle the page; empty if it is not SVG."""
     try:
         root = ElementTree.fromstring(drawing)
     except (ElementTree.ParseError, UnicodeEncodeError):
@@ -43,4 +43,4 @@ def _clean(element: ElementTree.Element) -> None:
         if tag.removeprefix(f"{{{SPACE}}}") in _SHAPES and tag.startswith(f"{{{SPACE}}}"):
             _clean(child)
         else:
-            element.remove(child)  # with the text behind it: shapes have none
+            element.remove(child)  # with the text after it: shapes have none

@@ -1,4 +1,4 @@
-"""Facts about the program and the machine that somebody who inherits a run needs. No names of people or hosts."""
+"""Facts about the program and the machine for later readers of a run. No names of people or hosts."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def environment(device: Device) -> dict[str, Any]:
 
 
 def command(folder: Path) -> dict[str, Any]:
-    """How the program was started, with paths as short as they can be and without values that look like secrets.
+    """How the program was started, with shortened paths and without values that look like secrets.
 
-    `directory` is where it was started, seen from the run folder, so that it stays true when both move together.
+    `directory` is where it was started, relative to the run folder, so that it stays valid when both move together.
     """
     given = getattr(sys, "orig_argv", sys.argv)
     return {
@@ -60,7 +60,7 @@ def command(folder: Path) -> dict[str, Any]:
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fit` was asked for, without what was not asked for and without paths."""
+    """The explicit settings of `fit`, without defaults and paths."""
     shown = {name: _told(value) for name, value in given.items() if value is not None and not isinstance(value, Path)}
     return {name: value for name, value in shown.items() if value != ""}
 
@@ -72,12 +72,12 @@ def _told(value: Any) -> Any:
         return ", ".join(map(str, value))
     if isinstance(value, Optimizer):
         return _optimizer(value)
-    # A function would tell its address, which says nothing to a reader.
+    # A function would show its address, which means nothing to a reader.
     return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _optimizer(optimizer: Optimizer) -> str:
-    """Its numbers, without those of clipping and regularization where they are switched off."""
+    """Its hyperparameters, without disabled clipping and regularization."""
     off = {"time_step"}
     if not optimizer.applies_gradient_clipping:
         off |= {"gradient_clip_max", "gradient_clip_min", "maximum_clipping_norm", "custom_global_norm"}
@@ -103,12 +103,12 @@ def _without_secrets(given: list[str]) -> list[str]:
 
 
 def _shorter(one: str) -> str:
-    """Paths below the working directory are told from there, those below the home directory from `~`."""
+    """Paths below the working directory become relative to it, those below the home directory start with `~`."""
     path = Path(one)
     if not path.is_absolute():
         return one
     if one == (sys.orig_argv or [""])[0]:
-        return path.name  # the interpreter; which one it was stands in the environment
+        return path.name  # the interpreter; the environment records which one
     for base, name in ((working_directory(), ""), (_home(), "~/")):
         if base is not None and path.is_relative_to(base):
             return name + path.relative_to(base).as_posix()
@@ -116,7 +116,7 @@ def _shorter(one: str) -> str:
 
 
 def _directory(folder: Path) -> str:
-    """The working directory, seen from a folder; nothing where there is no way from one to the other."""
+    """The working directory relative to a folder; empty if there is no relative path."""
     here = working_directory()
     if here is None or here.drive != folder.resolve().drive:
         return ""
@@ -126,12 +126,12 @@ def _directory(folder: Path) -> str:
 def _home() -> Path | None:
     try:
         return Path.home()
-    except RuntimeError:  # neither HOME nor an account says where
+    except RuntimeError:  # neither HOME nor the account defines it
         return None
 
 
 def _processor() -> str:
-    """What the processor calls itself, where the system tells."""
+    """The name of the processor, if the system provides it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Serves the page of runs on this machine only, while they are being trained."""
+"""Serves the page of runs, on this machine only, while they are training."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from stepgraph.report import page
 from stepgraph.report.run import Run
 
 HOST = "127.0.0.1"
-AFTERWARDS = 5.0  # seconds that the last numbers stay to be asked for
-PATIENCE = 10.0  # seconds that one connection may take, however it goes about it
-CONNECTIONS = 16  # that are served at once
+AFTERWARDS = 5.0  # seconds that the last numbers stay available
+PATIENCE = 10.0  # seconds that one connection may take in total
+CONNECTIONS = 16  # served concurrently
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with few threads: who keeps one waiting is disconnected, first of all when others want to be served."""
+    """A server with few threads: slow clients are disconnected, especially when others are waiting."""
 
     daemon_threads = True
-    request_queue_size = 128  # who comes while the queue is full tries again after a whole second
+    request_queue_size = 128  # a client that finds the queue full retries after a full second
 
     def __init__(self, *settings: Any) -> None:
-        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._open: dict[socket.socket, float] = {}  # start times, the oldest first
         self._changing = threading.Lock()
         self._places = threading.Semaphore(CONNECTIONS)
         super().__init__(*settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread of its own, in the place of the oldest one where there is no other."""
+        """Serves a connection in its own thread; if none is free, it replaces the oldest one."""
         if not self._places.acquire(blocking=False):
             self._disconnect(longer_than=0.0, at_most=1)
             if not self._places.acquire(timeout=1.0):
@@ -51,7 +51,7 @@ class _Bounded(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a connection, then frees its place."""
+        """Serves a connection, then frees its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -63,7 +63,7 @@ class _Bounded(ThreadingHTTPServer):
         self._places.release()
 
     def service_actions(self) -> None:
-        """Called between requests: ends connections that have had their time."""
+        """Called between requests: closes connections that have exceeded their time."""
         self._disconnect(longer_than=PATIENCE, at_most=CONNECTIONS)
 
     def _disconnect(self, longer_than: float, at_most: int) -> None:
@@ -73,25 +73,25 @@ class _Bounded(ThreadingHTTPServer):
             for request in late:
                 del self._open[request]
                 with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+                    request.shutdown(socket.SHUT_RDWR)  # its thread sees the end of the stream and closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is nobody's problem; the terminal is for the one who trains."""
+        """Ignores clients that have disconnected; the terminal belongs to the training run."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class LiveServer:
-    """A server with two answers: the page at `/`, and its data at `/data.json`. Nothing else is given out.
+    """A server with two responses: the page at `/`, and its data at `/data.json`. It serves nothing else.
 
     Args:
-        runs: what to show; they are read on as they grow.
-        port: where to listen; 0 takes any that is free.
+        runs: what to show; they are reread as they grow.
+        port: the port to listen on; 0 uses any free one.
     """
 
     def __init__(self, runs: Sequence[Run], port: int = 0) -> None:
         if not 0 <= port < 65536:
-            raise ArgumentError("report", f"port is {port}", fix="give a number from 0 to 65535")
+            raise ArgumentError("report", f"port is {port}", fix="use a number from 0 to 65535")
         self.runs = list(runs)
         self._reading = threading.Lock()
         self._known: tuple[str, bytes] | None = None
@@ -100,13 +100,11 @@ class LiveServer:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             problem = f"port {port} is taken" if taken else f"port {port} cannot be used: {error.strerror}"
-            raise StorageError(
-                "report --live", problem, fix="give another --port, or 0 for any that is free"
-            ) from error
+            raise StorageError("report --live", problem, fix="use another --port, or 0 for any free one") from error
         self.url = f"http://{HOST}:{self._server.server_address[1]}/"
 
     def serve(self, until_finished: bool = False) -> None:
-        """Answers until it is interrupted; with `until_finished` until some seconds after the last run has ended."""
+        """Serves until interrupted; with `until_finished`, until some seconds after the last run has ended."""
         asked = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         asked.start()
         try:
@@ -130,7 +128,7 @@ class LiveServer:
             return all(run.status != "running" for run in self.runs)
 
     def data(self) -> tuple[str, bytes]:
-        """What the page asks for, and a tag that changes with it."""
+        """The data of the page, and a tag that changes with it."""
         with self._reading:
             if self._update() or self._known is None:
                 tag = f'"{"-".join(str(run.size) for run in self.runs)}"'
@@ -152,10 +150,10 @@ class LiveServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = PATIENCE  # for one read or write; the server ends what takes longer in all
+            timeout = PATIENCE  # for one read or write; the server limits the total
 
             def do_GET(self) -> None:
-                # Another site's page must not read this one through a name that it lets point here.
+                # Another site's page must not read this one through a name that resolves to this machine.
                 host = self.headers.get("Host", "").rsplit(":", 1)[0]
                 if host not in (HOST, "localhost"):
                     self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1\n", "text/plain")
@@ -191,6 +189,6 @@ class LiveServer:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """The terminal is for the one who trains."""
+                """Logs nothing: the terminal belongs to the training run."""
 
         return Handler

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: style, script and data are in it, and it asks no network for anything."""
+"""One self-contained HTML file: style, script and data are inline, and it loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCRIPTS = (
 
 
 def write(path: Path, runs: Sequence[Run]) -> None:
-    """Puts the page of some runs in place of the one that is there."""
+    """Writes the page of some runs, replacing an existing one."""
     content = page(runs)
     partial = path.with_name(path.name + ".partial")
     with storage(path.parent, "written"):
@@ -54,7 +54,7 @@ def write(path: Path, runs: Sequence[Run]) -> None:
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
-    """The page. A live one asks its server for news, and nobody else."""
+    """The page. A live one polls its server, and nothing else."""
     script = _script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
@@ -65,17 +65,17 @@ def page(runs: Sequence[Run], live: bool = False) -> str:
         "data": embedded(data(runs, live)),
         "script": script,
     }
-    # In one pass, so that nothing in the data is taken for a place to fill.
+    # In one pass, so that nothing in the data is mistaken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def data(runs: Sequence[Run], live: bool = False) -> dict[str, Any]:
-    """What the script of the page works on."""
+    """The data for the page's script."""
     return {"live": live, "runs": [view(run) for run in runs]}
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand inside of a script element: it cannot end it, whatever labels say."""
+    """JSON that is safe inside a script element: labels cannot close it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,8 +1,8 @@
-"""Looks into a training step without taking part in it.
+"""Observes a training step without affecting it.
 
-A whole step drops its gradients as early as it can, and a profile has to run operators one by one. Both are done here
+A whole step drops its gradients as early as it can, and a profile must run operators one by one. Both run here
 on copies of everything that a step changes (parameters, optimizer state, statistics, the random stream), so that
-training goes on bit for bit as if nobody had looked.
+training continues bit for bit as if nothing had been observed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stepgraph.tensors.tensor import Tensor
 
 
 class Batch(Protocol):
-    """Data of one call: inputs, labels and label weights, each by name."""
+    """The data of one call: inputs, labels and label weights, each by name."""
 
     @property
     def parts(self) -> tuple[Mapping[str, Any], ...]:
@@ -40,7 +40,7 @@ class Batch(Protocol):
 
 
 class Probe:
-    """Gradients and profiles of a compiled training graph, by looking only."""
+    """Gradients and profiles of a compiled training graph, without changing it."""
 
     def __init__(self, training: TrainingGraph) -> None:
         self.training = training
@@ -49,9 +49,9 @@ class Probe:
     def gradients(self, batch: Batch) -> dict[Tensor, torch.Tensor]:
         """The gradients that an update with this batch would use, by parameter, before clipping and rescaling.
 
-        Random layers draw what they will draw in that update.
+        Random layers draw the same numbers as in that update.
         """
-        session = self.training.refreshed("fit")  # as the update that follows would do
+        session = self.training.refreshed("fit")  # as the next update would do
         feeds = session.feeds.arrays(session.feeds.named(*batch.parts), batch.rows, session.device)
         arrays = {**session.arrays(), **feeds, **session.seeds(batch.rows)}
         executable = self._executable(session.compilation, batch.rows)
@@ -60,7 +60,7 @@ class Probe:
         return {key.owner: array for key, array in found.items()}
 
     def profile(self, batch: Batch, runs: int) -> Profile:
-        """Time by layer and phase of a step with this batch, the least of some runs."""
+        """Time by layer and phase of a step with this batch, the minimum over several runs."""
         plan = self.training.memory_plan
         copied = plan.parameters + plan.statistics + plan.optimizer_state
         limit = self.training.require_session("fit").compilation.settings.memory_limit
@@ -68,10 +68,10 @@ class Probe:
         return self.training.profile(*batch.parts, batch_size=batch.rows, repeat=runs)
 
     def _executable(self, compiled: Compilation, rows: int) -> Executable:
-        """Forward and gradient in one piece that gives the gradients of what is trained, and nothing else."""
+        """Forward and gradient as one part that returns only the gradients of trained tensors."""
         program = compiled.programs.program(rows)
         if self._made is None or self._made[0] is not program:
-            step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # few runs are not worth it
+            step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # not worthwhile for a few runs
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
             part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
             part = pipeline.settled(part, step, pipeline.TRIAL)
@@ -84,5 +84,6 @@ class Probe:
 def _require_within(limit: int | None, needed: int) -> None:
     if limit is not None and needed > limit:
         raise MemoryLimitError(
-            "report", f"looking into the step needs {draw.size(needed)}, the graph's memory_limit is {draw.size(limit)}"
+            "report",
+            f"observing the step needs {draw.size(needed)}, but the memory_limit is {draw.size(limit)}",
         )

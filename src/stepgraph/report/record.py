@@ -1,8 +1,8 @@
-"""The record of a run: one file of JSON lines that only grows.
+"""The record of a run: an append-only file of JSON lines.
 
-The first line says what the file is. Every later one is an object with its `kind`: `begin`, `graph`, `memory`, `steps`,
-`epoch`, `distributions`, `profile`, `end`. A line is written whole and at once, so that a process killed at any moment
-leaves a file whose lines can be read; at most the last one is torn, and whoever goes on removes it first.
+The first line identifies the file. Every later one is an object with its `kind`: `begin`, `graph`, `memory`, `steps`,
+`epoch`, `distributions`, `profile`, `end`. Each line is one write, so a process killed at any time
+leaves a file with readable lines. At most the last one is incomplete, and a resumed run removes it first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stepgraph.system.storage import open_regular, plain, read_regular, storage
 
 FORMAT, VERSION = "stepgraph run", 1
 FILE = "run.jsonl"
-LARGEST = 2**30  # bytes of a record; a million updates take about 20 MB
+LARGEST = 2**30  # maximum bytes of a record; a million updates take about 20 MB
 CHECKPOINTS = "checkpoints"
 
 
@@ -26,7 +26,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 HEADER = _encoded({"format": FORMAT, "version": VERSION})
-LONGEST = 1000  # bytes of a first line that are looked at
+LONGEST = 1000  # bytes of the first line that are read
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
         with storage(folder, "written"):
             folder.mkdir(parents=True, exist_ok=True)
             whole = _whole_lines(self.path)
-            # Unbuffered: one line is one write, and nothing waits in this process when it is killed.
+            # Unbuffered: one line is one write, and nothing is lost in this process when it is killed.
             self._file = self.path.open("ab", buffering=0)
             try:
                 self._file.truncate(whole)
@@ -60,7 +60,7 @@ class Record:
             self._append(_encoded(line))
 
     def _append(self, line: bytes) -> None:
-        """A line goes in whole or not at all: a full disk may take half of it, which is removed again."""
+        """Writes a line completely or not at all: a full disk may accept half of it, which is removed again."""
         content, whole = memoryview(line + b"\n"), os.fstat(self._file.fileno()).st_size
         try:
             while content:
@@ -71,39 +71,41 @@ class Record:
 
 
 def check_new(folder: Path, resume: bool) -> None:
-    """Refuses, before anything is trained, a folder that a run cannot be written to."""
+    """Rejects, before training, a folder that a run cannot be written to."""
     path = folder / FILE
     with storage(folder, "read"):
         if folder.exists() and not folder.is_dir():
-            raise StorageError(f"{folder}", "it is a file, not a folder", fix="give another name for run=")
+            raise StorageError(f"{folder}", "it is a file, not a folder", fix="use another name for run=")
         if not path.exists():
             return
         with open_regular(path, RunError) as file:
             first = file.readline(LONGEST)
-    if not first.endswith(b"\n") and HEADER.startswith(first):  # killed before it had written anything
+    if not first.endswith(b"\n") and HEADER.startswith(first):  # killed before it wrote anything
         return
     check_header(folder, first)
     if not resume:
         raise ArgumentError(
-            "fit", f"there is a run in {folder} already", fix="give resume=True to go on with it, or another folder"
+            "fit", f"there is already a run in {folder}", fix="pass resume=True to continue it, or another folder"
         )
 
 
 def check_header(folder: Path, line: bytes) -> None:
-    """Refuses a file that another program or a newer version wrote."""
+    """Rejects a file written by another program or a newer version."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise RunError(f"{folder}", f"{FILE} is not the record of a run", fix="give a folder that fit(run=…) wrote")
+        raise RunError(f"{folder}", f"{FILE} is not the record of a run", fix="pass a folder that fit(run=…) wrote")
     version = header.get("version")
     if version != VERSION or isinstance(version, bool):
         raise RunError(
-            f"{folder}", f"its record has version {version!r}, this stepgraph reads {VERSION}", fix="update stepgraph"
+            f"{folder}",
+            f"the record has version {version!r}, but stepgraph reads {VERSION}",
+            fix="update stepgraph",
         )
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Bytes up to the end of the last complete line."""
     return read_regular(path, LARGEST, RunError).rfind(b"\n") + 1 if path.exists() else 0

@@ -1,8 +1,8 @@
-"""What `fit` calls to write a run folder while it trains.
+"""Writes a run folder while `fit` trains.
 
-With each update it compares two numbers; losses are written when `fit` reads them anyway. Parameters are looked at
-before few updates that lie further and further apart. Gradients and profiles cost about one more step each: they are
-taken twice and once in any case, and then where the budget has room.
+Per update it only compares two numbers; losses are written when `fit` reads them anyway. Parameters are observed
+before a few updates, at growing intervals. Gradients and profiles cost about one extra step each: gradients are
+recorded at least twice and a profile once, and more often if the budget allows.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from stepgraph.report.record import Record, check_new
 from stepgraph.report.run import Run
 
 logger = logging.getLogger("stepgraph")
-PAGE_SECONDS = 10.0  # the page is made again after an epoch if it is older than this
-ALWAYS = 2  # gradients that are taken whatever they cost
-QUICK = 0.01  # seconds of gradients up to which a profile is the least of three runs
+PAGE_SECONDS = 10.0  # the page is rewritten after an epoch if it is older than this
+ALWAYS = 2  # gradients recorded whatever they cost
+QUICK = 0.01  # seconds per gradient pass up to which a profile is the best of three runs
 
 
 class Unrecorded:
-    """Writes nothing: what a run without a folder calls."""
+    """Writes nothing: used by a run without a folder."""
 
     next_look: int | None = None
 
     def begin(self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]) -> None:
-        """Training begins, or goes on."""
+        """Training starts or resumes."""
 
     def epoch_begins(self) -> None:
         """An epoch begins."""
 
     def look(self, step: int, batch: Batch) -> None:
-        """Update `step`, from 1, is about to be made with this batch first; called where `next_look` asks for it."""
+        """Update `step`, from 1, is about to start with this batch; called when `next_look` is reached."""
 
     def steps(self, losses: Sequence[tuple[int, float, float]], rows: int) -> None:
-        """Updates `(step, loss, rate)` that were read, and the rows they have seen together."""
+        """Updates `(step, loss, rate)` that were read, and the total rows they have seen."""
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """An epoch is over."""
+        """An epoch has ended."""
 
     def end(self, step: int, stopped: str) -> None:
-        """Training is over."""
+        """Training has ended."""
 
 
 class Recorder(Unrecorded):
@@ -64,12 +64,12 @@ class Recorder(Unrecorded):
         check_new(folder, resume)
         self.training, self.folder = training, folder
         self.probe, self.failed, self.warned = Probe(training), set[str](), set[str]()
-        self.unsaid: str | None = None  # why the last lines are not in the record
+        self.unsaid: str | None = None  # why the last lines are missing from the record
         self.began = self.read_at = time.perf_counter()
         self.page_at = self.began
         self.batch: Batch | None = None
         self.looks = self.profiles = 0
-        self.gradient_seconds = self.page_seconds = 0.0  # what the last ones took
+        self.gradient_seconds = self.page_seconds = 0.0  # the durations of the last ones
 
     def begin(self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]) -> None:
         self.budget = Budget()
@@ -106,14 +106,14 @@ class Recorder(Unrecorded):
         self.read_at = time.perf_counter()
 
     def look(self, step: int, batch: Batch) -> None:
-        self._wait()  # for updates under way: their time is not that of looking
+        self._wait()  # for pending updates: their time does not count as observation
         spent = self.budget.spent
         self.batch = batch
         self._write_distributions(step, batch)
-        if self.looks == 2:  # the first steps warm caches up
+        if self.looks == 2:  # the first steps warm up caches
             self._write_profile(step, "early")
         self.next_look = look_after(step)
-        self.read_at += self.budget.spent - spent  # not the time of training
+        self.read_at += self.budget.spent - spent  # excluded from the training time
 
     def steps(self, losses: Sequence[tuple[int, float, float]], rows: int) -> None:
         if not losses:
@@ -157,11 +157,11 @@ class Recorder(Unrecorded):
             page.write(self.folder / page.FILE, [self.read_back])
         self.page_at, self.page_seconds = time.perf_counter(), self.budget.spent - spent
 
-    # Looking into the step
+    # Observing the step
 
     @torch.inference_mode()
     def _write_distributions(self, step: int, batch: Batch) -> None:
-        """Parameters before update `step`, and the gradients of its first batch where there is time for them."""
+        """Parameters before update `step`, and the gradients of its first batch if there is time."""
         self.looks += 1
         compiled = self.training.require_session("fit").compilation
         names = draw.parameter_names(compiled.nodes)
@@ -192,7 +192,7 @@ class Recorder(Unrecorded):
             torch.accelerator.synchronize(device)
 
     def _tried(self, what: str, looking: Any, otherwise: Any) -> Any:
-        """What looking found. Where it fails, for want of memory mostly, training goes on and the record says why."""
+        """The result of an observation. If it fails, training continues and the record says why."""
         if what in self.failed:
             return otherwise
         try:
@@ -201,13 +201,13 @@ class Recorder(Unrecorded):
             self.failed.add(what)
             problem = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
             self._add("missing", what=what, why=problem)
-            logger.warning("the report will have no %s from here on: %s", what, readable(problem))
+            logger.warning("the report will have no %s from now on: %s", what, readable(problem))
             return otherwise
 
-    # A full disk costs the report, never the training
+    # A full disk affects the report, never the training
 
     def _add(self, kind: str, **fields: Any) -> None:
-        """Appends a line; one that could not be written is told in the record as soon as there is room again."""
+        """Appends a line; a failed write is noted in the record as soon as there is space again."""
         with self._optional("record"):
             if self.unsaid is not None:
                 self.record.add("missing", what="lines of the record", why=self.unsaid)
@@ -216,7 +216,7 @@ class Recorder(Unrecorded):
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:
-        """Lets training go on where the file system, or somebody who changes the folder, gets in the way."""
+        """Lets training continue if the file system, or someone who changes the folder, causes an error."""
         try:
             yield
         except (StorageError, RunError) as error:
@@ -225,11 +225,11 @@ class Recorder(Unrecorded):
             if what not in self.warned:
                 self.warned.add(what)
                 told = readable(f"{error.where}: {error.problem}")
-                logger.warning("training goes on, but the %s of its report could not be written: %s", what, told)
+                logger.warning("training continues, but the %s of its report could not be written: %s", what, told)
 
 
 def look_after(step: int) -> int:
-    """The next update to look into: ten later, and from update 20 on half as far again.
+    """The next update to observe: ten later, and from update 20 on half as far again.
 
     Example:
         >>> [first := 1] and [first := look_after(first) for _ in range(7)]

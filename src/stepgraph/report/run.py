@@ -1,4 +1,4 @@
-"""A run read back from its folder, also while it is being written."""
+"""A run read back from its folder, even while it is being written."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stepgraph.errors import RunError, StorageError, reason
 from stepgraph.report.record import FILE, LARGEST, check_header
 from stepgraph.system.storage import open_regular, storage, whole
 
-BELOW = 6  # runs that an error names
+BELOW = 6  # runs listed in an error
 
 
 class Run:
-    """What the record of a run says so far. Raises where the folder holds none, or one that cannot be read.
+    """The current contents of a run's record. Raises if the folder holds none, or one that cannot be read.
 
     Args:
-        folder: the folder given to `fit(run=…)`.
+        folder: the folder passed to `fit(run=…)`.
 
     Attributes:
-        begins: one entry for each time training began or went on, with command and environment.
-        steps: `(step, loss, rate)` of every update that counts: what a killed run did after its last checkpoint, and a
-            resumed one did again, stands here once.
+        begins: one entry for each time training started or resumed, with command and environment.
+        steps: `(step, loss, rate)` of every update that counts: updates that a killed run made after its last
+            checkpoint and a resumed one repeated appear once.
         speeds: `(last step, rows, seconds)` of each time losses were read.
     """
 
@@ -31,13 +31,13 @@ class Run:
         self.folder = folder
         with storage(folder, "read"):
             if not folder.is_dir():
-                raise StorageError(f"{folder}", "there is no such folder", fix="give the folder of a run")
+                raise StorageError(f"{folder}", "there is no such folder", fix="pass the folder of a run")
             if not (folder / FILE).exists():
                 raise _no_run(folder)
         self._clear()
         self.update()
         if not self.begins:
-            raise RunError(f"{folder}", f"{FILE} ends before training began", fix="give another run")
+            raise RunError(f"{folder}", f"{FILE} ends before training began", fix="use another run")
 
     def _clear(self) -> None:
         self._offset = self._line = 0
@@ -54,27 +54,27 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`"running"` while no end is recorded (a killed run has none either), else why it ended."""
+        """`"running"` until an end is recorded (a killed run never has one), else why it ended."""
         return "running" if self.end is None else str(self.end["stopped"])
 
     @property
     def size(self) -> int:
-        """Bytes of the record that were read."""
+        """Bytes of the record that have been read."""
         return self._offset
 
     def update(self) -> bool:
-        """Reads what was appended since; whether there was anything."""
+        """Reads what was appended since the last time; returns whether there was anything."""
         path = self.folder / FILE
         with storage(self.folder, "read"), open_regular(path, RunError) as file:
             size = file.seek(0, 2)
             if size > LARGEST:
-                problem = f"{FILE} has {size:,} bytes, more than the {LARGEST:,} that are read"
-                raise RunError(f"{self.folder}", problem, fix="give another run")
-            if size < self._offset:  # another run has taken its place
+                problem = f"{FILE} has {size:,} bytes, more than the maximum of {LARGEST:,}"
+                raise RunError(f"{self.folder}", problem, fix="use another run")
+            if size < self._offset:  # another run has replaced it
                 self._clear()
             file.seek(self._offset)
             appended = whole(file, size - self._offset, self.folder, RunError)
-        complete = appended[: appended.rfind(b"\n") + 1]  # the last line may be still being written
+        complete = appended[: appended.rfind(b"\n") + 1]  # the last line may be incomplete
         for line in complete.splitlines():
             self._line += 1
             self._take(line)
@@ -87,18 +87,18 @@ class Run:
             return
         try:
             entry = json.loads(line)
-            take = _TAKERS.get(entry.pop("kind"))  # a kind this version does not know is left alone
+            take = _TAKERS.get(entry.pop("kind"))  # kinds unknown to this version are ignored
             if take is not None:
                 take(self, entry)
-        except Exception as error:  # a line may hold anything
+        except Exception as error:  # a line may contain anything
             raise RunError(
                 f"{self.folder}",
                 f"line {self._line} of {FILE} is damaged: {type(error).__name__}: {reason(error)}",
-                fix=f"remove the line from {FILE}, or give another run",
+                fix=f"remove the line from {FILE}, or use another run",
             ) from None
 
     def take_begin(self, entry: dict[str, Any]) -> None:
-        """What was done after the checkpoint that a run goes on from will be done again."""
+        """Drops what was done after the checkpoint that a run resumes from, since it will be repeated."""
         step, epoch = entry["step"], entry["epoch"]
         self.begins.append(entry)
         self.steps = [one for one in self.steps if one[0] <= step]
@@ -130,18 +130,18 @@ class Run:
 
 
 def _no_run(folder: Path) -> RunError:
-    """Says where runs are, if there are any one or two folders below."""
+    """Names runs one or two folders below, if there are any."""
     with storage(folder, "read"):
         below = sorted({f"{path.parent}" for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{FILE}")})
     problem = f"it holds no run: there is no {FILE}"
     if not below:
-        return RunError(f"{folder}", problem, fix="give a folder that fit(run=…) wrote")
+        return RunError(f"{folder}", problem, fix="pass a folder that fit(run=…) wrote")
     shown = ", ".join(below[:BELOW]) + (f" and {len(below) - BELOW} more" if len(below) > BELOW else "")
-    return RunError(f"{folder}", problem, below_it=shown, fix="give one of those below it")
+    return RunError(f"{folder}", problem, below_it=shown, fix="pass one of those below it")
 
 
 def _number(value: Any) -> Any:
-    """NaN and infinities come as text."""
+    """NaN and infinities are stored as text."""
     return float(value) if isinstance(value, str) else value
 
 

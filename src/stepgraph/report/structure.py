@@ -1,4 +1,4 @@
-"""A compiled training graph as plain values: layers, where gradients stop, what memory a step is planned to need."""
+"""A compiled training graph as plain values: layers, where gradients stop, the memory plan of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOLDERS = 40
 
 
 def graph(training: TrainingGraph) -> dict[str, Any]:
-    """Every node with what it reads, makes and learns; gradients that stop, and why; the drawing."""
+    """Every node with what it reads, produces and learns; gradients that stop, and why; the drawing."""
     compiled = training.require_session("report").compilation
     nodes, feeds = compiled.nodes, compiled.feeds
     step = compiled.step(feeds.batch, True)
@@ -32,7 +32,7 @@ def graph(training: TrainingGraph) -> dict[str, Any]:
 
 
 def plan(training: TrainingGraph) -> dict[str, Any]:
-    """The memory plan: its sums, live bytes by kind at each operator, and what is alive at the peak."""
+    """The memory plan: its totals, live bytes by kind at each operator, and what is alive at the peak."""
     compiled = training.require_session("report").compilation
     programs, batch = compiled.programs, compiled.feeds.batch
     part = programs.executable("step", batch).part
@@ -84,7 +84,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _stops(nodes: tuple[Node, ...], step: Step, names: dict[Any, str]) -> list[list[str]]:
-    """Layer, what gets no gradient, and why; the first reason that holds."""
+    """Layer, what gets no gradient, and the first reason that applies."""
     found = []
     for node in nodes:
         layer = names[node.layer]
@@ -94,9 +94,9 @@ def _stops(nodes: tuple[Node, ...], step: Step, names: dict[Any, str]) -> list[l
             elif tensor not in step.trainable_set:
                 found.append([layer, names[tensor], "not updated by this graph: is_updatable is off"])
         if any(t in step.stopped for t in node.results):
-            found.append([layer, "its result", "stopped on purpose: stop_gradient"])
+            found.append([layer, "its result", "stopped explicitly: stop_gradient"])
         elif not any(t.data_type.is_floating for t in node.results):
             found.append([layer, "its result", f"{node.results[0].data_type.name.lower()} has no derivative"])
         elif not any(t in step.active for t in node.results):
-            found.append([layer, "its result", "nothing it is made from is trained"])
+            found.append([layer, "its result", "it depends on nothing that is trained"])
     return found

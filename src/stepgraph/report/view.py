@@ -1,4 +1,4 @@
-"""What the page is told about a run: the record, thinned to what can be seen."""
+"""The data of the page about a run: the record, thinned to what is visible."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CELLS = 240_000  # bins of all histograms together
 
 
 def view(run: Run) -> dict[str, Any]:
-    """Everything the page shows, as JSON has it."""
+    """Everything the page shows, as JSON values."""
     try:
         return {**_readable(_view(run)), "drawing": harmless(run.graph.get("drawing", ""))}
     except OSError as error:
         raise StorageError(f"{run.folder}", f"it cannot be read: {reason(error)}", fix="check the path") from error
-    except Exception as error:  # the record may hold anything
+    except Exception as error:  # the record may contain anything
         problem = f"{FILE} is damaged: {type(error).__name__}: {reason(error)}"
-        raise RunError(f"{run.folder}", problem, fix="give another run") from error
+        raise RunError(f"{run.folder}", problem, fix="use another run") from error
 
 
 def name(run: Run) -> str:
-    """What a run is called: its folder."""
+    """The name of a run: its folder."""
     try:
         return run.folder.resolve().name
-    except OSError:  # relative to a working directory that has been deleted
+    except OSError:  # relative to a deleted working directory
         return run.folder.name
 
 
 def _readable(value: Any) -> Any:
-    """Nothing in the record turns the page's text around or hides in it."""
+    """Removes text in the record that could reverse or hide text on the page."""
     if isinstance(value, str):
         return readable(value)
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def _view(run: Run) -> dict[str, Any]:
 
 
 def losses(steps: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
-    """Means of neighbouring updates with their bounds, and the first update whose loss is no number."""
+    """Means of adjacent updates with their bounds, and the first update whose loss is NaN."""
     found: dict[str, Any] = {"x": [], "y": [], "low": [], "high": []}
     for group in _groups(steps):
         values = [loss for _, loss, _ in group if math.isfinite(loss)]
@@ -88,7 +88,7 @@ def losses(steps: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
 
 
 def rates(steps: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
-    """The learning rate; where it does not change its ends are enough."""
+    """The learning rate; constant stretches are reduced to their ends."""
     groups = _groups(steps)
     points = [(group[-1][0], finite(group[-1][2])) for group in groups]
     if points and len({rate for _, rate in points}) == 1:
@@ -97,14 +97,14 @@ def rates(steps: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
 
 
 def speeds(found: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
-    """Rows a second."""
+    """Rows per second."""
     sums = [(group[-1][0], sum(rows for _, rows, _ in group), sum(s for _, _, s in group)) for group in _groups(found)]
     known = [(step, _digits(rows / seconds)) for step, rows, seconds in sums if seconds > 0]
     return {"x": [step for step, _ in known], "y": [speed for _, speed in known]}
 
 
 def timeline(memory: dict[str, Any]) -> dict[str, Any]:
-    """Live bytes with layers and phases by number; neighbours of one layer and phase join where there are many."""
+    """Live bytes with layers and phases by number; adjacent operators of a layer and phase are merged if too many."""
     rows, peak = memory.get("timeline", []), memory.get("peak")
     groups = [[row] for row in rows]
     if len(rows) > OPERATORS:
@@ -119,7 +119,7 @@ def timeline(memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first, the last, and as many looks between as fit into a page."""
+    """The first, the last, and as many observations in between as fit on a page."""
     if not looks:
         return []
     bins = sum(len(one.get("bins", ())) for kind in ("parameters", "gradients") for one in looks[0][kind].values())
@@ -130,7 +130,7 @@ def thinned(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: what is no number is told as text."""
+    """JSON has no NaN: non-finite numbers become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
