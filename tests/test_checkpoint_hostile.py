@@ -259,7 +259,7 @@ def test_a_description_beyond_any_sense_is_not_read(enemy: Enemy, monkeypatch: p
 def test_tensors_of_another_length_are_not_read(enemy: Enemy) -> None:
     with enemy.tensors.open("r+b") as file:
         file.truncate(2**40)
-    everything(enemy, "is damaged: 1099511627776 bytes")
+    everything(enemy, "is damaged: its 1099511627776 bytes")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, 20))])

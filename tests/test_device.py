@@ -70,7 +70,7 @@ def test_the_gpu_type_is_none_without_a_gpu(several: bool) -> None:
 def test_gpus_that_are_not_there_are_refused_by_name(gpus: list) -> None:
     here = ", ".join(map(str, GPUS)) or "no GPU"
     asked = str(gpus[-1]) if gpus else "no GPU"
-    with pytest.raises(sg.DeviceError, match=rf"^Device: .*{asked}.* was asked for, this machine has {here}\.\nFix: "):
+    with pytest.raises(sg.DeviceError, match=rf"^Device: .*{asked}.* was requested, but this machine has {here}\.\n"):
         sg.Device.with_gpus(gpus)
 
 

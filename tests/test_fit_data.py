@@ -138,7 +138,7 @@ class Samples(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     "data, error, words",
     [
-        ((X.astype(np.float64), Y), TypeError, "the data is float64, the tensor is float32"),
+        ((X.astype(np.float64), Y), TypeError, "the data is float64, but the tensor is float32"),
         ((X[:, :3], Y), ValueError, "(1, 3)"),
         ((X.reshape(-1), Y), ValueError, "the array has shape (220,)"),
         ((X, Y[:-1]), ValueError, "different numbers of rows"),

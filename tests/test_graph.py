@@ -192,13 +192,13 @@ class TestConveniences:
         [
             (lambda g: g.concatenate([tensor(2, 3), tensor(2, 3)], 3), sg.ShapeError, "dimension 3 .* 2 dimensions"),
             (lambda g: g.reshape((7,), tensor(2, 3)), sg.ShapeError, r"6 elements .*\[7\]"),
-            (lambda g: g.reshape((), tensor(2, 3)), sg.ArgumentError, "0 extents"),
-            (lambda g: g.transpose((0,), tensor(2, 3)), sg.ShapeError, "1 dimensions are named, the source has 2"),
+            (lambda g: g.reshape((), tensor(2, 3)), sg.ArgumentError, "0 dimensions"),
+            (lambda g: g.transpose((0,), tensor(2, 3)), sg.ShapeError, "1 dimensions are listed, but the source has 2"),
             (lambda g: g.transpose((0, 2, 1), tensor(2, 3, 4, 5)), sg.ShapeError, "3 dimensions .* has 4"),
             (
                 lambda g: g.split(tensor(2, 3), None, [1, 5], dimension=1),
                 sg.ShapeError,
-                "add up to 6, dimension 1 has 3",
+                "add up to 6, but dimension 1 has 3",
             ),
             (lambda g: g.split(tensor(2, 3), 2, dimension=2), sg.ShapeError, "dimension 2 .* 2 dimensions"),
             (lambda g: g.select([tensor(2), tensor(2)], tensor(2)), sg.DataTypeError, "float32, not boolean"),

@@ -90,5 +90,5 @@ def test_warm_up_and_cosine() -> None:
     for settings in ({"warmup": -1}, {"warmup": 5, "steps": 5}, {"floor": 2.0}):
         with pytest.raises(sg.ArgumentError):
             sg.WarmupCosine(1.0, **settings)
-    with pytest.raises(sg.ArgumentError, match="not known"):
+    with pytest.raises(sg.ArgumentError, match="number of updates is unknown"):
         sg.WarmupCosine(1.0)(3)

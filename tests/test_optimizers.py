@@ -451,7 +451,7 @@ def test_a_norm_that_nothing_looks_at_is_refused(settings: dict[str, Any], words
 
 def test_a_bound_assigned_where_nothing_looks_at_it_is_refused() -> None:
     plain = sg.SGDOptimizer(learning_rate=0.1)
-    with pytest.raises(sg.StateError, match="clipping is switched off"):
+    with pytest.raises(sg.StateError, match="clipping is disabled"):
         plain.gradient_clip_max = 0.5
     with pytest.raises(sg.StateError, match="clips by value, which does not use maximum_clipping_norm"):
         plain.maximum_clipping_norm = 0.5

@@ -301,13 +301,13 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("values", "kind", "words"),
         [
-            ([1, math.nan], "int64", "nan is no whole number"),
-            ([1.0, 2.5], "int32", "2.5 is no whole number"),
-            ([math.inf, 1], "uint8", "inf is no whole number from 0 to 255"),
-            ([1, 300.0], "int8", "300.0 is no whole number from -128 to 127"),
-            ([-1.0, 1], "uint8", "-1.0 is no whole number"),
-            ([1, 2.0**63], "int64", "is no whole number"),
-            ([1, 256], "uint8", "256 is no whole number"),
+            ([1, math.nan], "int64", "nan is not an integer"),
+            ([1.0, 2.5], "int32", "2.5 is not an integer"),
+            ([math.inf, 1], "uint8", "inf is not an integer from 0 to 255"),
+            ([1, 300.0], "int8", "300.0 is not an integer from -128 to 127"),
+            ([-1.0, 1], "uint8", "-1.0 is not an integer"),
+            ([1, 2.0**63], "int64", "is not an integer"),
+            ([1, 256], "uint8", "256 is not an integer"),
             ([0.5, 1], "boolean", "0.5 is neither 0 nor 1"),
             ([math.nan, 1], "boolean", "nan is neither"),
             ([1, 1e39], "float32", "1e.39 is too large"),
@@ -559,9 +559,9 @@ LOOKALIKES: dict[str, tuple[Callable[[], Any], str]] = {
     "quantized": (_quantized, "is quantized, not dense"),
     "meta": (lambda: torch.empty(2, 2, device="meta"), "holds no numbers"),
     "oneDNN": (lambda: torch.eye(2).to_mkldnn(), "is mkldnn, not dense"),
-    "an array that raises": (lambda: Raising(ZeroDivisionError()), r"cannot be seen as an array \(ZeroDivisionError\)"),
-    "DLPack that raises": (lambda: RaisingDLPack(KeyError("x")), "cannot be seen as an array"),
-    "an operating system": (lambda: RaisingDLPack(OSError(5, "boo")), "cannot be seen as an array"),
+    "an array that raises": (lambda: Raising(ZeroDivisionError()), r"cannot be read as an array \(ZeroDivisionError\)"),
+    "DLPack that raises": (lambda: RaisingDLPack(KeyError("x")), "cannot be read as an array"),
+    "an operating system": (lambda: RaisingDLPack(OSError(5, "boo")), "cannot be read as an array"),
 }
 
 
@@ -615,7 +615,7 @@ def test_one_element_of_a_larger_array_is_an_array(data: np.ndarray, shape: tupl
 @pytest.mark.parametrize("source", [{"fill": 0.0}, {"random": sg.RandomInitializerType.UNIFORM}])
 @pytest.mark.parametrize("shape", [(2**40, 2**10), (2**62, 2**62), (10**30,)])
 def test_too_little_memory_is_told_as_that(shape: tuple[int, ...], source: dict[str, Any]) -> None:
-    with pytest.raises(sg.MemoryLimitError, match=r"there is no memory for [\d,]+ bytes.*\nFix: use a smaller shape"):
+    with pytest.raises(sg.MemoryLimitError, match=r"not enough memory for [\d,]+ bytes.*\nFix: use a smaller shape"):
         sg.Tensor(shape, **source)
     with pytest.raises(sg.ArgumentError, match="fill is 300, which int8 cannot hold"):
         sg.Tensor((2,), "int8", fill=300)

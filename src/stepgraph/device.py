@@ -1,4 +1,4 @@
-"""Devices: which processor a graph is compiled for."""
+"""Devices: the processor a graph is compiled for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TorchDevice = torch.device
 
 @dataclass(frozen=True)
 class Device:
-    """One processor, or several GPUs chosen together (a graph runs on the first of them).
+    """One processor, or several GPUs (a graph runs on the first of them).
 
-    Devices that are the same place are equal, however they were asked for: without a GPU `any()` is `cpu()`.
+    Devices that are the same processor are equal, however they were requested: without a GPU, `any()` is `cpu()`.
 
     Example:
         >>> Device.cpu().actual_device_type.name
@@ -35,25 +35,25 @@ class Device:
 
     @classmethod
     def gpu(cls) -> Device | None:
-        """The first GPU (CUDA, ROCm, Metal, XPU), or None where there is none."""
+        """The first GPU (CUDA, ROCm, Metal, XPU), or None if there is none."""
         devices = _accelerators()
         return cls(DeviceType.GPU, devices[:1]) if devices else None
 
     @classmethod
     def any(cls) -> Device:
-        """The device that trains fastest here: a GPU where there is one, else the CPU."""
+        """The device that trains fastest here: a GPU if there is one, otherwise the CPU."""
         return cls(DeviceType.ANY, (_accelerators() or (torch.device("cpu"),))[:1])
 
     @classmethod
     def ane(cls) -> Device | None:
-        """Apple's Neural Engine: there is none, so None, as on a machine without one."""
+        """Apple's Neural Engine: always None, as on a machine without one."""
         return None
 
     @classmethod
     def of(
         cls, kind: DeviceType | str | TorchDevice, *, selects_multiple_compute_devices: bool = False
     ) -> Device | None:
-        """A device by its type, or by PyTorch's name for it (`"cuda:1"`); None where this machine has none such."""
+        """A device by its type, or by PyTorch's name for it (`"cuda:1"`); None if this machine does not have it."""
         if isinstance(kind, str | TorchDevice):
             named = _named(kind, ())
             if named.type == "cpu":
@@ -61,7 +61,7 @@ class Device:
             return cls(DeviceType.GPU, (named,)) if named in _accelerators() else None
         if not isinstance(kind, DeviceType):
             raise DataTypeError(
-                "Device", f"{kind!r} is no kind of device", fix='use DeviceType, or a name such as "cuda:1"'
+                "Device", f"{kind!r} is not a kind of device", fix='use DeviceType, or a name such as "cuda:1"'
             )
         if kind is DeviceType.CPU:
             return cls.cpu()
@@ -74,36 +74,36 @@ class Device:
     def with_gpus(cls, gpus: Sequence[str | int | TorchDevice]) -> Device:
         """Exactly these GPUs."""
         if not isinstance(gpus, Sequence) or isinstance(gpus, str):
-            raise DataTypeError("Device", f"{gpus!r} is no list of GPUs", fix='pass a list, as in [0, 1] or ["cuda:1"]')
+            raise DataTypeError("Device", f"{gpus!r} is not a list of GPUs", fix='use a list: [0, 1] or ["cuda:1"]')
         present = _accelerators()
         wanted = tuple(_named(gpu, present) for gpu in gpus)
         if not wanted or any(gpu not in present for gpu in wanted):
             here = ", ".join(map(str, present)) or "no GPU"
             raise DeviceError(
                 "Device",
-                f"{', '.join(map(str, gpus)) or 'no GPU'} was asked for, this machine has {here}",
+                f"{', '.join(map(str, gpus)) or 'no GPU'} was requested, but this machine has {here}",
                 fix="use Device.any()",
             )
         return cls(DeviceType.GPU, wanted)
 
     @property
     def torch(self) -> TorchDevice:
-        """Where arrays of a graph compiled for this device live."""
+        """The device of the arrays of a graph compiled for this device."""
         return self.torch_devices[0]
 
     @cached_property
     def is_cuda(self) -> bool:
-        """Whether work on it goes on while Python does, in streams; asked in every call, so looked up once."""
+        """Whether it works asynchronously, in streams; needed in every call, so cached."""
         return self.torch.type == "cuda"
 
     @property
     def actual_device_type(self) -> DeviceType:
-        """What `any` resolved to."""
+        """The type that `any` resolved to."""
         return DeviceType.CPU if self.torch.type == "cpu" else DeviceType.GPU
 
     @property
     def gpu_devices(self) -> tuple[TorchDevice, ...]:
-        """The GPUs behind this device; empty for the CPU."""
+        """The GPUs of this device; empty for the CPU."""
         return tuple(device for device in self.torch_devices if device.type != "cpu")
 
     def __str__(self) -> str:
@@ -125,5 +125,5 @@ def _named(gpu: str | int | TorchDevice, present: tuple[TorchDevice, ...]) -> To
     try:
         named = torch.device(present[0].type if present else "cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
     except (RuntimeError, TypeError):
-        raise DataTypeError("Device", f"{gpu!r} names no device", fix='use a name such as "cpu" or "cuda:1"') from None
+        raise DataTypeError("Device", f"{gpu!r} is not a device", fix='use a name such as "cpu" or "cuda:1"') from None
     return named if named.type == "cpu" else torch.device(named.type, named.index or 0)

@@ -1,7 +1,7 @@
-"""The exceptions of stepgraph, and the one format every message keeps.
+"""The exceptions of stepgraph, and the common format of their messages.
 
 A message reads `<where>: <what is wrong, with both values>.`, then aligned facts, then `Fix:`. Each class is also the
-built-in a caller would expect to catch.
+built-in that a caller would expect to catch.
 """
 
 import re
@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-# What a terminal or a page would obey instead of showing it: control characters, marks that turn the direction of
-# writing around, line separators, and halves of characters that no encoding has.
+# Characters that a terminal or a page would interpret instead of showing: control characters, marks that reverse the
+# text direction, line separators, and lone surrogates.
 OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class StepgraphError(Exception):
-    """Base of every error stepgraph raises on purpose.
+    """Base of every error that stepgraph raises deliberately.
 
     Args:
-        where: the object and the line of the user's program that is concerned.
+        where: the object and the line of the user's program that are affected.
         problem: what is wrong, with both values, without a full stop.
         fix: what to do about it.
-        facts: further values, shown aligned below the first line.
+        facts: other values, shown aligned below the first line.
 
     Example:
         >>> print(ShapeError("Reshape 'flat'", "12 elements cannot become 10", fix="use (2, 6)", source=(3, 4)))
@@ -44,19 +44,19 @@ class StepgraphError(Exception):
 
 
 class ArgumentError(StepgraphError, ValueError):
-    """A setting is outside what it may be."""
+    """A setting is out of range."""
 
 
 class ShapeError(StepgraphError, ValueError):
-    """Shapes do not fit together."""
+    """Shapes do not match."""
 
 
 class DataTypeError(StepgraphError, TypeError):
-    """A data type, or the kind of an object, does not fit."""
+    """A data type, or the type of an object, does not match."""
 
 
 class DataError(StepgraphError, ValueError):
-    """Data given for a tensor is missing, too short or cannot be written."""
+    """Data for a tensor is missing, too short or cannot be written."""
 
 
 class UnknownNameError(StepgraphError, KeyError):
@@ -64,15 +64,15 @@ class UnknownNameError(StepgraphError, KeyError):
 
 
 class StateError(StepgraphError, RuntimeError):
-    """A call came at a moment when it cannot be carried out."""
+    """A call is not possible in the current state."""
 
 
 class MemoryLimitError(StepgraphError, MemoryError):
-    """A graph does not fit into the memory it was given, or a tensor into the memory there is."""
+    """A graph exceeds its memory limit, or a tensor the available memory."""
 
 
 class DeviceError(StepgraphError, RuntimeError):
-    """A device is missing or cannot do what was asked."""
+    """A device is missing or does not support a request."""
 
 
 class ExecutionError(StepgraphError, RuntimeError):
@@ -80,7 +80,7 @@ class ExecutionError(StepgraphError, RuntimeError):
 
 
 class NumericsError(StepgraphError, FloatingPointError):
-    """A step made a NaN or an infinity; `layer`, `phase` and `step` tell where, `report` the rest."""
+    """A step produced a NaN or an infinity; `layer`, `phase` and `step` show where, `report` has the details."""
 
     layer: str | None = None
     phase: str | None = None
@@ -89,19 +89,19 @@ class NumericsError(StepgraphError, FloatingPointError):
 
 
 class CheckpointError(StepgraphError, ValueError):
-    """A checkpoint is damaged, of another format, or does not fit the graph."""
+    """A checkpoint is damaged, has another format, or does not match the graph."""
 
 
 class RunError(StepgraphError, ValueError):
-    """A folder holds no run, a damaged one, or one of another version."""
+    """A folder contains no run, a damaged run, or a run of another version."""
 
 
 class StorageError(StepgraphError, OSError):
-    """A checkpoint or a run cannot be written to or read from where it should be."""
+    """A checkpoint or a run cannot be written or read."""
 
 
 def readable(text: str) -> str:
-    r"""Text of somebody else's as one line that is safe to show: what would be obeyed is escaped, the rest stays.
+    r"""Foreign text as one line that is safe to show: control characters are escaped.
 
     Example:
         >>> print(readable("größe \x1b[2J"))
@@ -111,17 +111,17 @@ def readable(text: str) -> str:
 
 
 def readable_lines(text: str) -> str:
-    """The same for text of several lines, which stay lines."""
+    """The same for text of several lines, which are kept."""
     return "\n".join(map(readable, text.split("\n")))
 
 
 def reason(error: BaseException) -> str:
-    """What somebody else's exception says, in one line without a full stop."""
+    """The message of a foreign exception, on one line without a full stop."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def user_line() -> str:
-    """The line of the user's program that is being carried out, as `file.py:12`."""
+    """The line of the user's program being executed, as `file.py:12`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
@@ -131,7 +131,7 @@ def user_line() -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    # The `__init__` that dataclasses write for a user's own layer runs in the user's module, yet is nobody's line.
+    # The `__init__` that dataclasses generate for a user's layer runs in the user's module, but is not the user's code.
     generated = frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>"
     return generated or str(frame.f_globals.get("__name__", "")).split(".")[0] == "stepgraph"
 
@@ -142,7 +142,7 @@ def _short(filename: str) -> str:
 
 
 def working_directory() -> Path | None:
-    """Where the program runs; None where that folder has been deleted."""
+    """The working directory; None if that folder has been deleted."""
     try:
         return Path.cwd()
     except OSError:

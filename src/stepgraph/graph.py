@@ -47,12 +47,12 @@ class Graph:
 
     @property
     def layer_count(self) -> int:
-        """How many layers have been added."""
+        """The number of layers."""
         return len(self._first)
 
     @property
     def summarized_dot_description(self) -> str:
-        """DOT text of the graph: every node, edges dashed where gradients stop."""
+        """DOT text of the graph: every node, with dashed edges where gradients stop."""
         return draw.dot(self.shown_nodes(), self.stopped)
 
     @property
@@ -61,7 +61,7 @@ class Graph:
         return frozenset()
 
     def shown_nodes(self) -> tuple[Node, ...]:
-        """The nodes that a reader is told about."""
+        """The nodes to display."""
         return self.nodes
 
     def node(
@@ -74,8 +74,8 @@ class Graph:
         """Adds a node and returns its first result; `result_tensors(layer)` has them all.
 
         Args:
-            layer: what to compute; the same layer may be used by several nodes of one graph, sharing its parameters.
-            sources: what it reads, in the layer's order.
+            layer: what to compute; several nodes of one graph can use the same layer, sharing its parameters.
+            sources: its sources, in the layer's order.
             disable_update: freeze this layer's parameters; gradients still flow through it.
             loss_labels: for a loss layer, the labels to compare with.
         """
@@ -100,14 +100,14 @@ class Graph:
         *,
         dimension: int,
     ) -> list[Tensor]:
-        """Cuts `source` along `dimension` into `split_count` even parts, or into parts of the given lengths."""
+        """Splits `source` along `dimension` into `split_count` equal parts, or into parts of the given lengths."""
         lengths = None if split_section_lengths is None else tuple(split_section_lengths)
         layer = SplitLayer(split_count, lengths, dimension=dimension)
         self.node(layer, source)
         return self.result_tensors(layer)
 
     def concatenate(self, sources: Sequence[Tensor], dimension: int = 1) -> Tensor:
-        """Joins `sources` along `dimension`."""
+        """Concatenates `sources` along `dimension`."""
         layer = ConcatenationLayer(dimension)
         if not isinstance(sources, list | tuple):
             raise DataTypeError(
@@ -116,7 +116,7 @@ class Graph:
         return self.node(layer, *sources)
 
     def reshape(self, shape: Sequence[int], source: Tensor) -> Tensor:
-        """Gives `source` another shape; one extent may be -1."""
+        """Gives `source` another shape; one dimension may be -1."""
         return self.node(ReshapeLayer(_sequence("reshape", shape)), source)
 
     def transpose(self, dimensions: Sequence[int], source: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Graph:
         return self.node(SelectionLayer(), condition, *sources)
 
     def gather(self, dimension: int, source: Tensor, indices: Tensor) -> Tensor:
-        """Picks from `source` along `dimension`."""
+        """Gathers from `source` along `dimension`."""
         return self.node(GatherLayer(dimension), source, indices)
 
     def scatter(
@@ -161,8 +161,8 @@ class Graph:
     ) -> None:
         """Makes the caller's memory the data of inputs, labels or user gradients, and writes it to the device.
 
-        For running phase by phase. `batch_size` rows are taken, by default as many as each tensor declares; of a
-        tensor whose first extent is not the batch, all of them, as `execute` does. The caller keeps the memory alive
+        For running phase by phase. Reads `batch_size` rows, by default as many as each tensor declares; of a
+        tensor whose first dimension is not the batch, all rows, as `execute` does. Keep the memory alive
         and unchanged until the phase that reads it has run.
         """
         where = "bind_and_write_data"
@@ -174,7 +174,7 @@ class Graph:
         if batch_size is not None and (
             isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 0
         ):
-            raise ArgumentError(where, f"batch_size is {batch_size!r}", fix="give a whole number of rows, or None")
+            raise ArgumentError(where, f"batch_size is {batch_size!r}", fix="pass an integer number of rows, or None")
         for name in data:
             if name not in for_inputs:
                 known = sorted(for_inputs)
@@ -206,29 +206,29 @@ class Graph:
         return f"<{type(self).__name__} with {len(self.nodes)} nodes>"
 
     def _is_batched(self, tensor: Tensor) -> bool:
-        """Whether the first extent of a tensor follows the batch size; a graph that is not compiled knows no other."""
+        """Whether a tensor's first dimension is the batch size; always true for a graph that is not compiled."""
         return True
 
     def append(self, node: Node) -> None:
-        """Adds a node that is made already."""
+        """Adds an existing node."""
         self._nodes.append(node)
         self._first.setdefault(node.layer, node)
 
     def _check_frozen(self, layer: Layer, disable_update: bool) -> None:
-        """Nodes of one layer are frozen together, so the first speaks for the others."""
+        """Checks that all nodes of one layer are frozen or none, by comparing with the first."""
         node = self._first.get(layer)
         if node is not None and layer.parameters and node.disable_update != disable_update:
             raise StateError(
                 layer.where,
-                f"disable_update={disable_update} here, {node.disable_update} for its node at {node.line}",
-                fix="give both nodes of the layer the same disable_update",
+                f"disable_update={disable_update} here, but {node.disable_update} for its node at {node.line}",
+                fix="use the same disable_update for both nodes of the layer",
             )
 
 
 def make_node(
     layer: Layer, sources: Sequence[Tensor], labels: Sequence[Tensor], disable_update: bool, line: str
 ) -> Node:
-    """A node with new result tensors whose shapes are inferred."""
+    """A node with new result tensors of inferred shapes."""
     weights = getattr(layer, "weights", None) if layer.is_loss else None
     compared = (*labels, *([weights] if isinstance(weights, Tensor) and weights not in labels else []))
     found = layer.infer(*(tensor.descriptor for tensor in (*sources, *compared)))
@@ -240,13 +240,13 @@ def make_node(
 
 def _sequence(where: str, given: Any) -> tuple[int, ...]:
     if not isinstance(given, Iterable):
-        raise DataTypeError(where, f"{given!r} is no sequence of numbers", fix="pass a tuple, then the source")
+        raise DataTypeError(where, f"{given!r} is not a sequence of numbers", fix="pass a tuple, then the source")
     return tuple(given)
 
 
 def _tensors(layer: Layer, given: Any) -> list[Tensor]:
     if not isinstance(layer, Layer):
-        raise DataTypeError("node", f"{type(layer).__name__} is not a layer", fix="give a Layer, then its sources")
+        raise DataTypeError("node", f"{type(layer).__name__} is not a layer", fix="pass a Layer, then its sources")
     given = list(given) if isinstance(given, list | tuple) else [given]
     for one in given:
         if not isinstance(one, Tensor):

@@ -1,8 +1,8 @@
-"""Optimizers: one pure update rule each; clipping, rescaling and regularization once, in the base.
+"""Optimizers: one pure update rule each; clipping, rescaling and regularization once, in the base class.
 
 A rule sees one parameter: `update(parameter, gradient, state, numbers)` returns the new parameter and the new
-state. All numbers are live: they enter the compiled step as device scalars, so assigning one takes effect in the
-next update and never compiles anything.
+state. All hyperparameters are live: they enter the compiled step as device scalars, so assigning one takes effect in
+the next update and never recompiles anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = tuple[torch.Tensor, ...]
 
 
 class GradientClippingType(RawEnum):
-    """What is kept within bounds before an update."""
+    """What is limited before an update."""
 
     BY_VALUE = 0, "By Value"
     BY_NORM = 1, "By Norm"
@@ -31,7 +31,7 @@ class GradientClippingType(RawEnum):
 
 
 class RegularizationType(RawEnum):
-    """What is added to the gradient to keep parameters small."""
+    """The penalty added to the gradient to keep parameters small."""
 
     NONE = 0, "None"
     L1 = 1, "L1"
@@ -40,25 +40,25 @@ class RegularizationType(RawEnum):
 
 @dataclass(frozen=True)
 class OptimizerDescriptor:
-    """The settings all optimizers share.
+    """The settings that all optimizers share.
 
-    Order of work: clip, then rescale, then add the regularization's gradient (`scale * sign(W)` or `scale * W`),
+    The order is: clip, rescale, then add the regularization's gradient (`scale * sign(W)` or `scale * W`),
     which is itself neither clipped nor rescaled.
 
     Args:
-        learning_rate: how far a step goes.
-        gradient_rescale: every gradient is multiplied with it.
-        applies_gradient_clipping: whether gradients are kept within bounds. By default they are if one of the next
-            four settings is given; False together with them is refused.
+        learning_rate: the step size.
+        gradient_rescale: a factor for every gradient.
+        applies_gradient_clipping: whether gradients are clipped. By default they are if one of the next
+            four settings is passed; False together with them is rejected.
         gradient_clipping_type: by value, by the norm of each gradient, or by the norm of all of them together; by
-            value if not given. A norm needs it.
-        gradient_clip_max: the largest element, by value; 1 if not given.
-        gradient_clip_min: the smallest element, by value; -1 if not given.
-        maximum_clipping_norm: the largest norm, by norm and by global norm; 1 if not given.
-        custom_global_norm: other than 0, it is used in place of the computed global norm. (The original's short
-            factories set it to 1; here it is 0, so that clipping by global norm clips.)
-        regularization_type: what is added to gradients to keep parameters small.
-        regularization_scale: how much of it; the weight decay of `AdamWOptimizer`.
+            default, by value. A norm requires it.
+        gradient_clip_max: the largest element, by value; default 1.
+        gradient_clip_min: the smallest element, by value; default -1.
+        maximum_clipping_norm: the largest norm, by norm and by global norm; default 1.
+        custom_global_norm: if not 0, replaces the computed global norm. (The original's short
+            factories set it to 1; here it is 0, so that clipping by global norm takes effect.)
+        regularization_type: the penalty added to gradients to keep parameters small.
+        regularization_scale: its weight; the weight decay of `AdamWOptimizer`.
 
     Example:
         >>> together = GradientClippingType.BY_GLOBAL_NORM
@@ -69,7 +69,7 @@ class OptimizerDescriptor:
 
     learning_rate: float
     gradient_rescale: float = 1.0
-    # None stands for "not given" and is replaced by `_CLIPPING`: nobody reads it.
+    # None means "not passed" and is replaced by `_CLIPPING`: it is never read.
     applies_gradient_clipping: bool = None  # type: ignore[assignment]
     gradient_clipping_type: GradientClippingType = None  # type: ignore[assignment]
     gradient_clip_max: float = None  # type: ignore[assignment]
@@ -83,11 +83,11 @@ class OptimizerDescriptor:
         given = {name: getattr(self, name) for name in _CLIPPING if getattr(self, name) is not None}
         if self.applies_gradient_clipping is None:
             object.__setattr__(self, "applies_gradient_clipping", bool(given))
-        elif self.applies_gradient_clipping is False and given and given != _CLIPPING:  # `replace` gives them all
+        elif self.applies_gradient_clipping is False and given and given != _CLIPPING:  # `replace` passes them all
             raise ArgumentError(
                 "OptimizerDescriptor",
-                f"applies_gradient_clipping is False, but {', '.join(given)} is given",
-                fix="leave one of them out",
+                f"applies_gradient_clipping is False, but {', '.join(given)} is set",
+                fix="leave one out",
             )
         for name, default in _CLIPPING.items():
             object.__setattr__(self, name, given.get(name, default))
@@ -96,7 +96,7 @@ class OptimizerDescriptor:
 
     @classmethod
     def exact(cls, learning_rate: float, **settings: Any) -> OptimizerDescriptor:
-        """Every setting as it is: `applies_gradient_clipping`, by default False, alone decides, as in ML Compute.
+        """Uses every setting literally: only `applies_gradient_clipping`, by default False, decides, as in ML Compute.
 
         Example:
             >>> OptimizerDescriptor.exact(0.1, gradient_clip_max=0.5).applies_gradient_clipping
@@ -110,7 +110,7 @@ class OptimizerDescriptor:
         return made
 
     def _require_used(self, given: Mapping[str, Any]) -> None:
-        """Refuses a norm that the kind of clipping would not look at."""
+        """Rejects a norm that this kind of clipping does not use."""
         kind = self.gradient_clipping_type
         by_value = "maximum_clipping_norm" in given and "gradient_clipping_type" not in given
         if by_value or (self.custom_global_norm and kind is not GradientClippingType.BY_GLOBAL_NORM):
@@ -119,7 +119,7 @@ class OptimizerDescriptor:
             raise ArgumentError(
                 "OptimizerDescriptor",
                 f"{name} is {getattr(self, name)}, which clipping {kind.debug_description.lower()} does not use",
-                fix=f"give gradient_clipping_type={norms}",
+                fix=f"pass gradient_clipping_type={norms}",
             )
 
     def _check(self) -> None:
@@ -187,7 +187,7 @@ class Optimizer:
         if given is None or (descriptor is not None and learning_rate is not None):
             raise ArgumentError(
                 type(self).__name__,
-                "a descriptor or a learning rate is needed, and one of them only",
+                "pass either a descriptor or a learning rate",
                 fix="write learning_rate=0.1",
             )
         settings = given if isinstance(given, OptimizerDescriptor) else OptimizerDescriptor(given)
@@ -202,52 +202,52 @@ class Optimizer:
         elif name == "applies_gradient_clipping":
             switch(where, name, value)
         elif name in self.__dict__:
-            raise StateError(where, f"{name} cannot change after construction", fix="make a new optimizer")
+            raise StateError(where, f"{name} cannot change after construction", fix="create a new optimizer")
         elif not hasattr(type(self), name) and name not in _annotated(type(self)):
             known = ", ".join(self.live)
-            raise ArgumentError(where, f"there is no number called {name}", fix=f"assign one of {known}")
+            raise ArgumentError(where, f"there is no hyperparameter {name}", fix=f"assign one of {known}")
         if "maximum_clipping_norm" in self.__dict__:
             check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
         self._require_clipping(name)
         if name == "time_step" and int(value) != value:
-            raise ArgumentError(where, f"time_step is {value}, not a whole number", fix="count updates from 1")
+            raise ArgumentError(where, f"time_step is {value}, not an integer", fix="count updates from 1")
         self.__dict__[name] = value
-        # Graphs compare these counts to learn that something was assigned. Each graph counts its own time steps.
+        # Graphs compare these counters to detect assignments. Each graph counts its own time steps.
         self.__dict__["version"] = self.__dict__.get("version", 0) + 1
         if name == "time_step":
             self.__dict__["time_version"] = self.version
 
     def _require_clipping(self, name: str) -> None:
-        """Refuses a bound that is assigned where nothing would look at it."""
+        """Rejects an assigned bound that would have no effect."""
         if name not in self.__dict__ or name not in _CLIPPING:
             return
         by_value = self.gradient_clipping_type is GradientClippingType.BY_VALUE
         if by_value != (name != "maximum_clipping_norm"):
             kind = self.gradient_clipping_type.debug_description.lower()
             raise StateError(
-                type(self).__name__, f"it clips {kind}, which does not use {name}", fix="make a new optimizer"
+                type(self).__name__, f"it clips {kind}, which does not use {name}", fix="create a new optimizer"
             )
         if not self.applies_gradient_clipping:
             raise StateError(
                 type(self).__name__,
-                f"{name} is assigned, but clipping is switched off",
+                f"{name} is assigned, but clipping is disabled",
                 fix="assign applies_gradient_clipping = True first",
             )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything the optimizer was made with or was assigned since, its time step included."""
+        """Everything the optimizer was created with or was assigned since, including its time step."""
         derived = ("slots", "rule", "version", "time_version")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def adopt(self, other: Optimizer) -> None:
-        """Takes over the live numbers of an optimizer with the same rule, its time step included."""
+        """Copies the live numbers of an optimizer with the same rule, including its time step."""
         names = (*self.live, "applies_gradient_clipping")
         self.__dict__.update({name: other.__dict__[name] for name in names})
         self.__dict__["version"] += 1  # not the time's version: each graph counts its own steps
 
     def numbers(self) -> dict[str, float]:
-        """The live numbers as the compiled step reads them; switched-off clipping reads as bounds nothing reaches."""
+        """The live numbers as the compiled step reads them; disabled clipping becomes infinite bounds."""
         values = {name: float(getattr(self, name)) for name in self.live}
         if not self.applies_gradient_clipping:
             values |= {
@@ -259,7 +259,7 @@ class Optimizer:
 
     @property
     def penalty(self) -> RegularizationType:
-        """What is added to the gradient."""
+        """The penalty added to the gradient."""
         return self.regularization_type
 
     @property
@@ -270,7 +270,7 @@ class Optimizer:
     def prepare(
         self, parameter: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor | None, n: SimpleNamespace
     ) -> torch.Tensor:
-        """The gradient after clipping, rescaling and regularization. `norm` is the global norm where one is needed."""
+        """The gradient after clipping, rescaling and regularization. `norm` is the global norm if one is needed."""
         if self.gradient_clipping_type is GradientClippingType.BY_VALUE:
             gradient = torch.clamp(gradient, n.gradient_clip_min, n.gradient_clip_max)
         else:
@@ -284,7 +284,7 @@ class Optimizer:
         return gradient
 
     def derive(self, n: SimpleNamespace) -> None:
-        """Adds to the live numbers what follows from them and is the same for every parameter."""
+        """Adds derived values that are the same for every parameter to the live numbers."""
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
@@ -309,7 +309,7 @@ class SGDOptimizer(Optimizer):
         descriptor: the shared settings, or just the learning rate.
         learning_rate: instead of a descriptor.
         momentum_scale: μ.
-        uses_nesterov_momentum: whether the gradient is taken a step ahead.
+        uses_nesterov_momentum: whether to use Nesterov momentum.
 
     Example:
         >>> SGDOptimizer(learning_rate=0.1, momentum_scale=0.9).slots
@@ -336,7 +336,7 @@ class SGDOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "momentum_scale" and "slots" in self.__dict__ and bool(value) != bool(self.slots):
-            raise StateError("SGDOptimizer", "momentum cannot be switched on or off later", fix="make a new optimizer")
+            raise StateError("SGDOptimizer", "momentum cannot be toggled later", fix="create a new optimizer")
         super().__setattr__(name, value)
 
     def update(
@@ -354,10 +354,10 @@ class SGDOptimizer(Optimizer):
 
 
 class AdamOptimizer(Optimizer):
-    """Adam in the form with the bias correction in the step size.
+    """Adam with the bias correction in the step size.
 
     `m = β₁ m + (1 - β₁) g`, `v = β₂ v + (1 - β₂) g²`, `W -= lr √(1 - β₂ᵗ) / (1 - β₁ᵗ) · m / (√v + ε)`; with AMSGrad
-    the largest `v` so far stands in for `v`.
+    the largest `v` so far replaces `v`.
 
     ε is added to the uncorrected `√v`, as TensorFlow does; `torch.optim.Adam` adds it after the correction.
     State: `momentum`, `velocity`, with AMSGrad also `largest_velocity`.
@@ -365,10 +365,10 @@ class AdamOptimizer(Optimizer):
     Args:
         descriptor: the shared settings, or just the learning rate.
         learning_rate: instead of a descriptor.
-        beta1: β₁, how long gradients are remembered.
-        beta2: β₂, how long their squares are.
+        beta1: β₁, the decay of the average of gradients.
+        beta2: β₂, the decay of the average of their squares.
         epsilon: ε.
-        uses_ams_grad: whether the largest `v` so far is used.
+        uses_ams_grad: whether to use the largest `v` so far.
         time_step: the `t` of the next update.
 
     Example:
@@ -405,8 +405,8 @@ class AdamOptimizer(Optimizer):
         super().__setattr__(name, value)
 
     def derive(self, n: SimpleNamespace) -> None:
-        """The step size, corrected for averages that began at zero, and the shares of what is new in them."""
-        n.share1, n.share2 = 1 - n.beta1, 1 - n.beta2  # where numbers are exact: near 1 a rounded β would tell
+        """The step size with bias correction, and the weights of new values in the averages."""
+        n.share1, n.share2 = 1 - n.beta1, 1 - n.beta2  # in full precision: near 1, a rounded β would matter
         n.rate = n.learning_rate * (1 - n.beta2**n.time_step) ** 0.5 / (1 - n.beta1**n.time_step)
 
     def update(
@@ -422,9 +422,9 @@ class AdamOptimizer(Optimizer):
 
 
 class AdamWOptimizer(AdamOptimizer):
-    """Adam with decoupled weight decay: `W -= lr λ W`, then the step of `AdamOptimizer` on the bare gradient.
+    """Adam with decoupled weight decay: `W -= lr λ W`, then the step of `AdamOptimizer` on the plain gradient.
 
-    λ is `regularization_scale`; the regularization type is ignored. Same as `torch.optim.AdamW` up to where ε is
+    λ is `regularization_scale`; the regularization type is ignored. Same as `torch.optim.AdamW` except where ε is
     added. State as `AdamOptimizer`.
 
     Example:
@@ -438,7 +438,7 @@ class AdamWOptimizer(AdamOptimizer):
 
     @property
     def penalty(self) -> RegularizationType:
-        """Nothing: the decay does not pass through the moments."""
+        """None: the decay does not pass through the moments."""
         return RegularizationType.NONE
 
     def update(
@@ -461,9 +461,9 @@ class RMSPropOptimizer(Optimizer):
         descriptor: the shared settings, or just the learning rate.
         learning_rate: instead of a descriptor.
         momentum_scale: μ.
-        alpha: α, how long squares of gradients are remembered.
+        alpha: α, the decay of the average of squared gradients.
         epsilon: ε.
-        is_centered: whether the mean of gradients is taken off.
+        is_centered: whether to subtract the mean of gradients.
 
     Example:
         >>> RMSPropOptimizer(learning_rate=0.01, momentum_scale=0.9).slots
@@ -495,13 +495,11 @@ class RMSPropOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "momentum_scale" and "slots" in self.__dict__ and bool(value) != ("momentum" in self.slots):
-            raise StateError(
-                "RMSPropOptimizer", "momentum cannot be switched on or off later", fix="make a new optimizer"
-            )
+            raise StateError("RMSPropOptimizer", "momentum cannot be toggled later", fix="create a new optimizer")
         super().__setattr__(name, value)
 
     def derive(self, n: SimpleNamespace) -> None:
-        """The share of what is new in averages."""
+        """The weight of new values in averages."""
         n.share = 1 - n.alpha
 
     def update(
@@ -520,39 +518,39 @@ class RMSPropOptimizer(Optimizer):
 
 
 def global_norm(gradients: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:
-    """`√Σ‖g‖²` over all gradients, or the custom norm where one is set."""
+    """`√Σ‖g‖²` over all gradients, or the custom norm if one is set."""
     computed = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
     return torch.where(n.custom_global_norm != 0, n.custom_global_norm.to(computed.dtype), computed)
 
 
 def clipping_factor(norm: torch.Tensor, n: SimpleNamespace) -> torch.Tensor:
-    """What a gradient of this norm is multiplied with to stay within the maximum."""
+    """The factor that limits a gradient of this norm to the maximum."""
     maximum = n.maximum_clipping_norm.to(norm.dtype)
     return torch.where(norm > maximum, maximum / norm, torch.ones_like(norm))
 
 
 def _annotated(optimizer: type[Optimizer]) -> frozenset[str]:
-    """Names that an optimizer's classes declare."""
+    """The names that an optimizer's classes declare."""
     return frozenset(name for base in optimizer.__mro__ for name in getattr(base, "__annotations__", {}))
 
 
 def check_bounds(where: str, settings: Any) -> None:
-    """Refuses clipping bounds that exclude each other."""
+    """Rejects contradictory clipping bounds."""
     low, high = settings.gradient_clip_min, settings.gradient_clip_max
     if low > high:
-        raise ArgumentError(where, f"gradient_clip_min {low} is above gradient_clip_max {high}", fix="exchange them")
+        raise ArgumentError(where, f"gradient_clip_min {low} is above gradient_clip_max {high}", fix="swap them")
 
 
 def member(where: str, name: str, value: Any, kind: type[RawEnum]) -> None:
-    """Refuses what is no member of an enumeration."""
+    """Rejects anything but a member of an enumeration."""
     if not isinstance(value, kind):
         raise ArgumentError(where, f"{name} is {value!r}", fix=f"use a member of {kind.__name__}")
 
 
 def switch(where: str, name: str, value: Any) -> None:
-    """Refuses what is neither True nor False."""
+    """Rejects anything but True and False."""
     if not isinstance(value, bool):
-        raise DataTypeError(where, f"{name} is {value!r}", fix="give True or False")
+        raise DataTypeError(where, f"{name} is {value!r}", fix="pass True or False")
 
 
 NOT_NEGATIVE = {
@@ -563,25 +561,25 @@ NOT_NEGATIVE = {
     "momentum_scale": 0.9,
     "epsilon": 1e-8,
 }
-SHARES = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99}  # of what is remembered: all of it would learn nothing
+SHARES = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99}  # decay factors: with 1, nothing would be learned
 
 
 def in_range(where: str, name: str, value: Any) -> None:
-    """Refuses what is no finite number, and what the number of this name may not be; `torch.optim` does the same."""
+    """Rejects non-finite numbers and values outside the range of this name, as `torch.optim` does."""
     number(where, name, value)
     if name in NOT_NEGATIVE and value < 0:
-        raise ArgumentError(where, f"{name} is {value}", fix=f"give a number ≥ 0, such as {NOT_NEGATIVE[name]:g}")
+        raise ArgumentError(where, f"{name} is {value}", fix=f"pass a number ≥ 0, such as {NOT_NEGATIVE[name]:g}")
     if name in SHARES and not 0 <= value < 1:
         raise ArgumentError(where, f"{name} is {value}, not in [0, 1)", fix=f"use {SHARES[name]:g}")
 
 
 def number(where: str, name: str, value: Any) -> Any:
-    """`value` if it is a finite number, else an error that names it."""
+    """`value` if it is a finite number; otherwise raises an error that names it."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise DataTypeError(where, f"{name} is {value!r}, not a number", fix="give a float")
+        raise DataTypeError(where, f"{name} is {value!r}, not a number", fix="pass a float")
     try:
         finite = math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer too large for a float
         finite = False
     if not finite:
         raise ArgumentError(where, f"{name} is {value}, not a finite number", fix="check where the value comes from")

@@ -1,8 +1,8 @@
 """Random numbers: one seed for new tensors, and a counter-based stream for layers that draw in every step.
 
-`set_seed` makes programs repeat; without it every process draws other numbers. The stream of a step is a pure
+`set_seed` makes programs reproducible; without it every process draws other numbers. The stream of a step is a pure
 function of (seed, step, node): forward and gradient see the same numbers, a resumed run draws what an uninterrupted
-one would have drawn, every device draws the same, and PyTorch's global generator is neither read nor moved.
+one would have drawn, every device draws the same, and PyTorch's global generator is neither read nor advanced.
 """
 
 import math
@@ -21,7 +21,7 @@ _seed: int | None = None
 
 
 def set_seed(seed: int) -> None:
-    """Seeds everything stepgraph draws from here on: initializers, and the dropout of graphs compiled later.
+    """Seeds everything that stepgraph draws from now on: initializers, and the dropout of graphs compiled later.
 
     Example:
         >>> set_seed(7)
@@ -30,31 +30,31 @@ def set_seed(seed: int) -> None:
         >>> bool((Tensor((2,), random=RandomInitializerType.UNIFORM).data == first).all())
         True
     """
-    global _seed  # noqa: PLW0603  the platform has one seed, as in the original
+    global _seed  # noqa: PLW0603  the process has one seed, as in the original
     if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise ArgumentError("set_seed", f"the seed is {seed!r}, not a whole number", fix="give an int")
+        raise ArgumentError("set_seed", f"the seed is {seed!r}, not an integer", fix="pass an int")
     _seed = int(seed)
     _generator.manual_seed(_seed % 2**63)
 
 
 def get_seed() -> int | None:
-    """The seed as it was given, or None before the first `set_seed`."""
+    """The current seed, or None before the first `set_seed`."""
     return _seed
 
 
 def draw_seed() -> int:
-    """A seed for a graph's own stream, drawn from the platform's."""
+    """A seed for a graph's own stream, drawn from the global one."""
     return int(torch.randint(2**31 - 1, (), generator=_generator, device="cpu"))
 
 
 def new_array(where: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for an array on the host, refused by size where there is none."""
+    """Memory for an array on the host; raises an error with the size if there is not enough."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    except (RuntimeError, MemoryError, TypeError):  # torch has another exception for each way to be too large
+    except (RuntimeError, MemoryError, TypeError):  # the exception depends on how the size is too large
         needed = math.prod(shape) * dtype.itemsize
         raise MemoryLimitError(
-            where, f"there is no memory for {needed:,} bytes, shape {tuple(shape)}", fix="use a smaller shape"
+            where, f"there is not enough memory for {needed:,} bytes, shape {tuple(shape)}", fix="use a smaller shape"
         ) from None
 
 
@@ -65,7 +65,7 @@ def initialize(
     if not dtype.is_floating_point:
         raise ArgumentError(
             "initialize",
-            f"{kind} gives real numbers, the tensor holds {str(dtype).removeprefix('torch.')}",
+            f"{kind} produces real numbers, but the tensor holds {str(dtype).removeprefix('torch.')}",
             fix="fill it instead",
         )
     values = new_array("initialize", shape, dtype)
@@ -81,11 +81,11 @@ def initialize(
 
 
 def draw_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
-    """True with probability `1 - rate`, element by element, from `stream = [seed, step]` and the node's `salt`.
+    """True with probability `1 - rate`, per element, from `stream = [seed, step]` and the node's `salt`.
 
-    The finalizer's last shift would change low bits only, which a comparison hardly sees; it is left out.
+    The finalizer's last shift would change only low bits, which hardly affect a comparison; it is omitted.
     """
-    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate next to 1 must not leave the 32 bits
+    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31  # a rate close to 1 must not exceed 32 bits
     return (_draw_bits(stream, salt, shape) >= threshold).view(tuple(shape))
 
 
@@ -97,13 +97,13 @@ def draw_uniform(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch
 
 
 def _draw_bits(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
-    """32 random bits for each element, in a row.
+    """32 random bits per element, as a flat array.
 
     The element's index is scattered by a step-dependent odd factor and offset, then mixed by a 32-bit finalizer of
-    multiplications and shifts: integer arithmetic only, so that every device gives the same bits. The finalizer's last
-    shift is left to who needs it.
+    multiplications and shifts: integer arithmetic only, so that every device produces the same bits. The finalizer's
+    last shift is left to the caller.
     """
-    seed, step = stream.tolist() if stream.is_cpu else stream  # elsewhere reading them would wait for the device
+    seed, step = stream.tolist() if stream.is_cpu else stream  # elsewhere reading them would synchronize
     key = _mix(_mix(seed + salt) + step)
     factor, offset = _signed(_mix(key + 1) | 1), _signed(_mix(key + 2))
     bits = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).mul_(factor).add_(offset)
@@ -118,7 +118,7 @@ _uniform_operator = torch.library.custom_op("stepgraph::uniform", draw_uniform, 
 
 
 def keep_mask(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> torch.Tensor:
-    """`draw_mask` as a compiled step records it: one operator on the CPU, elsewhere arithmetic that can be fused."""
+    """`draw_mask` as a compiled step records it: one operator on the CPU, fusible arithmetic elsewhere."""
     return (_mask_operator if stream.is_cpu else draw_mask)(stream, salt, shape, rate)
 
 
@@ -138,7 +138,7 @@ def _(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _mix(value: Any) -> Any:
-    """The same finalizer on one whole number, in Python or on a device."""
+    """The same finalizer on one integer, in Python or on a device."""
     mask = 0xFFFFFFFF
     value = value & mask
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & mask
@@ -147,5 +147,5 @@ def _mix(value: Any) -> Any:
 
 
 def _signed(value: Any) -> Any:
-    """The 32 bits of `value` as an int32 reads them."""
+    """The 32 bits of `value` as an int32."""
     return ((value + 2**31) & 0xFFFFFFFF) - 2**31

@@ -1,4 +1,4 @@
-"""Enumerations and option flags that several modules share. Raw values are Apple's; what is ours says so."""
+"""Enumerations and option flags that several modules share. Raw values are Apple's, except those marked as ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RawEnum(IntEnum):
 
     @classmethod
     def of_raw(cls, where: str, name: str, value: Any) -> Self:
-        """The member that `value` is or has as its raw value."""
+        """The member equal to `value` or with `value` as its raw value."""
         try:
             return cls(value)
         except ValueError:
@@ -50,7 +50,7 @@ class DataType(RawEnum):
 
     @classmethod
     def of(cls, value: DataType | torch.dtype | np.dtype | type | str) -> DataType:
-        """The data type that a torch, NumPy or Python spelling names.
+        """The data type for a torch, NumPy or Python type or name.
 
         Example:
             >>> DataType.of("float32") is DataType.of(torch.float32) is DataType.of(np.float32)
@@ -72,12 +72,12 @@ class DataType(RawEnum):
 
     @cached_property
     def torch(self) -> torch.dtype:
-        """The PyTorch spelling."""
+        """The PyTorch type."""
         return torch.bool if self is DataType.BOOLEAN else getattr(torch, self.debug_description)
 
     @cached_property
     def numpy(self) -> np.dtype[Any] | None:
-        """NumPy's, in this machine's byte order; None for bfloat16, which it does not have."""
+        """The NumPy type, in this machine's byte order; None for bfloat16, which NumPy lacks."""
         return None if self is DataType.BFLOAT16 else np.dtype(self.debug_description.replace("boolean", "bool"))
 
     @property
@@ -96,20 +96,20 @@ class DeviceType(RawEnum):
 
     CPU = 0, "CPU"
     GPU = 1, "GPU"
-    ANY = 2, "Any"  # a GPU where there is one, else the CPU
-    ANE = 3, "ANE"  # Apple's Neural Engine, which is never there
+    ANY = 2, "Any"  # a GPU if there is one, else the CPU
+    ANE = 3, "ANE"  # Apple's Neural Engine, which is never available
 
 
 class RandomInitializerType(RawEnum):
     """How a new tensor is filled with random numbers."""
 
-    UNIFORM = 1, "Uniform"  # evenly from 0 to 1
-    GLOROT_UNIFORM = 2, "Glorot Uniform"  # evenly from -a to a, a = √(6 / (inputs + outputs))
-    XAVIER = 3, "Xavier"  # normally, with the variance 2 / (inputs + outputs)
+    UNIFORM = 1, "Uniform"  # uniform from 0 to 1
+    GLOROT_UNIFORM = 2, "Glorot Uniform"  # uniform from -a to a, a = √(6 / (inputs + outputs))
+    XAVIER = 3, "Xavier"  # normal, with variance 2 / (inputs + outputs)
 
 
 class ReductionType(RawEnum):
-    """How many values become one."""
+    """How several values are reduced to one."""
 
     NONE = 0, "None"
     SUM = 1, "Sum"
@@ -124,31 +124,31 @@ class ReductionType(RawEnum):
 
 
 class PaddingPolicy(RawEnum):
-    """How a sliding window meets the border of an image."""
+    """How a sliding window treats the border of an image."""
 
     SAME = 0, "Same"  # pads so that a stride of 1 keeps the size; the extra pixel is at the bottom and right
-    VALID = 1, "Valid"  # no padding: windows that lie inside only
-    USE_PADDING_SIZE = 2, "Use Padding Size"  # as many pixels as `padding_sizes` says
+    VALID = 1, "Valid"  # no padding: only windows entirely inside
+    USE_PADDING_SIZE = 2, "Use Padding Size"  # as many pixels as in `padding_sizes`
 
 
 class GraphCompilationOptions(IntFlag):
-    """What `compile` may be asked for."""
+    """Options of `compile`."""
 
     NONE = 0
     DEBUG_LAYERS = 0x01  # layers with `is_debugging_enabled` keep their results and gradients readable
     DISABLE_LAYER_FUSION = 0x02  # never fuse
-    LINK_GRAPHS = 0x04  # the graph will be joined to others with `link`
+    LINK_GRAPHS = 0x04  # the graph will be connected to others with `link`
     COMPUTE_ALL_GRADIENTS = 0x08  # also gradients that no update needs: of inputs and of frozen layers
-    DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measuring, nothing fused
+    DETERMINISTIC = 0x1000  # ours: PyTorch's own kernels only, none chosen by measurement, nothing fused
     FUSE_LAYERS = 0x2000  # ours: fuse with PyTorch's compiler before the first step, on any device
-    CHECK_NUMERICS = 0x4000  # ours: a step that makes a NaN or an infinity is taken back, and the error says where
+    CHECK_NUMERICS = 0x4000  # ours: a step that produces a NaN or an infinity is rolled back, and the error says where
 
 
 class ExecutionOptions(IntFlag):
-    """What an execute call may be asked for."""
+    """Options of execute calls."""
 
     NONE = 0
-    SKIP_WRITING_INPUT_DATA_TO_DEVICE = 0x01  # use the data of the last call again
+    SKIP_WRITING_INPUT_DATA_TO_DEVICE = 0x01  # reuse the data of the last call
     SYNCHRONOUS = 0x02  # return when the work is done, on a GPU too
     PROFILING = 0x04  # measure the time: `Execution.time`
     FORWARD_FOR_INFERENCE = 0x08  # the forward pass only, in inference mode

@@ -16,8 +16,8 @@ ALPHA, SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852
 erf = np.vectorize(math.erf)
 
 BAD = (
-    Bad((np.zeros((2, 3), np.int64),), DataTypeError, "the source is int64, a floating type is needed"),
-    Bad(((2, 3), (2, 3)), ShapeError, "2 sources were given, 1 are needed"),
+    Bad((np.zeros((2, 3), np.int64),), DataTypeError, "the source is int64, but a floating type is needed"),
+    Bad(((2, 3), (2, 3)), ShapeError, "2 sources were passed, but 1 are needed"),
 )
 
 

@@ -40,12 +40,12 @@ UNARY: dict[ArithmeticOperation, tuple[Source, Callable[[np.ndarray], Any], Call
 }
 
 BAD_BINARY = (
-    Bad(((3, 4),), ShapeError, "Add takes 2 sources, 1 given"),
+    Bad(((3, 4),), ShapeError, "Add takes 2 sources, not 1"),
     Bad(((3, 4), (3, 5)), ShapeError, "the shapes [3, 4] and [3, 5] do not broadcast"),
-    Bad(((3, 4), (3, 4), (3, 4)), ShapeError, "3 sources were given, 1 to 2 are needed"),
-    Bad(((3, 4), np.zeros((3, 4), np.int32)), DataTypeError, "the source is int32, a floating type is needed"),
+    Bad(((3, 4), (3, 4), (3, 4)), ShapeError, "3 sources were passed, but 1 to 2 are needed"),
+    Bad(((3, 4), np.zeros((3, 4), np.int32)), DataTypeError, "the source is int32, but a floating type is needed"),
 )
-BAD_UNARY = (Bad(((3, 4), (3, 4)), ShapeError, "Floor takes 1 source, 2 given"),)
+BAD_UNARY = (Bad(((3, 4), (3, 4)), ShapeError, "Floor takes 1 source, not 2"),)
 
 
 def some_zeros(*shape: int) -> Source:

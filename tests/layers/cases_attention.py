@@ -174,21 +174,21 @@ def everything_masked(boolean: bool) -> Source:
 
 
 BAD = (
-    Bad(((N, L, E), (N, S, E)), ShapeError, "2 sources were given, 3 to 5 are needed"),
-    Bad(((N, L, 5), (N, S, E), (N, S, E)), ShapeError, "the query is [2, 3, 5], its weights take [batch, steps, 6]"),
-    Bad(((N, L, E), (N, S, 8), (N, S, E)), ShapeError, "the key is [2, 4, 8], its weights take [batch, steps, 6]"),
-    Bad(((N, L, E), (N, S, E), (N, E)), ShapeError, "the value is [2, 6], its weights take [batch, steps, 6]"),
-    Bad(((N, L, E), (N, S, E), (N, 5, E)), ShapeError, "query, key and value do not fit together"),
-    Bad(((N, L, E), (3, S, E), (3, S, E)), ShapeError, "query, key and value do not fit together"),
+    Bad(((N, L, E), (N, S, E)), ShapeError, "2 sources were passed, but 3 to 5 are needed"),
+    Bad(((N, L, 5), (N, S, E), (N, S, E)), ShapeError, "query is [2, 3, 5], but its weights take [batch, steps, 6]"),
+    Bad(((N, L, E), (N, S, 8), (N, S, E)), ShapeError, "the key is [2, 4, 8], but its weights take [batch, steps, 6]"),
+    Bad(((N, L, E), (N, S, E), (N, E)), ShapeError, "the value is [2, 6], but its weights take [batch, steps, 6]"),
+    Bad(((N, L, E), (N, S, E), (N, 5, E)), ShapeError, "query, key and value do not match"),
+    Bad(((N, L, E), (3, S, E), (3, S, E)), ShapeError, "query, key and value do not match"),
     Bad(((N, L, E), np.zeros((N, S, E), np.int32), (N, S, E)), DataTypeError, "the source is int32"),
-    Bad(((N, L, E), (N, S, E), (N, S, E), (N, S)), DataTypeError, "the key mask is float32, boolean is needed"),
+    Bad(((N, L, E), (N, S, E), (N, S, E), (N, S)), DataTypeError, "the key mask is float32, but boolean is needed"),
     Bad(
         ((N, L, E), (N, S, E), (N, S, E), np.zeros((1, L, S), np.int32)),
         DataTypeError,
-        "the attention mask is int32, boolean or a floating type is needed",
+        "the attention mask is int32, but boolean or a floating type is needed",
     ),
-    Bad(((N, L, E), (N, S, E), (N, S, E), np.zeros((N, L), bool)), ShapeError, "a mask [2, 3] fits neither"),
-    Bad(((N, L, E), (N, S, E), (N, S, E), (3, L, S)), ShapeError, "a mask [3, 3, 4] fits neither"),
+    Bad(((N, L, E), (N, S, E), (N, S, E), np.zeros((N, L), bool)), ShapeError, "a mask [2, 3] matches neither"),
+    Bad(((N, L, E), (N, S, E), (N, S, E), (3, L, S)), ShapeError, "a mask [3, 3, 4] matches neither"),
     Bad(((N, L, E), (N, S, E), (N, S, E), (1, L, S), (1, L, S)), ShapeError, "two masks have 3 dimensions"),
 )
 

@@ -79,18 +79,18 @@ def by_sign(name: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
 FLAGS, INTEGERS = np.zeros((3, 4), bool), np.zeros((3, 4), np.int32)
 BAD_RELATION = (
     Bad(((3, 4), (3, 5)), ShapeError, "the shapes [3, 4] and [3, 5] do not broadcast"),
-    Bad(((3, 4),), ShapeError, "Less takes 2 sources, 1 given"),
-    Bad((FLAGS, FLAGS), DataTypeError, "Less takes numbers, a source is boolean"),
+    Bad(((3, 4),), ShapeError, "Less takes 2 sources, not 1"),
+    Bad((FLAGS, FLAGS), DataTypeError, "Less takes numbers, but a source is boolean"),
     Bad(((3, 4), INTEGERS), DataTypeError, "float32 and int32 cannot be compared exactly"),
 )
 BAD_LOGIC = (
-    Bad(((3, 4), (3, 4)), DataTypeError, "Logical XOR takes booleans, a source is float32"),
-    Bad((FLAGS, INTEGERS), DataTypeError, "Logical XOR takes booleans, a source is int32"),
+    Bad(((3, 4), (3, 4)), DataTypeError, "Logical XOR takes booleans, but a source is float32"),
+    Bad((FLAGS, INTEGERS), DataTypeError, "Logical XOR takes booleans, but a source is int32"),
     Bad((FLAGS, FLAGS[:2]), ShapeError, "the shapes [3, 4] and [2, 4] do not broadcast"),
 )
 BAD_NOT = (
-    Bad((FLAGS, FLAGS), ShapeError, "Logical NOT takes 1 source, 2 given"),
-    Bad((INTEGERS,), DataTypeError, "Logical NOT takes booleans, a source is int32"),
+    Bad((FLAGS, FLAGS), ShapeError, "Logical NOT takes 1 source, not 2"),
+    Bad((INTEGERS,), DataTypeError, "Logical NOT takes booleans, but a source is int32"),
 )
 
 CASES = [

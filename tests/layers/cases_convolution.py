@@ -123,11 +123,11 @@ def convolution(
 
 
 BAD = (
-    Bad(((2, 4, 6, 6),), ShapeError, "4 channels, the layer takes 2"),
-    Bad(((2, 2, 6),), ShapeError, "3 extents"),
+    Bad(((2, 4, 6, 6),), ShapeError, "4 channels, but the layer takes 2"),
+    Bad(((2, 2, 6),), ShapeError, "3 dimensions"),
     Bad((np.zeros((2, 2, 6, 6), np.int32),), DataTypeError, "int32"),
 )
-TOO_SMALL = Bad(((1, 2, 2, 6),), ShapeError, "3 × 3 pixels, the image with its padding has 2 × 6")
+TOO_SMALL = Bad(((1, 2, 2, 6),), ShapeError, "3 × 3 pixels, but the image with its padding has 2 × 6")
 EATEN = Bad(((1, 2, 1, 4),), ShapeError, "leaves -1 × 7 pixels")
 
 CASES: list[Case] = [

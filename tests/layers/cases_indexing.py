@@ -63,7 +63,7 @@ CASES = [
             Bad((BOOLEAN, (2, 3), INT64), DataTypeError, "the sources mix float32 and int64"),
             Bad((BOOLEAN, (3, 3), (3, 3)), ShapeError, "a condition [2, 3] cannot select from [3, 3]"),
             Bad((BOOLEAN, (2,), (2,)), ShapeError, "a condition [2, 3] cannot select from [2]"),
-            Bad((BOOLEAN, (2, 3)), ShapeError, "2 sources were given, 3 are needed"),
+            Bad((BOOLEAN, (2, 3)), ShapeError, "2 sources were passed, but 3 are needed"),
         ),
     ),
     Case("selection of rows", SelectionLayer, (mask(5), normal(5, 2, 3), normal(5, 2, 3)), rows),
@@ -86,7 +86,7 @@ CASES = [
             Bad(
                 ((5,), np.zeros(2, np.int32)), ShapeError, "dimension 1 is out of range for a source with 1 dimensions"
             ),
-            Bad(((2, 5, 3), INT64), ShapeError, "the indices have 2 dimensions, the source has 3"),
+            Bad(((2, 5, 3), INT64), ShapeError, "the indices have 2 dimensions, but the source has 3"),
             Bad(((1, 3), INT64), ShapeError, "extent 2 of dimension 0 does not fit 1: [2, 3] and [1, 3]"),
         ),
     ),

@@ -49,9 +49,9 @@ CASES = [
         reference,
         twin,
         bad=(
-            Bad(((4, 6),), ShapeError, "the last extent of the source is 6, the layer takes 5 inputs"),
-            Bad((np.zeros((4, 5), np.int32),), DataTypeError, "the source is int32, a floating type is needed"),
-            Bad(((4, 5), (4, 5)), ShapeError, "2 sources were given, 1 are needed"),
+            Bad(((4, 6),), ShapeError, "the last dimension of the source is 6, but the layer takes 5 inputs"),
+            Bad((np.zeros((4, 5), np.int32),), DataTypeError, "the source is int32, but a floating type is needed"),
+            Bad(((4, 5), (4, 5)), ShapeError, "2 sources were passed, but 1 are needed"),
         ),
     ),
     Case(

@@ -133,14 +133,14 @@ def softmax_cases() -> list[Case]:
     make, reference = LossLayer.softmax_cross_entropy, softmax_cross_entropy
     logits, soft = normal(4, 3), probabilities(4, 3)
     bad = (
-        Bad(((4, 3), (4,)), ShapeError, "labels [4] do not fit the prediction [4, 3]"),
-        Bad(((4, 3), (3, 4)), ShapeError, "labels [3, 4] do not fit the prediction [4, 3]"),
-        Bad(((4, 3), np.zeros(5, np.int32)), ShapeError, "labels [5] do not fit the prediction [4, 3]"),
+        Bad(((4, 3), (4,)), ShapeError, "labels [4] do not match the prediction [4, 3]"),
+        Bad(((4, 3), (3, 4)), ShapeError, "labels [3, 4] do not match the prediction [4, 3]"),
+        Bad(((4, 3), np.zeros(5, np.int32)), ShapeError, "labels [5] do not match the prediction [4, 3]"),
         Bad(((4,), (4,)), ShapeError, "the prediction has no dimension 1 for the classes"),
         Bad((INT64, (4, 3)), DataTypeError, "the source is int64"),
-        Bad(((4, 3), (4, 3), (3,)), ShapeError, "label weights [3] do not fit the prediction [4, 3]"),
+        Bad(((4, 3), (4, 3), (3,)), ShapeError, "label weights [3] do not match the prediction [4, 3]"),
         Bad(((4, 3), (4, 3), INT64), DataTypeError, "the source is int64"),
-        Bad(((4, 3),), ShapeError, "1 sources were given, 2 to 3 are needed"),
+        Bad(((4, 3),), ShapeError, "1 sources were passed, but 2 to 3 are needed"),
     )
     numbers = classes(3, 4)
     return [
@@ -192,7 +192,7 @@ def softmax_cases() -> list[Case]:
             (logits, soft),
             reference(MEAN, 0.2, 0.7),
             lambda y, t: 0.7 * F.cross_entropy(y, t, label_smoothing=0.2).reshape(1),
-            bad=(Bad(((4, 5), (4, 5)), ShapeError, "labels are smoothed over 3 classes, the prediction has 5"),),
+            bad=(Bad(((4, 5), (4, 5)), ShapeError, "labels are smoothed over 3 classes, but the prediction has 5"),),
         ),
         Case(
             "softmax cross entropy, smoothed class numbers",
@@ -271,9 +271,9 @@ def elementwise_cases() -> list[Case]:
             elementwise(lambda y, t: np.abs(y - t)),
             twin(F.l1_loss),
             bad=(
-                Bad(((4, 3), (4,)), ShapeError, "labels [4] do not fit the prediction [4, 3]"),
-                Bad(((4, 3), np.zeros(4, np.int64)), ShapeError, "labels [4] do not fit the prediction [4, 3]"),
-                Bad(((4, 3, 2), (4, 3, 2), (4, 2)), ShapeError, "label weights [4, 2] do not fit"),
+                Bad(((4, 3), (4,)), ShapeError, "labels [4] do not match the prediction [4, 3]"),
+                Bad(((4, 3), np.zeros(4, np.int64)), ShapeError, "labels [4] do not match the prediction [4, 3]"),
+                Bad(((4, 3, 2), (4, 3, 2), (4, 2)), ShapeError, "label weights [4, 2] do not match"),
             ),
         ),
         *(

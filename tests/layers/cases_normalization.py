@@ -204,7 +204,7 @@ CASES: list[Case] = [
         instance_twin,
         bad=(
             Bad(((2, 4, 5, 5),), ShapeError, "normalizes 3 channels"),
-            Bad(((2, 3),), ShapeError, "give a source [batch, 3, pixels...]"),
+            Bad(((2, 3),), ShapeError, "pass a source [batch, 3, pixels...]"),
             Bad((np.zeros((2, 3, 4, 4), np.int32),), DataTypeError, "int32"),
         ),
     ),
@@ -307,7 +307,7 @@ CASES: list[Case] = [
         over_last(1),
         layer_twin(5),
         bad=(
-            Bad(((2, 3, 4),), ShapeError, "the layer normalizes [5], the source ends in [4]"),
+            Bad(((2, 3, 4),), ShapeError, "the layer normalizes [5], but the source ends in [4]"),
             Bad((np.zeros((2, 5), np.int64),), DataTypeError, "int64"),
         ),
     ),
@@ -317,7 +317,7 @@ CASES: list[Case] = [
         (shifted(2, 2, 3, 4),),
         over_last(2),
         layer_twin(3, 4),
-        bad=(Bad(((4,),), ShapeError, "the layer normalizes [3, 4], the source ends in [4]"),),
+        bad=(Bad(((4,),), ShapeError, "the layer normalizes [3, 4], but the source ends in [4]"),),
     ),
     Case(
         "layer-normalization-three-axes",

@@ -54,7 +54,7 @@ CASES = [
         reference("constant", 1, 2, 3, 0),
         twin("constant", 1, 2, 3, 0),
         bad=(
-            Bad(((2, 3, 4),), ShapeError, "the source has 3 extents, [batch, channels, height, width] has 4"),
+            Bad(((2, 3, 4),), ShapeError, "the source has 3 dimensions, but [batch, channels, height, width] has 4"),
             Bad((np.zeros((2, 3, 4, 5), np.int32),), DataTypeError, "the source is int32"),
         ),
     ),
@@ -72,8 +72,8 @@ CASES = [
         reference("reflect", 3, 1, 2, 4),
         twin("reflect", 3, 1, 2, 4),
         bad=(
-            Bad(((2, 3, 3, 5),), ShapeError, "3 rows of padding are wanted, 3 rows have 2 to mirror"),
-            Bad(((2, 3, 4, 4),), ShapeError, "4 columns of padding are wanted, 4 columns have 3 to mirror"),
+            Bad(((2, 3, 3, 5),), ShapeError, "3 rows of padding, but 3 rows have only 2 to mirror"),
+            Bad(((2, 3, 4, 4),), ShapeError, "4 columns of padding, but 4 columns have only 3 to mirror"),
         ),
     ),
     Case(
@@ -89,8 +89,8 @@ CASES = [
         (normal(2, 3, 4, 5),),
         reference("symmetric", 4, 1, 2, 5),
         bad=(
-            Bad(((2, 3, 3, 5),), ShapeError, "4 rows of padding are wanted, 3 rows have 3 to mirror"),
-            Bad(((2, 3, 4, 4),), ShapeError, "5 columns of padding are wanted, 4 columns have 4 to mirror"),
+            Bad(((2, 3, 3, 5),), ShapeError, "4 rows of padding, but 3 rows have only 3 to mirror"),
+            Bad(((2, 3, 4, 4),), ShapeError, "5 columns of padding, but 4 columns have only 4 to mirror"),
         ),
     ),
     Case(

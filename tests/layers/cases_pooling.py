@@ -86,11 +86,11 @@ def pooling(name: str, setting: Setting, *size: int, twin: Twin | None = None, b
 
 
 BAD = (
-    Bad(((2, 3, 8),), ShapeError, "3 extents"),
+    Bad(((2, 3, 8),), ShapeError, "3 dimensions"),
     Bad((np.zeros((2, 3, 8, 8), np.int64),), DataTypeError, "int64"),
-    Bad(((2, 3, 1, 8),), ShapeError, "2 × 2 pixels, the image with its padding has 1 × 8"),
+    Bad(((2, 3, 1, 8),), ShapeError, "2 × 2 pixels, but the image with its padding has 1 × 8"),
 )
-EMPTY = Bad(((1, 1, 1, 1),), ShapeError, "lie wholly in the padding")
+EMPTY = Bad(((1, 1, 1, 1),), ShapeError, "are entirely in the padding")
 
 CASES: list[Case] = [
     pooling("max", Setting("MAX", (2, 2), (2, 2), policy="VALID"), 6, 5, twin=lambda x: F.max_pool2d(x, 2), bad=BAD),

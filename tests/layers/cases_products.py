@@ -48,12 +48,12 @@ def gram(scale: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 BAD = (
-    Bad(((3, 4), (3, 4)), ShapeError, "the rows of x have 4 numbers, the columns of y have 3"),
-    Bad(((4,), (4, 3)), ShapeError, "a source has 1 dimension, a matrix has 2"),
+    Bad(((3, 4), (3, 4)), ShapeError, "the rows of x have 4 numbers, but the columns of y have 3"),
+    Bad(((4,), (4, 3)), ShapeError, "a source has 1 dimension, but a matrix has 2"),
     Bad(((2, 3, 4), (3, 4, 5)), ShapeError, "the leading extents [2] and [3] do not broadcast"),
     Bad(((3, 4), TensorDescriptor((4, 3), "float16")), DataTypeError, "the sources mix float32 and float16"),
-    Bad(((3, 4), np.zeros((4, 3), np.int32)), DataTypeError, "the source is int32, a floating type is needed"),
-    Bad(((3, 4),), ShapeError, "1 sources were given, 2 are needed"),
+    Bad(((3, 4), np.zeros((4, 3), np.int32)), DataTypeError, "the source is int32, but a floating type is needed"),
+    Bad(((3, 4),), ShapeError, "1 sources were passed, but 2 are needed"),
 )
 
 CASES = [
@@ -74,7 +74,7 @@ CASES = [
         0.5,
         True,
         True,
-        bad=(Bad(((2, 3), (2, 4)), ShapeError, "the rows of x have 2 numbers, the columns of y have 4"),),
+        bad=(Bad(((2, 3), (2, 4)), ShapeError, "the rows of x have 2 numbers, but the columns of y have 4"),),
     ),
     matmul("matmul, alpha on x", (2, 2, 3), (2, 3, 9), 0.25),
     matmul("matmul, alpha on y", (2, 9, 3), (2, 3, 2), 0.25),
@@ -87,7 +87,7 @@ CASES = [
         gram(0.25),
         lambda x: 0.25 * torch.einsum("bfhw,bchw->bcf", x, x)[:, :, None],
         bad=(
-            Bad(((2, 3, 4),), ShapeError, "the source has 3 extents, [batch, channels, height, width] has 4"),
+            Bad(((2, 3, 4),), ShapeError, "the source has 3 dimensions, but [batch, channels, height, width] has 4"),
             Bad((np.zeros((2, 3, 4, 5), np.int32),), DataTypeError, "the source is int32"),
         ),
     ),

@@ -194,16 +194,16 @@ def only(index: int, kind: ActivationType) -> tuple[ActivationType, ...]:
 
 X, STATE, LENGTHS = (3, 4, 3), (1, 1, 3, 2), TensorDescriptor((3,), np.int32)
 BAD = (
-    Bad(((3, 4),), ShapeError, "the source is [3, 4], [batch, steps, 3] is needed"),
-    Bad(((3, 4, 5),), ShapeError, "the source is [3, 4, 5], [batch, steps, 3] is needed"),
+    Bad(((3, 4),), ShapeError, "the source is [3, 4], but [batch, steps, 3] is needed"),
+    Bad(((3, 4, 5),), ShapeError, "the source is [3, 4, 5], but [batch, steps, 3] is needed"),
     Bad((TensorDescriptor(X, np.int32),), DataTypeError, "a floating type is needed"),
-    Bad((TensorDescriptor(X, np.float64),), DataTypeError, "the source is float64, the weights are float32"),
+    Bad((TensorDescriptor(X, np.float64),), DataTypeError, "the source is float64, but the weights are float32"),
     Bad((X, STATE), DataTypeError, "the last of two or four sources is [1, 1, 3, 2] float32, not the sequence lengths"),
     Bad((X, STATE, STATE, (3,)), DataTypeError, "is [3] float32, not the sequence lengths"),
-    Bad((X, TensorDescriptor((4,), np.int64)), ShapeError, "the sequence lengths are [4], the batch has 3 sequences"),
-    Bad((X, STATE, LENGTHS), ShapeError, "c0 is [3] int32, [1, 1, 3, 2] float32 is needed"),
-    Bad((X, (1, 3, 2), STATE), ShapeError, "h0 is [1, 3, 2] float32, [1, 1, 3, 2] float32 is needed"),
-    Bad((X, STATE, STATE, LENGTHS, LENGTHS), ShapeError, "5 sources were given, 1 to 4 are needed"),
+    Bad((X, TensorDescriptor((4,), np.int64)), ShapeError, "sequence lengths are [4], but the batch has 3 sequences"),
+    Bad((X, STATE, LENGTHS), ShapeError, "c0 is [3] int32, but [1, 1, 3, 2] float32 is needed"),
+    Bad((X, (1, 3, 2), STATE), ShapeError, "h0 is [1, 3, 2] float32, but [1, 1, 3, 2] float32 is needed"),
+    Bad((X, STATE, STATE, LENGTHS, LENGTHS), ShapeError, "5 sources were passed, but 1 to 4 are needed"),
 )
 
 CASES = [
@@ -214,7 +214,7 @@ CASES = [
     Setting(both=True, layers=2, hidden=3).case("LSTM, bidirectional, two layers"),
     Setting(batch_first=False, both=True).case(
         "LSTM, steps first",
-        bad=(Bad(((4, 3, 5),), ShapeError, "the source is [4, 3, 5], [steps, batch, 3] is needed"),),
+        bad=(Bad(((4, 3, 5),), ShapeError, "the source is [4, 3, 5], but [steps, batch, 3] is needed"),),
     ),
     Setting(sequences=False).case("LSTM, last output"),
     Setting(sequences=False, both=True, layers=2).case("LSTM, last outputs, bidirectional"),

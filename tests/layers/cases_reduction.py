@@ -71,7 +71,7 @@ CASES = [
         lambda x: np.array([[[[x[:, c].sum() / 40]] for c in range(3)]]),
         lambda x: x.mean((0, 2, 3), keepdim=True),
         bad=(
-            Bad((np.zeros((2, 3, 4, 5), np.int32),), DataTypeError, "the source is int32, a floating type is needed"),
+            Bad((np.zeros((2, 3, 4, 5), np.int32),), DataTypeError, "int32, but a floating type is needed"),
             Bad(((2, 3, 4),), ShapeError, "dimension 3 is out of range"),
         ),
     ),
@@ -82,7 +82,7 @@ CASES = [
         (distinct(2, 3, 4, 5),),
         kept(max, 3, 0, 1),
         lambda x: x.amax((0, 1, 3), keepdim=True),
-        bad=(Bad((np.zeros((2, 3, 4, 5), bool),), DataTypeError, "Max takes numbers, the source is boolean"),),
+        bad=(Bad((np.zeros((2, 3, 4, 5), bool),), DataTypeError, "Max takes numbers, but the source is boolean"),),
     ),
     Case(
         "max of whole numbers",
@@ -106,7 +106,7 @@ CASES = [
         lambda x: x.argmax(1, keepdim=True),
         differentiable=False,
         bad=(
-            Bad((np.zeros((2, 3), bool),), DataTypeError, "Arg Max takes numbers, the source is boolean"),
+            Bad((np.zeros((2, 3), bool),), DataTypeError, "Arg Max takes numbers, but the source is boolean"),
             Bad(((2,),), ShapeError, "dimension 1 is out of range"),
         ),
     ),
@@ -131,7 +131,7 @@ CASES = [
         (distinct(2, 3, 4, 5),),
         lambda x: np.where(x < 0, -x, x).sum((1, 3), keepdims=True),
         lambda x: torch.linalg.vector_norm(x, 1, (1, 3), keepdim=True),
-        bad=(Bad((np.zeros((2, 3, 4, 5), np.int8),), DataTypeError, "the source is int8, a floating type is needed"),),
+        bad=(Bad((np.zeros((2, 3, 4, 5), np.int8),), DataTypeError, "int8, but a floating type is needed"),),
     ),
     Case(
         "any",

@@ -44,7 +44,7 @@ CASES = [
         (normal(2, 3, 4, 5),),
         lambda x: np.transpose(x, (0, 3, 1, 2)),
         lambda x: x.permute(0, 3, 1, 2),
-        bad=(Bad(((2, 3),), ShapeError, "4 dimensions are named, the source has 2"),),
+        bad=(Bad(((2, 3),), ShapeError, "4 dimensions are listed, but the source has 2"),),
     ),
     Case("transpose of the batch", lambda: TransposeLayer((1, 0)), (normal(2, 3),), np.transpose, lambda x: x.T),
     Case(
@@ -58,7 +58,7 @@ CASES = [
             Bad(((2, 3), (4, 3)), ShapeError, "sources 0 and 1 differ in more than dimension 1: [2, 3] and [4, 3]"),
             Bad(((2, 3), (2, 3), (2, 3, 1)), ShapeError, "sources 0 and 2 differ"),
             Bad(((2, 3), np.zeros((2, 3), np.int32)), DataTypeError, "the sources mix float32 and int32"),
-            Bad((), ShapeError, "0 sources were given, 1 or more are needed"),
+            Bad((), ShapeError, "0 sources were passed, but 1 or more are needed"),
         ),
     ),
     Case(
@@ -80,6 +80,6 @@ CASES = [
         (normal(2, 3, 6),),
         lambda x: np.split(x, [1, 4], axis=2),
         lambda x: x.split([1, 3, 2], 2),
-        bad=(Bad(((2, 3, 5),), ShapeError, "the sections [1, 3, 2] add up to 6, dimension 2 has 5"),),
+        bad=(Bad(((2, 3, 5),), ShapeError, "the sections [1, 3, 2] add up to 6, but dimension 2 has 5"),),
     ),
 ]

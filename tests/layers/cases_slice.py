@@ -14,9 +14,9 @@ CASES = [
         lambda x: x[:, 1:3, 2:6],
         lambda x: x.narrow(1, 1, 2).narrow(2, 2, 4),
         bad=(
-            Bad(((2, 4),), ShapeError, "the slice has 3 dimensions, the source has 2"),
-            Bad(((2, 4, 5),), ShapeError, "dimension 2 is cut from 2 to 6, the source has 5"),
-            Bad(((1, 4, 6),), ShapeError, "dimension 0 is cut from 0 to 2, the source has 1"),
+            Bad(((2, 4),), ShapeError, "the slice has 3 dimensions, but the source has 2"),
+            Bad(((2, 4, 5),), ShapeError, "dimension 2 is sliced from 2 to 6, but the source has 5"),
+            Bad(((1, 4, 6),), ShapeError, "dimension 0 is sliced from 0 to 2, but the source has 1"),
         ),
     ),
     Case(

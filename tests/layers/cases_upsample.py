@@ -46,7 +46,7 @@ CASES = [
         lambda x: x.repeat(2, axis=2).repeat(3, axis=3),
         twin((8, 15), "nearest"),
         bad=(
-            Bad(((2, 3, 4),), ShapeError, "the source has 3 extents, [batch, channels, height, width] has 4"),
+            Bad(((2, 3, 4),), ShapeError, "the source has 3 dimensions, but [batch, channels, height, width] has 4"),
             Bad((np.zeros((2, 3, 4, 5), np.uint8),), DataTypeError, "the source is uint8"),
         ),
     ),

@@ -143,14 +143,16 @@ def weighted(name: str, shape: tuple[int, ...], expand: Callable[[np.ndarray], n
 
 
 BAD = (
-    Bad(((2, 20, 3, 3), (2, 20, 3, 3)), ShapeError, "the prediction [2, 20, 3, 3] has no 3 anchors of 5 channels"),
+    Bad(
+        ((2, 20, 3, 3), (2, 20, 3, 3)), ShapeError, "the prediction [2, 20, 3, 3] does not have 3 anchors of 5 channels"
+    ),
     Bad(((2, 12, 3, 3), (2, 12, 3, 3)), ShapeError, "use [batch, 3 * (5 + classes), height, width]"),
-    Bad(((2, 21, 9), (2, 21, 9)), ShapeError, "the prediction [2, 21, 9] has no 3 anchors"),
-    Bad(((2, 21, 3, 3), (2, 21, 3, 2)), ShapeError, "labels [2, 21, 3, 2] do not fit the prediction [2, 21, 3, 3]"),
+    Bad(((2, 21, 9), (2, 21, 9)), ShapeError, "the prediction [2, 21, 9] does not have 3 anchors"),
+    Bad(((2, 21, 3, 3), (2, 21, 3, 2)), ShapeError, "labels [2, 21, 3, 2] do not match the prediction [2, 21, 3, 3]"),
     Bad(((2, 21, 3, 3), np.zeros((2, 21, 3, 3), np.int64)), DataTypeError, "the source is int64"),
-    Bad(((2, 21, 3, 3), (2, 21, 3, 3), (3,)), ShapeError, "label weights [3] do not fit the prediction [2, 21, 3, 3]"),
-    Bad(((2, 21, 3, 3), (2, 21, 3, 3), (2, 21, 3, 3)), ShapeError, "one for each sample and cell"),
-    Bad(((2, 21, 3, 3),), ShapeError, "1 sources were given, 2 to 3 are needed"),
+    Bad(((2, 21, 3, 3), (2, 21, 3, 3), (3,)), ShapeError, "weights [3] do not match the prediction [2, 21, 3, 3]"),
+    Bad(((2, 21, 3, 3), (2, 21, 3, 3), (2, 21, 3, 3)), ShapeError, "one per sample and cell"),
+    Bad(((2, 21, 3, 3),), ShapeError, "1 sources were passed, but 2 to 3 are needed"),
 )
 SIZES = {
     "scale_spatial_position_loss": 3.0,

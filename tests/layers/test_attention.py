@@ -206,11 +206,16 @@ BIASES = ((4,),) * 4
 @pytest.mark.parametrize(
     ("tensors", "settings", "error", "words"),
     [
-        ((WEIGHTS[:3], BIASES), {}, sg.ArgumentError, "3 weights were given, 4 are needed"),
-        ((WEIGHTS, None), {}, sg.ArgumentError, "0 biases were given, 4 are needed"),
-        ((WEIGHTS, BIASES), {"has_biases": False}, sg.ArgumentError, "4 biases were given, 0 are needed"),
-        ((WEIGHTS, BIASES, BIASES[:2]), {}, sg.ArgumentError, "2 attention biases were given, 0 are needed"),
-        ((WEIGHTS, BIASES), {"has_attention_biases": True}, sg.ArgumentError, "0 attention biases were given, 2 are"),
+        ((WEIGHTS[:3], BIASES), {}, sg.ArgumentError, "3 weights were passed, but 4 are needed"),
+        ((WEIGHTS, None), {}, sg.ArgumentError, "0 biases were passed, but 4 are needed"),
+        ((WEIGHTS, BIASES), {"has_biases": False}, sg.ArgumentError, "4 biases were passed, but 0 are needed"),
+        ((WEIGHTS, BIASES, BIASES[:2]), {}, sg.ArgumentError, "2 attention biases were passed, but 0 are needed"),
+        (
+            (WEIGHTS, BIASES),
+            {"has_attention_biases": True},
+            sg.ArgumentError,
+            "0 attention biases were passed, but 2",
+        ),
         (
             (WEIGHTS, (*BIASES[:3], (5,))),
             {},
@@ -221,7 +226,7 @@ BIASES = ((4,),) * 4
             ((*WEIGHTS[:3], (4, 5)), BIASES),
             {},
             sg.ShapeError,
-            r"the output weights hold 20 numbers, \[4, 4\] is needed",
+            r"the output weights hold 20 numbers, but need \[4, 4\]",
         ),
         ((((4, 6), *WEIGHTS[1:]), BIASES), {}, sg.ShapeError, "the query weights hold 24 numbers"),
         (((WEIGHTS[0], (3, 3), *WEIGHTS[2:]), BIASES), {}, sg.ShapeError, "the key weights hold 9 numbers"),

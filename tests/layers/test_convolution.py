@@ -99,8 +99,8 @@ def test_descriptor_refuses_by_name(arguments: tuple, keywords: dict, words: str
 @pytest.mark.parametrize(
     ("weights", "biases", "words"),
     [
-        ((8, 4, 3, 3), None, "the weights hold 288 numbers, the descriptor needs 144"),
-        ((8, 2, 3, 3), (4,), "the biases hold 4 numbers, the descriptor needs 8"),
+        ((8, 4, 3, 3), None, "the weights hold 288 numbers, but the descriptor needs 144"),
+        ((8, 2, 3, 3), (4,), "the biases hold 4 numbers, but the descriptor needs 8"),
     ],
 )
 def test_layer_refuses_parameters_of_another_size(weights: tuple, biases: tuple | None, words: str) -> None:

@@ -61,7 +61,7 @@ def test_rate_outside_its_range_is_refused(rate: float) -> None:
 
 @pytest.mark.parametrize("seed", [1.5, True, None])
 def test_seed_that_is_no_whole_number_is_refused(seed: object) -> None:
-    with pytest.raises(ArgumentError, match="not a whole number"):
+    with pytest.raises(ArgumentError, match="not an integer"):
         DropoutLayer(0.5, seed=seed)  # type: ignore[arg-type]
 
 

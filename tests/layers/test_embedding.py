@@ -136,7 +136,7 @@ def test_data_types_it_supports() -> None:
     [
         ({"embedding_count": 0}, "embedding_count is 0"),
         ({"embedding_dimension": True}, "embedding_dimension is True"),
-        ({"padding_index": 5}, "padding_index is 5, the dictionary has 5 rows"),
+        ({"padding_index": 5}, "padding_index is 5, but the dictionary has 5 rows"),
         ({"padding_index": -1}, "padding_index is -1"),
         ({"maximum_norm": 0.0}, "maximum_norm is 0.0"),
         ({"maximum_norm": np.inf}, "maximum_norm is inf"),
@@ -155,7 +155,7 @@ def test_descriptor_takes_none_for_the_usual_norm() -> None:
 
 
 def test_dictionary_of_another_size_is_refused() -> None:
-    with pytest.raises(sg.ShapeError, match="the weights hold 12 numbers, 5 rows of 4 need 20"):
+    with pytest.raises(sg.ShapeError, match="the weights hold 12 numbers, but 5 rows of 4 need 20"):
         EmbeddingLayer(EmbeddingDescriptor(5, 4), sg.Tensor((3, 4), fill=0.0))
 
 

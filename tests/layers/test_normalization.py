@@ -120,7 +120,7 @@ def test_momentum_outside_its_range_is_refused(momentum: float) -> None:
 @pytest.mark.parametrize("name", ["mean", "variance", "beta", "gamma"])
 def test_tensor_of_another_size_is_refused_by_name(name: str) -> None:
     tensors = {key: Tensor((3,), fill=1.0) for key in ("mean", "variance", "beta", "gamma")}
-    with pytest.raises(ShapeError, match=f"{name} holds 4 numbers, 3 channels need 3"):
+    with pytest.raises(ShapeError, match=f"{name} holds 4 numbers, but 3 channels need 3"):
         BatchNormalizationLayer(3, **{**tensors, name: Tensor((4,), fill=1.0)})
 
 
@@ -163,7 +163,7 @@ def test_instance_takes_sources_that_lie_otherwise_in_memory() -> None:
 
 @pytest.mark.parametrize("given", ["mean", "variance"])
 def test_instance_refuses_half_of_the_statistics(given: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{given} was given without"):
+    with pytest.raises(ArgumentError, match=f"{given} was passed without"):
         InstanceNormalizationLayer(3, **{given: Tensor((3,), fill=1.0)})
 
 
@@ -202,7 +202,7 @@ def test_group_and_layer_create() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: GroupNormalizationLayer(6, 4), ArgumentError, "group_count is 4, it does not divide 6 channels"),
+        (lambda: GroupNormalizationLayer(6, 4), ArgumentError, "group_count is 4, which does not divide 6 channels"),
         (lambda: GroupNormalizationLayer(6, 0), ArgumentError, "group_count is 0"),
         (lambda: GroupNormalizationLayer(0, 1), ArgumentError, "feature_channel_count is 0"),
         (lambda: GroupNormalizationLayer(6, 2, Tensor((5,), fill=0.0)), ShapeError, "beta holds 5 numbers, 6 channels"),

@@ -116,16 +116,20 @@ def zeros(count: int, *shape: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("tensors", "error", "words"),
     [
-        ((zeros(3, 4, 3), zeros(4, 4, 4)), ShapeError, "3 input_weights, 1 layers in 1 directions need 4"),
-        ((zeros(4, 4, 3), zeros(8, 4, 4)), ShapeError, "8 hidden_weights, 1 layers in 1 directions need 4"),
-        ((zeros(4, 4, 4), zeros(4, 4, 4)), ShapeError, "input_weights[0] holds 16 numbers, 12 are needed"),
-        ((zeros(4, 4, 3), zeros(4, 4, 3)), ShapeError, "hidden_weights[0] holds 12 numbers, 16 are needed"),
-        ((zeros(4, 4, 3), zeros(4, 4, 4), zeros(4, 5)), ShapeError, "peephole_weights[0] holds 5 numbers, 4 or 16 are"),
-        ((zeros(4, 4, 3), zeros(4, 4, 4), None, zeros(4, 3)), ShapeError, "biases[0] holds 3 numbers, 4 are needed"),
+        ((zeros(3, 4, 3), zeros(4, 4, 4)), ShapeError, "3 input_weights, but 1 layers in 1 directions need 4"),
+        ((zeros(4, 4, 3), zeros(8, 4, 4)), ShapeError, "8 hidden_weights, but 1 layers in 1 directions need 4"),
+        ((zeros(4, 4, 4), zeros(4, 4, 4)), ShapeError, "input_weights[0] holds 16 numbers, but 12 are needed"),
+        ((zeros(4, 4, 3), zeros(4, 4, 3)), ShapeError, "hidden_weights[0] holds 12 numbers, but 16 are needed"),
+        ((zeros(4, 4, 3), zeros(4, 4, 4), zeros(4, 5)), ShapeError, "peephole_weights[0] holds 5 numbers, but 4 or 16"),
+        (
+            (zeros(4, 4, 3), zeros(4, 4, 4), None, zeros(4, 3)),
+            ShapeError,
+            "biases[0] holds 3 numbers, but 4 are",
+        ),
         (
             (zeros(4, 4, 3), zeros(4, 4, 4), None, None, [ActivationDescriptor(ActivationType.TANH)]),
             ArgumentError,
-            "give four ActivationDescriptors",
+            "pass four ActivationDescriptors",
         ),
     ],
 )
@@ -136,7 +140,7 @@ def test_layer_refuses_tensors_that_do_not_fit(tensors: tuple, error: type[Excep
 
 
 def test_biases_need_a_descriptor_that_uses_them() -> None:
-    with pytest.raises(ArgumentError, match="4 biases were given, uses_biases is False"):
+    with pytest.raises(ArgumentError, match="4 biases were passed, but uses_biases is False"):
         LSTMLayer(LSTMDescriptor(3, 4, uses_biases=False), zeros(4, 4, 3), zeros(4, 4, 4), None, zeros(4, 4))
 
 
@@ -312,7 +316,7 @@ def test_full_lengths_are_no_lengths(kind: type[LSTMLayer]) -> None:
 @pytest.mark.parametrize("lengths", [(5, 1, 1), (1, -1, 1)])
 def test_lengths_outside_of_the_steps_are_refused(kind: type[LSTMLayer], lengths: tuple[int, ...]) -> None:
     layer, (x,) = Setting().layer(kind), sources(Setting())
-    with pytest.raises(ArgumentError, match=r"the sequence lengths are .*, there are 4 steps"):
+    with pytest.raises(ArgumentError, match=r"sequence lengths are .*, but there are 4 steps"):
         run(layer, [x, torch.tensor(lengths)])
 
 

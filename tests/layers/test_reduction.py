@@ -99,8 +99,8 @@ def test_indices_are_int32_for_all_numbers(data_type: DataType) -> None:
         (ReductionType.SUM, -1, "a dimension is -1"),
         (ReductionType.SUM, (0, 1.5), "a dimension is 1.5"),
         (ReductionType.SUM, True, "a dimension is True"),
-        (ReductionType.ARG_MAX, (0, 1), r"Arg Max has one index, dimensions are \(0, 1\)"),
-        (ReductionType.ARG_MIN, (0, 1), r"Arg Min has one index, dimensions are \(0, 1\)"),
+        (ReductionType.ARG_MAX, (0, 1), r"Arg Max takes one dimension, but dimensions are \(0, 1\)"),
+        (ReductionType.ARG_MIN, (0, 1), r"Arg Min takes one dimension, but dimensions are \(0, 1\)"),
     ],
 )
 def test_refused_settings(kind: Any, dimensions: Any, words: str) -> None:

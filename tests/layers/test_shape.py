@@ -55,8 +55,8 @@ def test_parts_are_views_and_cost_no_copy() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ReshapeLayer(()), "the shape has 0 extents"),
-        (lambda: ReshapeLayer((1,) * 6), "the shape has 6 extents"),
+        (lambda: ReshapeLayer(()), "the shape has 0 dimensions"),
+        (lambda: ReshapeLayer((1,) * 6), "the shape has 6 dimensions"),
         (lambda: ReshapeLayer((2, 0)), r"the shape is \(2, 0\)"),
         (lambda: ReshapeLayer((-1, -1)), r"the shape is \(-1, -1\)"),
         (lambda: ReshapeLayer((2, -2)), "an extent of the shape is -2"),
@@ -65,8 +65,8 @@ def test_parts_are_views_and_cost_no_copy() -> None:
         (lambda: TransposeLayer((1, 2)), r"dimensions are \(1, 2\)"),
         (lambda: TransposeLayer(()), r"dimensions are \(\)"),
         (lambda: ConcatenationLayer(-1), "dimension is -1"),
-        (SplitLayer, "split_count is None, split_section_lengths are None"),
-        (lambda: SplitLayer(3, (1, 1)), "give exactly one of them"),
+        (SplitLayer, "split_count is None and split_section_lengths are None"),
+        (lambda: SplitLayer(3, (1, 1)), "pass exactly one of them"),
         (lambda: SplitLayer(0), "split_count is 0"),
         (lambda: SplitLayer(split_section_lengths=(2, 0)), "a section length is 0"),
         (lambda: SplitLayer(split_section_lengths=()), "split_count is 0"),

@@ -40,9 +40,9 @@ def test_other_ends_and_other_sources_do_not_follow() -> None:
 
 
 def test_batch_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ShapeError, match="dimension 0 is cut from 0 to 6, the source has 5"):
+    with pytest.raises(ShapeError, match="dimension 0 is sliced from 0 to 6, but the source has 5"):
         sliced(0, 6, 5, (8, 5))
-    with pytest.raises(ShapeError, match="dimension 0 is cut from 6 to 5, the source has 5"):
+    with pytest.raises(ShapeError, match="dimension 0 is sliced from 6 to 5, but the source has 5"):
         sliced(6, 8, 5, (8, 5))
 
 

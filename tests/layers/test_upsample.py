@@ -74,8 +74,8 @@ def test_pytorch_is_off_by_one_where_the_docstring_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (((),), r"the shape \(\) has 0 extents"),
-        (((1, 2, 3),), r"the shape \(1, 2, 3\) has 3 extents"),
+        (((),), r"the shape \(\) has 0 dimensions"),
+        (((1, 2, 3),), r"the shape \(1, 2, 3\) has 3 dimensions"),
         (((0, 2),), "an extent of the shape is 0"),
         (((2.5,),), "an extent of the shape is 2.5"),
         (((2, 2), 1), "sample_mode is 1"),

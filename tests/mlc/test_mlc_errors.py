@@ -77,7 +77,7 @@ SAYINGS: list[tuple[Any, str, list[str]]] = [
         ["Fix: call compileOptimizer_."],
     ),
     (unknown_output, "MLCTrainingGraph.", ["'batch_size' is not an output", "declare it with addOutputs_"]),
-    (few_weights, "MLCConvolutionLayer 'Convolution' (", ["give weights of shape [2, 3, 3, 3]."]),
+    (few_weights, "MLCConvolutionLayer 'Convolution' (", ["pass weights of shape [2, 3, 3, 3]."]),
     (groups, "MLCGroupNormalizationLayer ", ["groupCount is 3"]),
     (
         lambda kit: M.MLCLossDescriptor.descriptorWithType_reductionType_(1, M.MLCReductionTypeMax),
@@ -92,9 +92,9 @@ SAYINGS: list[tuple[Any, str, list[str]]] = [
     (
         lambda kit: M.MLCTensor.tensorWithShape_randomInitializerType_([2], 99),
         "MLCTensor.tensorWithShape_randomInitializerType_: randomInitializerType is 99",
-        ["Fix: give a constant of MLCRandomInitializerType."],
+        ["Fix: pass a constant of MLCRandomInitializerType."],
     ),
-    (lambda kit: kit.x.setLabel_(3), "MLCTensor.setLabel_: label is 3", ["Fix: give a string."]),
+    (lambda kit: kit.x.setLabel_(3), "MLCTensor.setLabel_: label is 3", ["Fix: pass a string."]),
     (
         lambda kit: kit.training.allocateUserGradientForTensor_(kit.x),
         "MLCTrainingGraph.allocateUserGradientForTensor_: MLCTensor('data",

@@ -1,4 +1,4 @@
-"""Activation layers: one function, element by element."""
+"""Activation layers: one function, applied per element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ActivationType(RawEnum):
     RELU = 1, "ReLU"  # x where x ≥ 0, else a x
     LINEAR = 2, "Linear"  # a x + b
     SIGMOID = 3, "Sigmoid"  # 1 / (1 + exp(-x))
-    HARD_SIGMOID = 4, "Hard Sigmoid"  # a x + b, kept within 0 and 1
+    HARD_SIGMOID = 4, "Hard Sigmoid"  # a x + b, clamped to [0, 1]
     TANH = 5, "Tanh"  # a tanh(b x)
     ABSOLUTE = 6, "Absolute"  # |x|
     SOFT_PLUS = 7, "Soft Plus"  # a log(1 + exp(b x))
@@ -31,22 +31,22 @@ class ActivationType(RawEnum):
     LOG_SIGMOID = 11, "Log Sigmoid"  # log(1 / (1 + exp(-x)))
     SELU = 12, "SELU"  # scale (max(0, x) + min(0, alpha (exp(x) - 1)))
     CELU = 13, "CELU"  # max(0, x) + min(0, a (exp(x / a) - 1))
-    HARD_SHRINK = 14, "Hard Shrink"  # x outside of [-a, a], else 0
-    SOFT_SHRINK = 15, "Soft Shrink"  # x moved by a towards 0 outside of [-a, a], else 0
+    HARD_SHRINK = 14, "Hard Shrink"  # x outside [-a, a], else 0
+    SOFT_SHRINK = 15, "Soft Shrink"  # x moved by a towards 0 outside [-a, a], else 0
     TANH_SHRINK = 16, "Tanh Shrink"  # x - tanh(x)
     THRESHOLD = 17, "Threshold"  # x where x > a, else b
     GELU = 18, "GELU"  # x Φ(x), in its tanh form
     HARD_SWISH = 19, "HardSwish"  # x (x + 3) / 6, with 0 below -3 and x above 3
-    CLAMP = 20, "Clamp"  # x kept within a and b
+    CLAMP = 20, "Clamp"  # x clamped to [a, b]
     GELU_ERF = 1001, "GELU erf"  # ours: x Φ(x), exactly
 
 
 @dataclass(frozen=True)
 class ActivationDescriptor:
-    """A kind of activation and its numbers. What is not given takes the kind's default.
+    """A kind of activation and its parameters, which default to those of the kind.
 
     Defaults are 1, except for ReLU (a = 0), Linear (b = 0), Hard Sigmoid (a = 0.2, b = 0.5), Hard Shrink and Soft
-    Shrink (a = 0.5). No kind uses `c`; it is kept for programs that name it.
+    Shrink (a = 0.5). No kind uses `c`; it exists for programs that name it.
 
     Example:
         >>> ActivationDescriptor(ActivationType.HARD_SIGMOID).a
@@ -67,24 +67,22 @@ class ActivationDescriptor:
             given = getattr(self, name)
             object.__setattr__(self, name, self._number(name, default if given is None else given))
         if self.type is ActivationType.SOFT_PLUS and self.b == 0:
-            raise ArgumentError(
-                "ActivationDescriptor", "b of a Soft Plus is 0: a constant", fix="give another b (beta)"
-            )
+            raise ArgumentError("ActivationDescriptor", "b of a Soft Plus is 0: a constant", fix="use another b (beta)")
         if self.type is ActivationType.CELU and self.a == 0:
-            raise ArgumentError("ActivationDescriptor", "a of a CELU is 0, which x is divided by", fix="give another a")
+            raise ArgumentError("ActivationDescriptor", "a of a CELU is 0, but x is divided by it", fix="use another a")
         if self.type is ActivationType.SOFT_SHRINK and self.a < 0:
-            raise ArgumentError("ActivationDescriptor", f"a of a Soft Shrink is {self.a}", fix="give a ≥ 0")
+            raise ArgumentError("ActivationDescriptor", f"a of a Soft Shrink is {self.a}", fix="use a ≥ 0")
 
     def _number(self, name: str, value: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise ArgumentError(
-                "ActivationDescriptor", f"{name} of a {self.type.debug_description} is {value!r}", fix="give a number"
+                "ActivationDescriptor", f"{name} of a {self.type.debug_description} is {value!r}", fix="pass a number"
             )
         return float(value)
 
     @property
     def activation_type(self) -> ActivationType:
-        """The kind, under the name the original gives it."""
+        """The kind, under its original name."""
         return self.type
 
 
@@ -98,7 +96,7 @@ _DEFAULTS = {
 
 
 class ActivationLayer(Layer):
-    """`y = f(x)`, element by element; the result has the source's shape. The formulas stand at `ActivationType`.
+    """`y = f(x)`, element by element; the result has the source's shape. For the formulas, see `ActivationType`.
 
     Same as PyTorch's functions, with its derivatives at the kinks, except that `gelu` is the tanh form (`gelu_erf` is
     PyTorch's default), `hard_sigmoid` has slope 0.2 instead of 1/6 and `soft_plus` never becomes linear early.
@@ -147,7 +145,7 @@ class ActivationLayer(Layer):
 
     @classmethod
     def hard_sigmoid(cls, *, label: str = "") -> ActivationLayer:
-        """`0.2 x + 0.5`, kept within 0 and 1."""
+        """`0.2 x + 0.5`, clamped to [0, 1]."""
         return cls._of(ActivationType.HARD_SIGMOID, label)
 
     @classmethod
@@ -187,7 +185,7 @@ class ActivationLayer(Layer):
 
     @classmethod
     def selu(cls, *, label: str = "") -> ActivationLayer:
-        """The self-normalizing unit: a scaled ELU with fixed numbers."""
+        """The self-normalizing unit: a scaled ELU with fixed constants."""
         return cls._of(ActivationType.SELU, label)
 
     @classmethod
@@ -197,12 +195,12 @@ class ActivationLayer(Layer):
 
     @classmethod
     def hard_shrink(cls, a: float = 0.5, *, label: str = "") -> ActivationLayer:
-        """`x` outside of `[-a, a]`, else 0."""
+        """`x` outside `[-a, a]`, else 0."""
         return cls._of(ActivationType.HARD_SHRINK, label, a)
 
     @classmethod
     def soft_shrink(cls, a: float = 0.5, *, label: str = "") -> ActivationLayer:
-        """`x` moved by `a` towards 0 outside of `[-a, a]`, else 0."""
+        """`x` moved by `a` towards 0 outside `[-a, a]`, else 0."""
         return cls._of(ActivationType.SOFT_SHRINK, label, a)
 
     @classmethod
@@ -237,7 +235,7 @@ class ActivationLayer(Layer):
 
 
 def activate(x: torch.Tensor, *, descriptor: ActivationDescriptor) -> torch.Tensor:
-    """`f(x)` for the kind and numbers of `descriptor`."""
+    """`f(x)` for the kind and parameters of `descriptor`."""
     return ACTIVATIONS[descriptor.type](x, descriptor.a, descriptor.b, descriptor.c)
 
 
@@ -261,11 +259,11 @@ def _soft_plus(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
 
 def _relun(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
     if a == 0 and b > 0:
-        return F.hardtanh(x, 0, b)  # no gradient at 0 and at b, as with ReLU; `clamp` would pass it
+        return F.hardtanh(x, 0, b)  # no gradient at 0 and b, as with ReLU; `clamp` would pass it
     return torch.clamp(x, 0, b) if a == 0 else F.leaky_relu(x, a).clamp(max=b)
 
 
-# Each function takes x, a, b, c and uses what its formula has.
+# Each function takes x, a, b, c and uses those in its formula.
 ACTIVATIONS: dict[ActivationType, Callable[[torch.Tensor, float, float, float], torch.Tensor]] = {
     ActivationType.NONE: lambda x, a, b, c: x,
     ActivationType.RELU: lambda x, a, b, c: _relu(x, a),

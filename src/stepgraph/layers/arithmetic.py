@@ -1,4 +1,4 @@
-"""Arithmetic layers: functions of one source, and of two sources under NumPy's broadcasting."""
+"""Arithmetic layers: functions of one source, and of two sources with NumPy's broadcasting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ArithmeticOperation(RawEnum):
     MULTIPLY = 2, "Multiply"
     DIVIDE = 3, "Divide"
     FLOOR = 4, "Floor"
-    ROUND = 5, "Round"  # halves go to the even neighbor
+    ROUND = 5, "Round"  # halves round to even
     CEIL = 6, "Ceil"
     SQRT = 7, "Sqrt"
     RSQRT = 8, "Rsqrt"
@@ -50,10 +50,10 @@ class ArithmeticOperation(RawEnum):
 class ArithmeticLayer(Layer):
     """`z = f(x)` or `z = f(x, y)`, element by element; two shapes are broadcast as NumPy does.
 
-    The gradient of a source that was broadcast is summed over the copies. Where the derivative is not defined: `min`
-    and `max` of equal numbers send it to `x` (PyTorch: half to each), a power of 0 sends none to the exponent, `floor`,
-    `round` and `ceil` send none. `MULTIPLY_NO_NAN` and `DIVIDE_NO_NAN` have finite gradients where `y` is 0, even for
-    an infinite `x`.
+    The gradient of a broadcast source is summed over the copies. Where the derivative is undefined: `min`
+    and `max` of equal numbers pass it to `x` (PyTorch: half to each), a power of 0 passes none to the exponent,
+    `floor`, `round` and `ceil` pass none. `MULTIPLY_NO_NAN` and `DIVIDE_NO_NAN` have finite gradients where
+    `y` is 0, even for an infinite `x`.
 
     Example:
         >>> ArithmeticLayer.add().infer(TensorDescriptor((8, 3, 4)), TensorDescriptor((3, 1)))[0].shape
@@ -117,20 +117,20 @@ class ArithmeticLayer(Layer):
         return cls(ArithmeticOperation.MAX, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """As many sources as the operation takes, with shapes that broadcast."""
+        """Checks the number of sources and that their shapes broadcast."""
         super().check(*sources)
         wanted = 2 if self.operation in BINARY else 1
         if len(sources) != wanted:
             raise ShapeError(
                 self.where,
-                f"{self.operation.debug_description} takes {wanted} source{'s' * (wanted > 1)}, {len(sources)} given",
+                f"{self.operation.debug_description} takes {wanted} source{'s' * (wanted > 1)}, not {len(sources)}",
                 fix="check the node's sources",
             )
         if wanted == 2 and not _broadcast(sources[0].shape, sources[1].shape):
             raise ShapeError(
                 self.where,
                 f"the shapes {list(sources[0].shape)} and {list(sources[1].shape)} do not broadcast",
-                fix="make their extents equal or 1, counted from the last one",
+                fix="make their dimensions equal or 1, counted from the last one",
             )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, *, scope: Scope) -> torch.Tensor:
@@ -139,7 +139,7 @@ class ArithmeticLayer(Layer):
 
 
 def multiply_no_nan(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`x y`, and 0 where `y` is 0; the derivative by `y` is `x` there, or 0 where `x` is not finite."""
+    """`x y`, and 0 where `y` is 0; the derivative with respect to `y` is `x` there, or 0 if `x` is not finite."""
     return torch.where((y == 0) & ~torch.isfinite(x), 0.0, x) * y
 
 
@@ -150,12 +150,12 @@ def divide_no_nan(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The smaller of both; `x` has the derivative of equal numbers. NaN in either gives NaN."""
+    """The smaller of both; equal numbers pass the gradient to `x`. NaN in either gives NaN."""
     return torch.where(x <= y, x, torch.minimum(x.detach(), y))
 
 
 def maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The larger of both; `x` has the derivative of equal numbers. NaN in either gives NaN."""
+    """The larger of both; equal numbers pass the gradient to `x`. NaN in either gives NaN."""
     return torch.where(x >= y, x, torch.maximum(x.detach(), y))
 
 

@@ -27,13 +27,13 @@ class MultiheadAttentionDescriptor:
 
     Args:
         model_dimension: width of the query and of the result.
-        head_count: how many heads attend side by side; it divides the key and the value dimension.
-        key_dimension: width of projected queries and keys, all heads together; the model dimension if not given.
-        value_dimension: width of projected values, all heads together; the model dimension if not given.
-        dropout: the share of attention weights that training drops, at least 0 and below 1.
-        has_biases: whether the four projections add biases.
+        head_count: number of attention heads; it must divide the key and the value dimension.
+        key_dimension: width of projected queries and keys, all heads together; default: the model dimension.
+        value_dimension: width of projected values, all heads together; default: the model dimension.
+        dropout: the fraction of attention weights dropped in training, at least 0 and below 1.
+        has_biases: whether the four projections have biases.
         has_attention_biases: whether one learned row is appended to the projected keys and to the projected values.
-        adds_zero_attention: whether a row of zeros is appended to both, so that a query may attend to nothing.
+        adds_zero_attention: whether a row of zeros is appended to both, so that a query can attend to nothing.
 
     Example:
         >>> MultiheadAttentionDescriptor(64, 8).key_dimension
@@ -43,7 +43,7 @@ class MultiheadAttentionDescriptor:
     model_dimension: int
     head_count: int
     _: KW_ONLY
-    key_dimension: int = None  # type: ignore[assignment]  # a number from __post_init__ on
+    key_dimension: int = None  # type: ignore[assignment]  # set by __post_init__
     value_dimension: int = None  # type: ignore[assignment]
     dropout: float = 0.0
     has_biases: bool = True
@@ -58,7 +58,7 @@ class MultiheadAttentionDescriptor:
         for name in ("model_dimension", "head_count", "key_dimension", "value_dimension"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(where, f"{name} is {number!r}", fix="give a whole number ≥ 1")
+                raise ArgumentError(where, f"{name} is {number!r}", fix="pass an integer ≥ 1")
         for name, width in (("key_dimension", self.key_dimension), ("value_dimension", self.value_dimension)):
             if width % heads:
                 raise ArgumentError(
@@ -66,28 +66,28 @@ class MultiheadAttentionDescriptor:
                 )
         if not 0 <= self.dropout < 1:
             problem = f"dropout is {self.dropout}, not in [0, 1)"
-            raise ArgumentError(where, problem, fix="give the share to drop, for example 0.1")
+            raise ArgumentError(where, problem, fix="pass the fraction to drop, for example 0.1")
 
     @property
     def projected(self) -> tuple[int, int, int, int]:
-        """Widths that the query, key, value and output projections give."""
+        """Output widths of the query, key, value and output projections."""
         return self.key_dimension, self.key_dimension, self.value_dimension, self.model_dimension
 
 
 class MultiheadAttentionLayer(Layer):
-    """Each query gathers the values whose keys fit it, in several heads side by side.
+    """Multihead attention: each query gathers the values whose keys match it, in several parallel heads.
 
-        q = X_q Wqᵀ + bq,   k = X_k Wkᵀ + bk,   v = X_v Wvᵀ + bv       and then, for each head's share of the columns
+        q = X_q Wqᵀ + bq,   k = X_k Wkᵀ + bk,   v = X_v Wvᵀ + bv       then, for each head's columns
         k = [k; row; 0],    v = [v; row; 0]                            with attention biases, with zero attention
         head = dropout(softmax(q kᵀ / sqrt(K / heads) + mask)) v
         y = [head ... head] Woᵀ + bo
 
-    The sources are `[query, key, value]`, then either mask, both or none, told apart by their rank:
+    The sources are `[query, key, value]`, then either mask, both or none, distinguished by their rank:
 
     | source | shape | type |
     |---|---|---|
     | query, key, value | `[N, L, E]`, `[N, S, ·]`, `[N, S, ·]` | floating |
-    | key mask | `[N, S]` | boolean, True: nobody attends to this key |
+    | key mask | `[N, S]` | boolean, True: this key is masked |
     | attention mask | `[1, L, S]`, `[N * heads, L, S]`, ours: `[N, L, S]` | floating, added; or boolean, True: masked |
 
     The result is `[N, L, E]`. Appended rows are never masked. A query whose keys are all masked gathers nothing: its
@@ -131,8 +131,8 @@ class MultiheadAttentionLayer(Layer):
             if count % rows or (columns is not None and count != rows * columns):
                 raise ShapeError(
                     self.where,
-                    f"the {name} weights hold {count} numbers, [{rows}, {columns or 'width of the source'}] is needed",
-                    fix=f"give {rows * columns if columns else f'a multiple of {rows}'} numbers",
+                    f"the {name} weights hold {count} numbers, but need [{rows}, {columns or 'width of the source'}]",
+                    fix=f"pass {rows * columns if columns else f'a multiple of {rows}'} numbers",
                     **{name: tensor.descriptor},
                 )
 
@@ -148,9 +148,9 @@ class MultiheadAttentionLayer(Layer):
         label: str = "",
         **settings: Any,
     ) -> MultiheadAttentionLayer:
-        """A layer with new weights and zero biases; further settings as for `MultiheadAttentionDescriptor`.
+        """A layer with new weights and zero biases; other settings as for `MultiheadAttentionDescriptor`.
 
-        `key_width` and `value_width` are the widths of these sources, the model dimension if not given.
+        `key_width` and `value_width` are the widths of these sources; default: the model dimension.
         """
         descriptor = MultiheadAttentionDescriptor(model_dimension, head_count, **settings)
         outputs, model = descriptor.projected, descriptor.model_dimension
@@ -168,13 +168,13 @@ class MultiheadAttentionLayer(Layer):
 
     @property
     def source_widths(self) -> tuple[int, int, int]:
-        """Widths of the query, key and value sources, as the weights take them."""
+        """Widths of the query, key and value sources, according to the weights."""
         counts = [tensor.descriptor.element_count for tensor in self.weights]
         query, key, value, _ = (count // rows for count, rows in zip(counts, self.descriptor.projected, strict=True))
         return query, key, value
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Three sequences that fit the weights and one another, and masks that fit them."""
+        """Checks that three sequences match the weights and one another, and masks match them."""
         sequences, masks = sources[:3], sources[3:]
         for name, source, width in zip(_PROJECTIONS, sequences, self.source_widths, strict=False):
             self.require_floating(source)
@@ -182,25 +182,25 @@ class MultiheadAttentionLayer(Layer):
             if source.dimension_count != 3 or source.shape[2] != width:
                 raise ShapeError(
                     self.where,
-                    f"the {name} is {list(source.shape)}, its weights take [batch, steps, {width}]",
-                    fix=f"give sequences of width {width}, or {name} weights for the width of the source",
+                    f"the {name} is {list(source.shape)}, but its weights take [batch, steps, {width}]",
+                    fix=f"pass sequences of width {width}, or {name} weights for the width of the source",
                 )
         query, key, value = sequences
         if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
             raise ShapeError(
                 self.where,
-                "query, key and value do not fit together",
+                "query, key and value do not match",
                 query=query,
                 key=key,
                 value=value,
-                fix="give one batch extent to all three, and as many keys as values",
+                fix="use one batch size for all three, and as many keys as values",
             )
         _require_masks(self, masks, query.shape[0], query.shape[1], key.shape[1], self.descriptor.head_count)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
-        """Projects, attends head by head, and projects back."""
+        """Projects, attends per head, and projects back."""
         settings = self.descriptor
         q, k, v = (self._project(i, x, scope) for i, x in enumerate((query, key, value)))
         rows = [None, None] if self.attention_biases is None else [scope.array(t) for t in self.attention_biases]
@@ -228,7 +228,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`softmax(q kᵀ / sqrt(d) + mask)`; the least finite number stands for -∞, so that no row becomes NaN."""
+    """`softmax(q kᵀ / sqrt(d) + mask)`; the smallest finite number represents -∞, so that no row becomes NaN."""
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
     return torch.softmax(scores if mask is None else (scores + mask).clamp_min(torch.finfo(q.dtype).min), -1)
 
@@ -244,7 +244,7 @@ def split_heads(x: torch.Tensor, *, heads: int) -> torch.Tensor:
 
 
 def append_rows(x: torch.Tensor, row: torch.Tensor | None, *, zero: bool) -> torch.Tensor:
-    """`[x; row; 0]` along the steps, each only where there is one."""
+    """`[x; row; 0]` along the steps, each only if it exists."""
     shape = x.shape[0], 1, x.shape[2]
     rows = [] if row is None else [row.reshape(1, 1, -1).expand(shape)]
     rows += [x.new_zeros(shape)] if zero else []
@@ -252,10 +252,10 @@ def append_rows(x: torch.Tensor, row: torch.Tensor | None, *, zero: bool) -> tor
 
 
 def join_masks(*masks: torch.Tensor, batch: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """One mask to be added to scores `[N, heads, L, keys]`, against which it broadcasts: -∞ where a key is masked.
+    """One additive mask for scores `[N, heads, L, keys]`, against which it broadcasts: -∞ where a key is masked.
 
     Keys beyond those of a mask are appended rows, which are not masked. Booleans become numbers here because not every
-    implementation behind PyTorch's operator gives zeros for a row of a boolean mask that leaves nothing.
+    implementation behind PyTorch's operator returns zeros for a row of a boolean mask that masks everything.
     """
     joined: torch.Tensor | None = None
     for mask in masks:
@@ -269,52 +269,52 @@ def join_masks(*masks: torch.Tensor, batch: int, keys: int, dtype: torch.dtype) 
 
 
 def all_masked(mask: torch.Tensor) -> torch.Tensor:
-    """`[..., L, 1]`: whether a query has no key left."""
+    """`[..., L, 1]`: whether all keys of a query are masked."""
     return (mask == -math.inf).all(-1, keepdim=True)
 
 
 def _require_tensors(layer: Layer, name: str, tensors: list[Tensor], counts: list[int | None]) -> None:
-    """Refuses another number of tensors than there are counts, and tensors of another size than their count."""
+    """Rejects a wrong number of tensors, and tensors with a wrong number of elements."""
     spoken = name.replace("_", " ")
     if len(tensors) != len(counts):
         parts = ", ".join(_PROJECTIONS if len(counts) == 4 else _PROJECTIONS[1:3]) if counts else f"has_{name} is False"
         raise ArgumentError(
             layer.where,
-            f"{len(tensors)} {spoken} were given, {len(counts)} are needed ({parts})",
-            fix=f"give {len(counts)} tensors" if counts else f"set has_{name} in the descriptor, or give none",
+            f"{len(tensors)} {spoken} were passed, but {len(counts)} are needed ({parts})",
+            fix=f"pass {len(counts)} tensors" if counts else f"set has_{name} in the descriptor, or give none",
         )
     for tensor, count in zip(tensors, counts, strict=True):
         if count is not None and tensor.descriptor.element_count != count:
             raise ShapeError(
                 layer.where,
                 f"the {spoken} hold {[one.descriptor.element_count for one in tensors]} numbers, not {counts}",
-                fix=f"give {spoken} of these sizes",
+                fix=f"pass {spoken} of these sizes",
             )
 
 
 def _require_masks(
     layer: Layer, masks: Sequence[TensorDescriptor], batch: int, queries: int, keys: int, heads: int
 ) -> None:
-    """Refuses masks that are neither a key mask nor an attention mask, and two of one kind."""
+    """Rejects masks that are neither a key mask nor an attention mask, and two of one kind."""
     for mask in masks:
         is_key_mask = mask.dimension_count == 2
         if mask.data_type is not DataType.BOOLEAN and (is_key_mask or not mask.data_type.is_floating):
             kind, wanted = ("key", "boolean") if is_key_mask else ("attention", "boolean or a floating type")
-            problem = f"the {kind} mask is {mask.data_type.debug_description}, {wanted} is needed"
+            problem = f"the {kind} mask is {mask.data_type.debug_description}, but {wanted} is needed"
             raise DataTypeError(layer.where, problem, mask=mask)
         firsts = (1, batch, batch * heads)
         fits = mask.shape == (batch, keys) if is_key_mask else mask.shape in {(n, queries, keys) for n in firsts}
         if not fits:
             raise ShapeError(
                 layer.where,
-                f"a mask {list(mask.shape)} fits neither the keys nor the attention",
+                f"a mask {list(mask.shape)} matches neither the keys nor the attention",
                 key_mask=[batch, keys],
                 attention_mask=f"{[1, queries, keys]} or {[batch * heads, queries, keys]}",
-                fix="give one of these shapes",
+                fix="use one of these shapes",
             )
     if len(masks) == 2 and masks[0].dimension_count == masks[1].dimension_count:
         raise ShapeError(
             layer.where,
             f"two masks have {masks[0].dimension_count} dimensions",
-            fix="give at most one key mask and one attention mask",
+            fix="pass at most one key mask and one attention mask",
         )

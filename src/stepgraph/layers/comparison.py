@@ -1,4 +1,4 @@
-"""Comparison layers: relations of numbers and logic of booleans, with boolean results."""
+"""Comparison layers: relations of numbers and logical operations on booleans, with boolean results."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ComparisonOperation(RawEnum):
 
 
 class ComparisonLayer(Layer):
-    """`z = x ? y`, element by element, as booleans; two shapes are broadcast as NumPy does. No gradient flows.
+    """`z = x ? y`, element by element, as booleans; two shapes broadcast as in NumPy. No gradient flows.
 
-    Relations take numbers: both sources floating, or both whole numbers, of any width (a whole number cannot be
-    compared exactly with a floating one). Logical operations take booleans.
+    Relations take numbers: both sources floating, or both integers, of any width (an integer cannot be
+    compared exactly with a floating-point number). Logical operations take booleans.
 
     Example:
         >>> layer = ComparisonLayer(ComparisonOperation.LESS)
@@ -86,26 +86,26 @@ class ComparisonLayer(Layer):
 
     @classmethod
     def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
-        """Every type, by one operation or another."""
+        """Every type is supported by some operation."""
         return True
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """As many sources as the operation takes, of the kind it takes, with shapes that broadcast."""
+        """Checks the number and types of sources and that their shapes broadcast."""
         operation = self.operation
         wanted, kind = (1 if operation in UNARY else 2), ("booleans" if operation in LOGICAL else "numbers")
         if len(sources) != wanted:
-            problem = f"{operation.debug_description} takes {wanted} source{'s' * (wanted > 1)}, {len(sources)} given"
+            problem = f"{operation.debug_description} takes {wanted} source{'s' * (wanted > 1)}, not {len(sources)}"
             raise ShapeError(self.where, problem, fix="check the node's sources")
         for source in sources:
             if (source.data_type is DataType.BOOLEAN) != (operation in LOGICAL):
                 problem = (
-                    f"{operation.debug_description} takes {kind}, a source is {source.data_type.debug_description}"
+                    f"{operation.debug_description} takes {kind}, but a source is {source.data_type.debug_description}"
                 )
-                raise DataTypeError(self.where, problem, source=source, fix=f"give {kind}, or use another operation")
+                raise DataTypeError(self.where, problem, source=source, fix=f"pass {kind}, or use another operation")
         if len({source.data_type.is_floating for source in sources}) > 1:
             kinds = " and ".join(source.data_type.debug_description for source in sources)
             problem = f"{kinds} cannot be compared exactly"
-            raise DataTypeError(self.where, problem, fix="make both floating or both whole numbers")
+            raise DataTypeError(self.where, problem, fix="make both floating or both integers")
         require_broadcast(self, *(source.shape for source in sources))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, *, scope: Scope) -> torch.Tensor:

@@ -28,18 +28,18 @@ class ConvolutionType(RawEnum):
 
 @dataclass(frozen=True)
 class ConvolutionDescriptor(WindowDescriptor):
-    """The settings of a convolution. One number stands for both axes; a pair is `(height, width)`.
+    """The settings of a convolution. One number applies to both axes; a pair is `(height, width)`.
 
     Args:
-        kernel_sizes: pixels a filter reads.
+        kernel_sizes: the size of a filter in pixels.
         input_feature_channel_count: channels of the source.
         output_feature_channel_count: channels of the result; for a depthwise convolution a multiple of the inputs.
         type: standard, transposed or depthwise.
-        group_count: groups of channels that do not see each other; a depthwise convolution keeps 1.
+        group_count: groups of independent channels; a depthwise convolution keeps 1.
         strides: pixels from one window to the next.
         dilation_rates: pixels from one tap of a filter to the next.
-        padding_policy: how windows meet the border.
-        padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` reads them.
+        padding_policy: how windows treat the border.
+        padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` uses them.
 
     Example:
         >>> ConvolutionDescriptor((3, 5), 8, 16, strides=2).kernel_width
@@ -65,7 +65,7 @@ class ConvolutionDescriptor(WindowDescriptor):
         for name in ("input_feature_channel_count", "output_feature_channel_count", "group_count"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ArgumentError(where, f"{name} is {count!r}", fix="give a whole number ≥ 1")
+                raise ArgumentError(where, f"{name} is {count!r}", fix="pass an integer ≥ 1")
         if self.uses_depthwise_convolution and (groups != 1 or outputs % inputs):
             problem = f"a depthwise convolution cannot take {inputs} channels to {outputs} with group_count {groups}"
             raise ArgumentError(where, problem, fix="make the outputs a multiple of the inputs, leave group_count at 1")
@@ -81,7 +81,7 @@ class ConvolutionDescriptor(WindowDescriptor):
         output_feature_channel_count: int,
         **settings: Any,
     ) -> ConvolutionDescriptor:
-        """A transposed convolution; further settings as for `ConvolutionDescriptor`."""
+        """A transposed convolution; other settings as for `ConvolutionDescriptor`."""
         channels = input_feature_channel_count, output_feature_channel_count
         return cls(kernel_sizes, *channels, type=ConvolutionType.TRANSPOSED, **settings)
 
@@ -89,7 +89,7 @@ class ConvolutionDescriptor(WindowDescriptor):
     def depthwise(
         cls, kernel_sizes: Size, input_feature_channel_count: int, channel_multiplier: int = 1, **settings: Any
     ) -> ConvolutionDescriptor:
-        """A depthwise convolution with `channel_multiplier` filters a channel; further settings as above."""
+        """A depthwise convolution with `channel_multiplier` filters per channel; other settings as above."""
         channels = input_feature_channel_count, input_feature_channel_count * channel_multiplier
         return cls(kernel_sizes, *channels, type=ConvolutionType.DEPTHWISE, **settings)
 
@@ -105,12 +105,12 @@ class ConvolutionDescriptor(WindowDescriptor):
 
     @property
     def weights_shape(self) -> tuple[int, int, int, int]:
-        """The natural shape of the weights, `[outputs, inputs / groups, height, width]`, whatever the type."""
+        """The natural shape of the weights, `[outputs, inputs / groups, height, width]`, for every type."""
         inputs = 1 if self.uses_depthwise_convolution else self.input_feature_channel_count // self.group_count
         return self.output_feature_channel_count, inputs, self.kernel_height, self.kernel_width
 
     def padding(self, height: int, width: int) -> tuple[Pair, Pair]:
-        """Pixels (before, after) that each axis of a source of this size gains, or that a transposed result loses.
+        """Pixels (before, after) added to each axis of a source of this size, or removed from a transposed result.
 
         A transposed result whose stride is wider than its window loses a negative number: it gains pixels of bias.
         """
@@ -139,13 +139,13 @@ class ConvolutionLayer(Layer):
     | `USE_PADDING_SIZE` | `floor((n + 2 p - e) / s) + 1` | `(n - 1) s + e - 2 p` |
 
     An odd total of `SAME` padding has its extra pixel at the bottom and right. Transposed is the adjoint in space:
-    `y[o, s p + d k - before] += W[o, i, k] x[i, p]`. Depthwise: result channel `i m + q` is channel `i` through its
+    `y[o, s p + d k - before] += W[o, i, k] x[i, p]`. Depthwise: result channel `i m + q` is channel `i` with its
     filter `q` of `m`.
 
     Weights hold `outputs * (inputs / groups) * height * width` numbers in any shape, output-major for every type
     (`[outputs, inputs / groups, height, width]`, Apple's `[1, outputs * inputs, height, width]`); biases `outputs`.
 
-    Unlike `torch.nn.Conv2d` the default padding is `SAME`, with strides too; unlike `torch.nn.ConvTranspose2d` the
+    Unlike `torch.nn.Conv2d`, the default padding is `SAME`, with strides too; unlike `torch.nn.ConvTranspose2d`, the
     weights of a transposed convolution are output-major.
 
     Example:
@@ -168,8 +168,8 @@ class ConvolutionLayer(Layer):
             if tensor is not None and tensor.descriptor.element_count != count:
                 raise ShapeError(
                     self.where,
-                    f"the {name} hold {tensor.descriptor.element_count} numbers, the descriptor needs {count}",
-                    fix=f"give {name} of shape {list(wanted)}, or use ConvolutionLayer.create(...)",
+                    f"the {name} hold {tensor.descriptor.element_count} numbers, but the descriptor needs {count}",
+                    fix=f"pass {name} of shape {list(wanted)}, or use ConvolutionLayer.create(...)",
                     **{name: tensor.descriptor},
                 )
 
@@ -190,9 +190,9 @@ class ConvolutionLayer(Layer):
         initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
         label: str = "",
     ) -> ConvolutionLayer:
-        """A layer with new weights `[outputs, inputs / groups, height, width]` and, if wanted, zero biases `[outputs]`.
+        """A layer with new weights `[outputs, inputs / groups, height, width]` and optional zero biases `[outputs]`.
 
-        Without a policy the padding is `SAME`, or `padding_sizes` where they are given.
+        Without a policy, the padding is `padding_sizes` if passed, otherwise `SAME`.
         """
         default = PaddingPolicy.SAME if padding_sizes is None else PaddingPolicy.USE_PADDING_SIZE
         descriptor = ConvolutionDescriptor(
@@ -213,15 +213,15 @@ class ConvolutionLayer(Layer):
         return cls(Tensor(shape, data=values), bias, descriptor, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must be a batch of images with `inputs` channels that leaves at least one pixel."""
+        """Checks that the source is a batch of images with `inputs` channels and leaves at least one pixel."""
         super().check(*sources)
         self.require_type(sources[0], self.weights)
         source, inputs = sources[0], self.descriptor.input_feature_channel_count
         require_images(self, source)
         if source.shape[1] != inputs:
-            problem = f"the source has {source.shape[1]} channels, the layer takes {inputs}"
+            problem = f"the source has {source.shape[1]} channels, but the layer takes {inputs}"
             raise ShapeError(
-                self.where, problem, source=source, fix=f"give {inputs} channels, or change the descriptor"
+                self.where, problem, source=source, fix=f"pass {inputs} channels, or change the descriptor"
             )
         if self.descriptor.is_convolution_transpose:
             height, width = self.descriptor.transposed_sizes(*source.shape[2:])
@@ -274,7 +274,7 @@ def convolve_transposed(
     padding: tuple[Pair, Pair],
     groups: int,
 ) -> torch.Tensor:
-    """`y[o, s p + d k - before] += W[o, i, k] x[i, p]`; `padding` is what each axis loses (before, after)."""
+    """`y[o, s p + d k - before] += W[o, i, k] x[i, p]`; `padding` is removed from each axis (before, after)."""
     (top, bottom), (left, right) = padding
     gain, loss = (max(top - bottom, 0), max(left - right, 0)), (max(bottom - top, 0), max(right - left, 0))
     input_major = weights.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Embedding: rows of a dictionary, looked up by index."""
+"""Embedding: looks up rows of a dictionary by index."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EmbeddingDescriptor:
     Args:
         embedding_count: rows in the dictionary.
         embedding_dimension: numbers in a row.
-        padding_index: a row that reads as zero and is never changed by a gradient.
+        padding_index: a row that reads as zero and never receives a gradient.
         maximum_norm: rows whose norm exceeds it are scaled down to it, in the dictionary, when they are looked up.
-        p_norm: which norm that is: `(Σ |x|ᵖ)^(1/p)`, infinity for the largest magnitude; None stands for 2.
+        p_norm: the norm: `(Σ |x|ᵖ)^(1/p)`, infinity for the largest magnitude; None means 2.
         scales_gradient_by_frequency: divide the gradient of a row by how often its index occurs in the source.
 
     Example:
@@ -46,35 +46,35 @@ class EmbeddingDescriptor:
         where = "EmbeddingDescriptor"
         for name in ("embedding_count", "embedding_dimension"):
             if not _is_whole(getattr(self, name)) or getattr(self, name) < 1:
-                raise ArgumentError(where, f"{name} is {getattr(self, name)!r}", fix="give a whole number ≥ 1")
+                raise ArgumentError(where, f"{name} is {getattr(self, name)!r}", fix="pass an integer ≥ 1")
         padding, rows = self.padding_index, self.embedding_count
         if padding is not None and not (_is_whole(padding) and 0 <= padding < rows):
-            problem = f"padding_index is {padding!r}, the dictionary has {rows} rows"
-            raise ArgumentError(where, problem, fix=f"give a whole number from 0 to {rows - 1}, or None")
+            problem = f"padding_index is {padding!r}, but the dictionary has {rows} rows"
+            raise ArgumentError(where, problem, fix=f"pass an integer from 0 to {rows - 1}, or None")
         object.__setattr__(self, "p_norm", 2.0 if self.p_norm is None else float(self.p_norm))
         if not self.p_norm > 0:
-            raise ArgumentError(where, f"p_norm is {self.p_norm}", fix="give a number > 0, or infinity")
+            raise ArgumentError(where, f"p_norm is {self.p_norm}", fix="use a number > 0, or infinity")
         if self.maximum_norm is not None and not 0 < self.maximum_norm < math.inf:
-            raise ArgumentError(where, f"maximum_norm is {self.maximum_norm}", fix="give a number > 0, or None")
+            raise ArgumentError(where, f"maximum_norm is {self.maximum_norm}", fix="pass a number > 0, or None")
 
 
 class EmbeddingLayer(Layer):
     """`y[..., :] = W[index]`: each index becomes a row of the dictionary `W`.
 
     The row `padding_index` reads as zero, whatever the dictionary holds there, and gets no gradient. With
-    `maximum_norm = m` a row that is looked up in training becomes
+    `maximum_norm = m`, a row that is looked up in training becomes
 
         W[index] = W[index] * min(m / |W[index]|, 1)
 
-    in the dictionary, before it is read; the gradient is that of the changed row. Inference gives the same numbers and
-    leaves the dictionary alone. The gradient of a row is the sum of those of its occurrences, divided by their number
+    in the dictionary, before it is read; the gradient is that of the changed row. Inference returns the same numbers
+    and does not change the dictionary. The gradient of a row is the sum over its occurrences, divided by their number
     with `scales_gradient_by_frequency`.
 
     Shapes: `[...] → [..., dimension]`, indices int32 or int64, rank 1 to 4. Weights hold `count * dimension` numbers,
-    row by row, in any shape (`[count, dimension]`, Apple's `[1, count, 1, dimension]`). An index outside of the
+    row by row, in any shape (`[count, dimension]`, Apple's `[1, count, 1, dimension]`). An index outside the
     dictionary is an error when the graph runs.
 
-    Unlike `torch.nn.Embedding`, given weights need no zeros at `padding_index`, and inference changes no row.
+    Unlike `torch.nn.Embedding`, your own weights need no zeros at `padding_index`, and inference changes no row.
 
     Example:
         >>> EmbeddingLayer.create(1000, 64).infer(TensorDescriptor((8, 20), DataType.INT64))[0].shape
@@ -86,7 +86,7 @@ class EmbeddingLayer(Layer):
 
     default_label = "Embedding"
     weights_parameter = ParameterOf("weights")
-    # Rows are cast, not the whole dictionary, and what `maximum_norm` writes back keeps all its digits.
+    # Rows are cast, not the whole dictionary, and what `maximum_norm` writes back keeps full precision.
     own_precision = True
 
     def __post_init__(self) -> None:
@@ -95,8 +95,8 @@ class EmbeddingLayer(Layer):
             raise ShapeError(
                 self.where,
                 f"the weights hold {self.weights.descriptor.element_count} numbers, "
-                f"{rows} rows of {width} need {rows * width}",
-                fix=f"give weights of shape [{rows}, {width}], or use EmbeddingLayer.create({rows}, {width})",
+                f"but {rows} rows of {width} need {rows * width}",
+                fix=f"pass weights of shape [{rows}, {width}], or use EmbeddingLayer.create({rows}, {width})",
                 weights=self.weights.descriptor,
             )
 
@@ -127,25 +127,25 @@ class EmbeddingLayer(Layer):
         return data_type in _INDEX_TYPES
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Indices, with room for one more axis."""
+        """Checks that the source holds indices, with room for one more axis."""
         source = sources[0]
         if source.data_type not in _INDEX_TYPES:
             kind = source.data_type.debug_description
-            raise DataTypeError(self.where, f"the indices are {kind}", indices=source, fix="give int32 or int64")
+            raise DataTypeError(self.where, f"the indices are {kind}", indices=source, fix="pass int32 or int64")
         if source.dimension_count >= MAX_DIMENSIONS:
             raise ShapeError(
                 self.where,
-                f"the indices have {source.dimension_count} dimensions, the result would have one more",
+                f"the indices have {source.dimension_count} dimensions, but the result would have one more",
                 indices=source,
-                fix=f"give indices with at most {MAX_DIMENSIONS - 1} dimensions",
+                fix=f"pass indices with at most {MAX_DIMENSIONS - 1} dimensions",
             )
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
-        """The rows of the dictionary."""
+        """The number of rows in the dictionary."""
         return {0: self.descriptor.embedding_count}
 
     def forward(self, indices: torch.Tensor, *, scope: Scope) -> torch.Tensor:
-        """The rows of the indices; hands back the dictionary where `maximum_norm` may have changed it."""
+        """The rows at the indices; updates the dictionary if `maximum_norm` may have changed it."""
         settings = self.descriptor
         weights = scope.array(self.weights, settings.embedding_count, settings.embedding_dimension)
         rows = embed(
@@ -164,7 +164,7 @@ class EmbeddingLayer(Layer):
 
 
 def embed(indices: torch.Tensor, weights: torch.Tensor, *, padding: int | None, by_frequency: bool) -> torch.Tensor:
-    """`W[indices]`, with a gradient for every row but `padding`, divided by its frequency if asked for."""
+    """`W[indices]`, with a gradient for every row but `padding`, optionally divided by its frequency."""
     return F.embedding(indices, weights, padding, scale_grad_by_freq=by_frequency)
 
 
@@ -175,7 +175,7 @@ def clip_rows(rows: torch.Tensor, *, maximum: float, p: float) -> torch.Tensor:
 
 
 class _Replaced(torch.autograd.Function):
-    """The second array in place of the first, with the first one's gradient."""
+    """The second array, with the gradient of the first."""
 
     @staticmethod
     def forward(_: Any, rows: torch.Tensor, read: torch.Tensor) -> torch.Tensor:

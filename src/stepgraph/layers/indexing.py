@@ -15,7 +15,7 @@ class SelectionLayer(MovingLayer):
     """`z = x where condition else y`; the sources are `[condition, x, y]`.
 
     The condition is boolean. `x` and `y` have the same data type and shapes that broadcast. A condition with fewer
-    dimensions than they have selects whole rows: it belongs to their first dimensions (NumPy, PyTorch: to their last).
+    dimensions selects whole rows: it applies to their first dimensions (in NumPy and PyTorch: to their last).
 
     Example:
         >>> condition = TensorDescriptor((8,), DataType.BOOLEAN)
@@ -27,7 +27,7 @@ class SelectionLayer(MovingLayer):
     source_counts = (3, 3)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """A boolean condition over the first dimensions of two sources that fit together."""
+        """Checks for a boolean condition over the first dimensions of two matching sources."""
         condition, x, y = sources
         if condition.data_type is not DataType.BOOLEAN:
             kind = condition.data_type.debug_description
@@ -39,7 +39,7 @@ class SelectionLayer(MovingLayer):
             shape = torch.broadcast_shapes(x.shape, y.shape)
         except RuntimeError:
             problem = f"the shapes {list(x.shape)} and {list(y.shape)} do not broadcast"
-            raise ShapeError(self.where, problem, fix="give x and y the same shape") from None
+            raise ShapeError(self.where, problem, fix="pass x and y the same shape") from None
         rows = shape[: condition.dimension_count]
         if len(rows) < condition.dimension_count or any(
             m not in (1, n) for m, n in zip(condition.shape, rows, strict=True)
@@ -47,7 +47,7 @@ class SelectionLayer(MovingLayer):
             raise ShapeError(
                 self.where,
                 f"a condition {list(condition.shape)} cannot select from {list(shape)}",
-                fix=f"give it the first extents of {list(shape)}",
+                fix=f"use the first dimensions of {list(shape)}",
             )
 
     def forward(self, condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -66,7 +66,7 @@ class GatherLayer(MovingLayer):
 
     Indices with one dimension pick whole slices (`torch.index_select`). Indices with as many dimensions as the source
     pick element by element (`torch.gather`): `z[i][j] = x[indices[i][j]][j]` for dimension 0. They are int32 or int64;
-    an index outside of the source is an error.
+    an index outside the source is an error.
 
     Example:
         >>> GatherLayer(1).infer(TensorDescriptor((8, 5)), TensorDescriptor((2,), DataType.INT32))[0].shape
@@ -82,7 +82,7 @@ class GatherLayer(MovingLayer):
         object.__setattr__(self, "dimension", whole_number(self, "dimension", self.dimension))
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Whole-number indices, one-dimensional or like the source."""
+        """Checks for integer indices, one-dimensional or shaped like the source."""
         source, indices = sources
         require_dimension(self, self.dimension, source)
         require_indices(self, indices, source)
@@ -90,7 +90,7 @@ class GatherLayer(MovingLayer):
             _require_within(self, indices, source, self.dimension)
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
-        """The extent that is picked from."""
+        """The extent to gather from."""
         return {1: sources[0].shape[self.dimension]}
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -108,7 +108,7 @@ def gather(x: torch.Tensor, indices: torch.Tensor, *, dimension: int) -> torch.T
 class ScatterLayer(MovingLayer):
     """A copy of one source with updates written or added at indices; the sources are `[updates, indices, copy_from]`.
 
-    `NONE` overwrites, `SUM` adds; of several updates for one place, `NONE` keeps any one. Indices with one dimension
+    `NONE` overwrites, `SUM` adds; of several updates for one position, `NONE` keeps any one. Indices with one dimension
     place whole slices of the updates, indices shaped like the updates place element by element (`torch.scatter`).
 
     Example:
@@ -132,31 +132,31 @@ class ScatterLayer(MovingLayer):
             )
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Updates that fit into the copy, and indices that fit the updates."""
+        """Checks that updates fit into the copy, and indices match the updates."""
         updates, indices, copy_from = sources
         require_dimension(self, self.dimension, copy_from)
         require_same_type(self, updates, copy_from)
         require_indices(self, indices, updates)
         if updates.dimension_count != copy_from.dimension_count:
-            counts = f"{updates.dimension_count} dimensions, the copied source {copy_from.dimension_count}"
+            counts = f"{updates.dimension_count} dimensions, but the copied source {copy_from.dimension_count}"
             raise ShapeError(self.where, f"the updates have {counts}", updates=updates, copy_from=copy_from)
         wanted = list(updates.shape) if indices.dimension_count > 1 else [updates.shape[self.dimension]]
         if list(indices.shape) != wanted:
             raise ShapeError(
                 self.where,
                 f"indices {list(indices.shape)} do not fit updates {list(updates.shape)}",
-                fix=f"give indices of shape {wanted}",
+                fix=f"pass indices of shape {wanted}",
             )
         _require_within(self, updates, copy_from, self.dimension, exactly=indices.dimension_count == 1)
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
-        """The extent that is written to."""
+        """The extent to write to."""
         return {1: sources[2].shape[self.dimension]}
 
     def forward(
         self, updates: torch.Tensor, indices: torch.Tensor, copy_from: torch.Tensor, *, scope: Scope
     ) -> torch.Tensor:
-        """`copy_from` with the updates in place."""
+        """`copy_from` with the updates applied."""
         adds = self.reduction_type is ReductionType.SUM
         return scatter(updates, indices, copy_from, dimension=self.dimension, adds=adds)
 
@@ -172,17 +172,17 @@ def scatter(
 
 
 def require_indices(layer: Layer, indices: TensorDescriptor, source: TensorDescriptor) -> None:
-    """Refuses indices that are no whole numbers, or that have neither one dimension nor the source's."""
+    """Rejects indices that are not integers, or that have neither one dimension nor the source's."""
     if indices.data_type not in (DataType.INT32, DataType.INT64):
         kind = indices.data_type.debug_description
-        raise DataTypeError(layer.where, f"the indices are {kind}", indices=indices, fix="give int32 or int64")
+        raise DataTypeError(layer.where, f"the indices are {kind}", indices=indices, fix="pass int32 or int64")
     if indices.dimension_count not in (1, source.dimension_count):
         raise ShapeError(
             layer.where,
-            f"the indices have {indices.dimension_count} dimensions, the source has {source.dimension_count}",
+            f"the indices have {indices.dimension_count} dimensions, but the source has {source.dimension_count}",
             indices=indices,
             source=source,
-            fix=f"give indices with 1 or {source.dimension_count} dimensions",
+            fix=f"pass indices with 1 or {source.dimension_count} dimensions",
         )
 
 
@@ -194,5 +194,5 @@ def _require_within(
             raise ShapeError(
                 layer.where,
                 f"extent {small} of dimension {axis} does not fit {large}: {list(inner.shape)} and {list(outer.shape)}",
-                fix=f"let only dimension {dimension} be {'different' if exactly else 'longer'}",
+                fix=f"only dimension {dimension} may be {'different' if exactly else 'longer'}",
             )

@@ -1,10 +1,10 @@
-"""How labels and label weights fit a prediction. Unit extents do not count: `[4, 1, 1, 1]` and `[4]` fit."""
+"""How labels and label weights match a prediction. Dimensions of 1 do not count: `[4, 1, 1, 1]` and `[4]` match."""
 
 Shape = tuple[int, ...]
 
 
 def label_shape(prediction: Shape, labels: Shape, class_numbers: bool) -> Shape | None:
-    """The prediction's shape, or that without the classes, whichever the labels have; None if neither."""
+    """The prediction's shape with or without the classes, whichever matches the labels; None if neither does."""
     if _long(labels) == _long(prediction):
         return prediction
     without_classes = prediction[:1] + prediction[2:]
@@ -12,7 +12,7 @@ def label_shape(prediction: Shape, labels: Shape, class_numbers: bool) -> Shape 
 
 
 def weight_shape(prediction: Shape, weights: Shape, has_classes: bool) -> Shape | None:
-    """The shape under which label weights broadcast against a prediction; None if there is none."""
+    """The shape with which label weights broadcast against a prediction; None if there is none."""
     ones = (1,) * (len(prediction) - 1)
     pixels = (*prediction[:1], 1, *prediction[2:])
     fitting = [(1, *ones), prediction, prediction[:1] + ones, *([pixels] if has_classes else [])]

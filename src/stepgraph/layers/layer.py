@@ -1,6 +1,6 @@
-"""The contract every layer keeps: one class that holds settings and tensors, one pure `forward`.
+"""The contract of every layer: one class that holds settings and tensors, one pure `forward`.
 
-Subclassing `Layer` makes a dataclass. A layer written outside the library is complete with its fields and `forward`:
+Subclassing `Layer` creates a dataclass. A custom layer needs only its fields and `forward`:
 
     class Swish(sg.Layer):
         beta: float = 1.0
@@ -8,8 +8,8 @@ Subclassing `Layer` makes a dataclass. A layer written outside the library is co
         def forward(self, x, *, scope):
             return x * torch.sigmoid(self.beta * x)
 
-Shapes are found by running `forward` on arrays without memory, gradients by differentiating it, names and
-checkpoint keys from the fields. Tensors in fields are parameters unless the field says `statistic()` or
+Shapes are inferred by running `forward` on arrays without memory, gradients by differentiating it; names and
+checkpoint keys come from the fields. Tensors in fields are parameters unless the field is a `statistic()` or
 `constant()`.
 """
 
@@ -35,11 +35,11 @@ from stepgraph.types import DataType, DeviceType
 
 _LIVE = {"label", "is_debugging_enabled", "device_type", "layer_id", "owner"}
 _ROLE = "stepgraph.role"
-_NEXT_DRAW = 0x9E3779B9  # how far apart the draws of one node lie: far more than nodes and seeds
+_NEXT_DRAW = 0x9E3779B9  # the distance between the draws of one node, far larger than nodes and seeds
 
 
 def statistic(**settings: Any) -> Any:
-    """A field whose tensor the forward pass hands back changed (a running mean); no optimizer touches it.
+    """A field whose tensor the forward pass updates (a running mean); no optimizer changes it.
 
     Args:
         settings: those of `dataclasses.field`.
@@ -54,7 +54,7 @@ def statistic(**settings: Any) -> Any:
 
 
 def constant(**settings: Any) -> Any:
-    """A field whose tensor is read and never changed.
+    """A field whose tensor is read but never changed.
 
     Args:
         settings: those of `dataclasses.field`.
@@ -64,13 +64,13 @@ def constant(**settings: Any) -> Any:
 
 @dataclass
 class Scope:
-    """What a layer needs beyond its sources: its tensors' arrays, the mode, random numbers, a place for statistics.
+    """What a layer needs besides its sources: its tensors' arrays, the mode, random numbers, updates of statistics.
 
     Args:
         arrays: the arrays of the layer's tensors; read them with `array`.
         training: whether this is training.
         stream: seed and position of the random stream; drawn from with `keep_mask` and `random`.
-        salt: what tells this node's random numbers from those of others.
+        salt: distinguishes this node's random numbers from those of others.
         batch: the declared batch size and that of this call.
         updates: new values of statistics; written with `update`.
         draws: how often the layer has drawn random numbers, by seed.
@@ -85,11 +85,11 @@ class Scope:
     draws: dict[int, int] = field(default_factory=dict)
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
-        """The array of one of the layer's tensors, in `shape` if given; packed and natural shapes share memory."""
+        """The array of one of the layer's tensors, in `shape` if passed; packed and natural shapes share memory."""
         if tensor not in self.arrays:
             raise StateError(
                 tensor.where,
-                "it is not in a field of the layer that reads it",
+                "the layer that reads it has no field with it",
                 fix="annotate the field: name: sg.Tensor",
             )
         array = self.arrays[tensor]
@@ -104,7 +104,7 @@ class Scope:
         return keep_mask(stream, self._next_salt(seed), x.shape, rate)
 
     def random(self, shape: Sequence[int]) -> torch.Tensor:
-        """Numbers in `[0, 1)`, float32, all equally likely: new in every step and call, the same in both passes."""
+        """Uniform numbers in `[0, 1)`, float32: new in every step and call, the same in both passes."""
         stream = torch.zeros(2, dtype=torch.int64) if self.stream is None else self.stream
         return uniform(stream, self._next_salt(0), tuple(shape))
 
@@ -114,17 +114,17 @@ class Scope:
         return bool(self.draws)
 
     def _next_salt(self, seed: int) -> int:
-        """What tells a draw from those of other nodes and seeds, and from earlier ones of this node."""
+        """Distinguishes a draw from those of other nodes and seeds, and from earlier ones of this node."""
         earlier = self.draws.get(seed, 0)
         self.draws[seed] = earlier + 1
         return (self.salt + 7919 * seed + _NEXT_DRAW * earlier) % 2**32
 
     def update(self, statistic: Tensor, value: torch.Tensor) -> None:
-        """Hands back a statistic's new value; the graph stores it once the node has run."""
+        """Sets a statistic's new value; the graph stores it once the node has run."""
         self.updates[statistic] = value.detach()
 
     def batched(self, extent: int) -> int:
-        """`extent`, or this call's batch size where `extent` is the declared one."""
+        """`extent`, or this call's batch size if `extent` is the declared one."""
         declared, actual = self.batch
         return actual if extent == declared else extent
 
@@ -135,7 +135,7 @@ class Layer:
     """Base of all layers. A layer does not change after construction, except for its label and debugging flag.
 
     Args:
-        label: name; the kind of layer if not given.
+        label: name; by default, the kind of layer.
         is_debugging_enabled: with `DEBUG_LAYERS`, keep the results and gradients of this layer readable after each
             step.
 
@@ -153,11 +153,11 @@ class Layer:
     is_debugging_enabled: bool = field(default=False, kw_only=True)
 
     default_label: ClassVar[str] = ""
-    source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # fewest and most sources; None: no limit
+    source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # minimum and maximum number of sources; None: no limit
     is_loss: ClassVar[bool] = False
-    full_precision: ClassVar[bool] = False  # in mixed precision, compute in float32 all the same
+    full_precision: ClassVar[bool] = False  # compute in float32 even in mixed precision
     own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
-    moves: ClassVar[bool] = False  # gives elements of its sources as they are
+    moves: ClassVar[bool] = False  # returns elements of its sources unchanged
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 
@@ -174,7 +174,7 @@ class Layer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name not in _LIVE:
-            raise StateError(self.where, f"{name} cannot change after construction", fix="make a new layer")
+            raise StateError(self.where, f"{name} cannot change after construction", fix="create a new layer")
         if name == "label" and not value:
             value = self.default_label or type(self).__name__
         kinds = _kinds(type(self)).get(name)  # type: ignore[arg-type]
@@ -183,27 +183,27 @@ class Layer:
             raise DataTypeError(
                 self.where,
                 f"its {name} is {type(value).__name__}, not {wanted}",
-                fix=f"give a {wanted}, or use create(...)",
+                fix=f"pass a {wanted}, or use create(...)",
             )
         object.__setattr__(self, name, value)
 
     def forward(self, *arrays: Any, **scope: Any) -> Any:
-        """The layer's equation: arrays in source order, `scope=` by keyword; an array or a tuple of arrays back."""
+        """The layer's equation: takes arrays in source order and `scope=`; returns an array or a tuple of arrays."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Raises where sources of these shapes and types cannot be taken; the base accepts all floating sources."""
+        """Raises an error for sources with unsupported shapes or types; the base accepts all floating sources."""
         for source in sources:
             self.require_floating(source)
 
     @property
     def line(self) -> str:
-        """The line of the user's program that made this layer."""
+        """The line of the user's program that created this layer."""
         return str(self.__dict__["_line"])
 
     @property
     def where(self) -> str:
-        """How messages name this layer."""
+        """The name of this layer in messages."""
         return f"{type(self).__name__} '{self.label}' ({self.line})"
 
     @property
@@ -213,7 +213,7 @@ class Layer:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """The tensors the forward pass hands back changed."""
+        """The tensors that the forward pass updates."""
         return self._tensors("statistic")
 
     @property
@@ -223,7 +223,7 @@ class Layer:
 
     @property
     def parameter_count(self) -> int:
-        """Number of trainable numbers."""
+        """Number of trainable elements."""
         return sum(tensor.descriptor.element_count for tensor in set(self.parameters.values()))
 
     @classmethod
@@ -244,55 +244,55 @@ class Layer:
                 results = self.forward(*(source.meta() for source in sources), scope=scope)
         except StepgraphError:
             raise
-        except Exception as error:  # whatever a layer's torch code raises, the user must see which layer it was
+        except Exception as error:  # whatever a layer's torch code raises, the error names the layer
             shapes = ", ".join(str(source) for source in sources)
             raise ShapeError(
                 self.where,
-                f"cannot take these sources: {reason(error)}",
+                f"does not accept these sources: {reason(error)}",
                 sources=shapes,
-                fix="give sources that its forward takes",
+                fix="pass sources that its forward accepts",
             ) from error
         found = _as_tuple(results)
         if not found or not all(isinstance(array, torch.Tensor) for array in found):
             raise DataTypeError(
                 self.where,
-                f"its forward gives {results!r}, not arrays",
+                f"its forward returns {results!r}, not arrays",
                 fix="return a torch.Tensor, or a tuple of them",
             )
         if any(array.ndim == 0 for array in found):
             raise ShapeError(
                 self.where,
-                "its forward gives a number without extents, shape []",
-                fix="keep one extent, as in x.mean().reshape(1)",
+                "its forward returns a scalar, shape []",
+                fix="keep one dimension, as in x.mean().reshape(1)",
             )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
-        """Which sources are indices, by position, and the extent each must stay below; most layers take none."""
+        """The sources that are indices, by position, and the exclusive upper bound of each; most layers have none."""
         return {}
 
     def require_floating(self, source: TensorDescriptor) -> None:
-        """Refuses sources that hold no real numbers."""
+        """Rejects sources that are not floating-point."""
         if not source.data_type.is_floating:
             raise DataTypeError(
                 self.where,
-                f"the source is {source.data_type.debug_description}, a floating type is needed",
+                f"the source is {source.data_type.debug_description}, but a floating type is needed",
                 source=source,
                 fix="declare the source with a floating type",
             )
 
     def require_type(self, source: TensorDescriptor, tensor: Tensor) -> None:
-        """Refuses a source of another type than a tensor of the layer."""
+        """Rejects a source whose type differs from that of a tensor of the layer."""
         if source.data_type is not tensor.data_type:
-            kinds = f"{source.data_type.debug_description}, its weights are {tensor.data_type.debug_description}"
-            raise DataTypeError(self.where, f"the source is {kinds}", source=source, fix="give both the same type")
+            kinds = f"{source.data_type.debug_description}, but its weights are {tensor.data_type.debug_description}"
+            raise DataTypeError(self.where, f"the source is {kinds}", source=source, fix="use the same type for both")
 
     def _check_count(self, given: int) -> None:
         fewest, most = self.source_counts
         if given < fewest or (most is not None and given > most):
             wanted = f"{fewest}" if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
-            fix = "give a prediction and its loss_labels" if self.is_loss else "check the node's sources"
-            raise ShapeError(self.where, f"{given} sources were given, {wanted} are needed", fix=fix)
+            fix = "pass a prediction and its loss_labels" if self.is_loss else "check the node's sources"
+            raise ShapeError(self.where, f"{given} sources were passed, but {wanted} are needed", fix=fix)
 
     def _tensors(self, role: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -317,7 +317,7 @@ class Layer:
 
 @cache
 def _kinds(layer: type[Layer]) -> dict[str, tuple[type, ...]]:
-    """The classes each field may hold, where those are tensors, descriptors or None."""
+    """The classes each field may hold, for fields with tensors, descriptors or None."""
     try:
         hints = typing.get_type_hints(layer)
     except NameError:  # a user's annotation that only a type checker can resolve
@@ -348,11 +348,13 @@ class ParameterOf:
 
 
 def join(layer: Layer, owner: object, layer_id: int) -> None:
-    """Records that `layer` is a node of `owner`, and refuses a layer that is a node of another living graph."""
+    """Records that `layer` is a node of `owner`; rejects a layer that is a node of another live graph."""
     current = None if layer.owner is None else layer.owner()  # type: ignore[attr-defined]
     if current is not None and current is not owner:
         raise StateError(
-            layer.where, "the layer already belongs to another graph", fix="make a second layer; they may share tensors"
+            layer.where,
+            "the layer already belongs to another graph",
+            fix="create another layer; they can share tensors",
         )
     if current is None:
         object.__setattr__(layer, "owner", weakref.ref(owner))

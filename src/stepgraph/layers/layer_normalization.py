@@ -17,8 +17,8 @@ from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 class GroupNormalizationLayer(Layer):
     """`y = γ (x - mean) / sqrt(variance + ε) + β`, with the statistics of each group of channels of each sample.
 
-    Mean and (biased) variance are taken over `channels / groups` neighboring channels and all their pixels; γ and β
-    belong to single channels. Training and inference are the same. Without `gamma` it is 1, without `beta` 0.
+    Mean and (biased) variance are taken over `channels / groups` adjacent channels and all their pixels; γ and β
+    belong to single channels. Training and inference are the same. `gamma` defaults to 1, `beta` to 0.
 
     Shapes: `[batch, channels, ...] → ` the same, rank 2 to 5. `beta` and `gamma` hold `channels` numbers each, in any
     shape (`[channels]`, Apple's `[1, channels, 1, 1]`).
@@ -27,10 +27,10 @@ class GroupNormalizationLayer(Layer):
 
     Args:
         feature_channel_count: channels of the source.
-        group_count: how many groups they form; it divides the channels.
-        beta: what is added, channel by channel.
-        gamma: what is multiplied with, channel by channel.
-        variance_epsilon: what keeps the division away from zero.
+        group_count: the number of groups; it must divide the channels.
+        beta: added per channel.
+        gamma: multiplied per channel.
+        variance_epsilon: prevents division by zero.
 
     Example:
         >>> GroupNormalizationLayer.create(16, 4).infer(TensorDescriptor((8, 16, 5, 5)))[0].shape
@@ -55,8 +55,8 @@ class GroupNormalizationLayer(Layer):
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or channels % groups:
             raise ArgumentError(
                 self.where,
-                f"group_count is {groups!r}, it does not divide {channels} channels",
-                fix=f"give a whole number that divides {channels}",
+                f"group_count is {groups!r}, which does not divide {channels} channels",
+                fix=f"pass an integer that divides {channels}",
             )
 
     @classmethod
@@ -68,12 +68,12 @@ class GroupNormalizationLayer(Layer):
         return cls(feature_channel_count, group_count, beta, gamma, variance_epsilon, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have its channels on axis 1."""
+        """Checks that the source has its channels on axis 1."""
         super().check(*sources)
         require_channels(self, self.feature_channel_count, sources[0])
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
-        """Normalizes group by group."""
+        """Normalizes each group."""
         channels = self.feature_channel_count
         gamma, beta = (None if t is None else scope.array(t, channels) for t in (self.gamma, self.beta))
         return group_normalize(x, gamma, beta, groups=self.group_count, epsilon=self.variance_epsilon)
@@ -90,18 +90,18 @@ class LayerNormalizationLayer(Layer):
     """`y = γ (x - mean) / sqrt(variance + ε) + β`, with the statistics of the last axes of each sample.
 
     Mean and (biased) variance are taken over the axes of `normalized_shape`, the last ones of the source: `[width]`,
-    `[height, width]`, `[channels, height, width]`, `[features]`. γ and β have a number for each element of that shape.
-    Training and inference are the same. Without `gamma` it is 1, without `beta` 0.
+    `[height, width]`, `[channels, height, width]`, `[features]`. γ and β have one number per element of that shape.
+    Training and inference are the same. `gamma` defaults to 1, `beta` to 0.
 
     Shapes: `[..., *normalized_shape] → ` the same. `beta` and `gamma` hold as many numbers as `normalized_shape`.
 
     Same as `torch.nn.LayerNorm`.
 
     Args:
-        normalized_shape: the last extents of the source; one number stands for one extent.
-        beta: what is added, element by element.
-        gamma: what is multiplied with, element by element.
-        variance_epsilon: what keeps the division away from zero.
+        normalized_shape: the last dimensions of the source; an int means one dimension.
+        beta: added per element.
+        gamma: multiplied per element.
+        variance_epsilon: prevents division by zero.
 
     Example:
         >>> LayerNormalizationLayer.create(16).infer(TensorDescriptor((8, 5, 16)))[0].shape
@@ -126,8 +126,8 @@ class LayerNormalizationLayer(Layer):
             if tensor is not None and tensor.descriptor.element_count != count:
                 raise ShapeError(
                     self.where,
-                    f"{name} holds {tensor.descriptor.element_count} numbers, the shape {shape} needs {count}",
-                    fix=f"give {name} of shape {shape}",
+                    f"{name} holds {tensor.descriptor.element_count} numbers, but the shape {shape} needs {count}",
+                    fix=f"pass {name} of shape {shape}",
                     **{name: tensor.descriptor},
                 )
 
@@ -141,15 +141,15 @@ class LayerNormalizationLayer(Layer):
         return cls(shape, beta, gamma, variance_epsilon, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must end in the normalized shape."""
+        """Checks that the source ends in the normalized shape."""
         super().check(*sources)
         shape, source = tuple(self.normalized_shape), sources[0]
         if source.shape[-len(shape) :] != shape:
             raise ShapeError(
                 self.where,
-                f"the layer normalizes {list(shape)}, the source ends in {list(source.shape[-len(shape) :])}",
+                f"the layer normalizes {list(shape)}, but the source ends in {list(source.shape[-len(shape) :])}",
                 source=source,
-                fix=f"give a source [..., {', '.join(map(str, shape))}]",
+                fix=f"pass a source [..., {', '.join(map(str, shape))}]",
             )
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -168,5 +168,5 @@ def layer_normalize(
 def _extents(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
     if not extents or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in extents):
-        raise ArgumentError(layer.where, f"normalized_shape is {shape!r}", fix="give one or more whole numbers ≥ 1")
+        raise ArgumentError(layer.where, f"normalized_shape is {shape!r}", fix="pass one or more integers ≥ 1")
     return extents

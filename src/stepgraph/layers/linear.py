@@ -22,7 +22,7 @@ class FullyConnectedLayer(Layer):
     `outputs * inputs` numbers, output-major, in any shape (`[outputs, inputs]`, Apple's `[1, outputs * inputs, 1,
     1]`); biases hold `outputs`.
 
-    Same as `torch.nn.Linear`, which has no rule for `[batch, channels, 1, 1]`.
+    Same as `torch.nn.Linear`, which does not support `[batch, channels, 1, 1]`.
 
     Example:
         >>> FullyConnectedLayer.create(784, 10).weights.shape
@@ -43,8 +43,8 @@ class FullyConnectedLayer(Layer):
             if tensor is not None and tensor.descriptor.element_count != count:
                 raise ShapeError(
                     self.where,
-                    f"the {name} hold {tensor.descriptor.element_count} numbers, {inputs} → {outputs} needs {count}",
-                    fix=f"give {name} with {count} elements, or use FullyConnectedLayer.create({inputs}, {outputs})",
+                    f"the {name} hold {tensor.descriptor.element_count} numbers, not {count} for {inputs} → {outputs}",
+                    fix=f"pass {name} with {count} elements, or use FullyConnectedLayer.create({inputs}, {outputs})",
                     **{name: tensor.descriptor},
                 )
 
@@ -58,14 +58,14 @@ class FullyConnectedLayer(Layer):
         initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
         label: str = "",
     ) -> FullyConnectedLayer:
-        """A layer with new weights `[outputs, inputs]` and, if wanted, zero biases `[outputs]`."""
+        """A layer with new weights `[outputs, inputs]` and, by default, zero biases `[outputs]`."""
         descriptor = ConvolutionDescriptor(1, inputs, outputs)
         values = initialize(initializer, (outputs, inputs), inputs, outputs)
         bias = Tensor((outputs,), fill=0.0) if biases else None
         return cls(Tensor((outputs, inputs), data=values), bias, descriptor, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must end in `inputs` numbers, or in `inputs` channels of one pixel."""
+        """Checks that the source ends in `inputs` numbers, or in `inputs` channels of one pixel."""
         super().check(*sources)
         self.require_type(sources[0], self.weights)
         inputs, shape = self.descriptor.input_feature_channel_count, sources[0].shape
@@ -73,7 +73,7 @@ class FullyConnectedLayer(Layer):
             flat = math.prod(shape[1:]) == inputs
             raise ShapeError(
                 self.where,
-                f"the last extent of the source is {shape[-1]}, the layer takes {inputs} inputs",
+                f"the last dimension of the source is {shape[-1]}, but the layer takes {inputs} inputs",
                 source=sources[0],
                 fix=f"reshape the source to [{shape[0]}, {inputs}]" if flat else f"make it take {shape[-1]} inputs",
             )

@@ -1,4 +1,4 @@
-"""Loss layers: how far a prediction is from its labels."""
+"""Loss layers: the distance between a prediction and its labels."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class LossType(RawEnum):
 
 @dataclass(frozen=True)
 class LossDescriptor:
-    """A kind of loss and its numbers.
+    """A kind of loss and its parameters.
 
     Args:
         type: the kind.
-        reduction_type: `MEAN`, `SUM`, or `NONE` for all losses one by one.
+        reduction_type: `MEAN`, `SUM`, or `NONE` for all losses individually.
         weight: a factor for every loss.
         label_smoothing: moves labels towards `1 / classes` (softmax cross entropy) or `1 / 2` (sigmoid cross entropy);
-            the other kinds keep the number and do not use it.
-        class_count: classes of the smoothing; 1 stands for as many as the prediction has.
-        epsilon: of the log loss.
-        delta: of the Huber loss.
+            the other kinds keep the number but do not use it.
+        class_count: classes for the smoothing; 1 means as many as the prediction has.
+        epsilon: ε of the log loss.
+        delta: δ of the Huber loss.
 
     Example:
         >>> LossDescriptor(LossType.HUBER).delta
@@ -66,7 +66,7 @@ class LossDescriptor:
                 where, f"a loss cannot be reduced by {self.reduction_type!s}", fix="use NONE, SUM or MEAN"
             )
         if isinstance(self.class_count, bool) or not isinstance(self.class_count, int) or self.class_count < 1:
-            raise ArgumentError(where, f"class_count is {self.class_count!r}", fix="give a whole number ≥ 1")
+            raise ArgumentError(where, f"class_count is {self.class_count!r}", fix="pass an integer ≥ 1")
         ranges = {
             "weight": (-math.inf, math.inf),
             "label_smoothing": (0, 1),
@@ -76,27 +76,27 @@ class LossDescriptor:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ArgumentError(where, f"{name} is {value!r}", fix="give a finite number")
+                raise ArgumentError(where, f"{name} is {value!r}", fix="pass a finite number")
             if not low <= value <= high or (name == "delta" and value == 0):
-                raise ArgumentError(where, f"{name} is {value}", fix=f"give a number from {low} to {high}")
+                raise ArgumentError(where, f"{name} is {value}", fix=f"pass a number from {low} to {high}")
 
     @property
     def loss_type(self) -> LossType:
-        """The kind, under the name the original gives it."""
+        """The kind, under its original name."""
         return self.type
 
 
 class LossLayer(Layer):
-    """`loss(prediction, labels)`, optionally with label weights; gradients flow to the prediction only.
+    """`loss(prediction, labels)`, optionally with label weights; gradients flow only to the prediction.
 
-    Labels have the prediction's shape; unit extents do not count. Softmax and categorical cross entropy, whose classes
-    are dimension 1, also take class indices (ours): integer labels without that dimension. Integer labels of the full
-    shape are numbers like any others (one-hot).
+    Labels have the prediction's shape; dimensions of 1 do not count. Softmax and categorical cross entropy, whose
+    classes are dimension 1, also accept class indices (ours): integer labels without that dimension. Integer
+    labels of the full shape are treated as numbers (one-hot).
 
-    Label weights are one number, one for each sample, one for each sample and pixel (class losses) or one for each
+    Label weights are one number, one per sample, one per sample and pixel (class losses) or one per
     element.
 
-    Results: `NONE` gives one loss for each element, for each sample and pixel (class losses) or for each sample (cosine
+    Results: `NONE` gives one loss per element, per sample and pixel (class losses) or per sample (cosine
     distance); `SUM` and `MEAN` give `[1]`. The mean is the sum divided by the number of those losses, whatever the
     weights are. The gradient is that of the reported value.
 
@@ -141,7 +141,7 @@ class LossLayer(Layer):
         weights: Tensor | None = None,
         label: str = "",
     ) -> LossLayer:
-        """`-Σ t log y` over the classes of each sample; `y` are probabilities. Smoothing is kept and not used."""
+        """`-Σ t log y` over the classes of each sample; `y` are probabilities. Smoothing is kept but not used."""
         kind = LossType.CATEGORICAL_CROSS_ENTROPY
         return LossLayer(
             LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label
@@ -184,7 +184,7 @@ class LossLayer(Layer):
         weights: Tensor | None = None,
         label: str = "",
     ) -> LossLayer:
-        """`(y - t)² / 2` up to a distance of `delta`, from there on a straight line."""
+        """`(y - t)² / 2` up to a distance of `delta`, linear beyond."""
         return LossLayer(LossDescriptor(LossType.HUBER, reduction_type, weight, delta=delta), weights, label=label)
 
     @classmethod
@@ -236,7 +236,7 @@ class LossLayer(Layer):
         return LossLayer(LossDescriptor(LossType.COSINE_DISTANCE, reduction_type, weight), weights, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Labels, and weights if there are any, must fit the prediction."""
+        """Checks that labels, and weights if any, match the prediction."""
         prediction, labels, *weights = sources
         for real in (prediction, *weights):
             self.require_floating(real)
@@ -251,21 +251,21 @@ class LossLayer(Layer):
         if not label_shape(prediction.shape, labels.shape, has_classes and not _is_real(labels)):
             raise ShapeError(
                 self.where,
-                f"labels {list(labels.shape)} do not fit the prediction {list(prediction.shape)}",
-                fix="give labels of the prediction's shape"
+                f"labels {list(labels.shape)} do not match the prediction {list(prediction.shape)}",
+                fix="pass labels of the prediction's shape"
                 + ", or integer class indices without dimension 1" * has_classes,
             )
         if weights and not weight_shape(prediction.shape, weights[0].shape, has_classes):
             raise ShapeError(
                 self.where,
-                f"label weights {list(weights[0].shape)} do not fit the prediction {list(prediction.shape)}",
-                fix="give one weight, one for each sample, or one for each element",
+                f"label weights {list(weights[0].shape)} do not match the prediction {list(prediction.shape)}",
+                fix="pass one weight, one per sample, or one per element",
             )
         count = self.descriptor.class_count
         if has_classes and self.descriptor.label_smoothing and count not in (1, prediction.shape[1]):
             raise ShapeError(
                 self.where,
-                f"labels are smoothed over {count} classes, the prediction has {prediction.shape[1]}",
+                f"labels are smoothed over {count} classes, but the prediction has {prediction.shape[1]}",
                 fix="leave class_count at 1",
             )
 
@@ -280,7 +280,7 @@ class LossLayer(Layer):
     def forward(
         self, prediction: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, *, scope: Scope
     ) -> torch.Tensor:
-        """The loss as the descriptor wants it reduced."""
+        """The loss with the descriptor's reduction."""
         shape, kind = tuple(prediction.shape), self.descriptor.type
         whole = kind in CLASSES and not (labels.is_floating_point() or labels.dtype == torch.bool)
         labels = labels.detach().reshape(label_shape(shape, tuple(labels.shape), whole) or shape)
@@ -332,7 +332,7 @@ def softmax_cross_entropy(
 
 
 def categorical_cross_entropy(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, how: str) -> torch.Tensor:
-    """`-Σ w t log y` over dimension 1. Classes with `t = 0` add nothing, even where `y` is 0."""
+    """`-Σ w t log y` over dimension 1. Classes with `t = 0` contribute nothing, even where `y` is 0."""
     if t.ndim < y.ndim and (w is None or w.shape[1] == 1):
         losses = -y.gather(1, t.unsqueeze(1)).squeeze(1).log()
         return reduce(losses if w is None else losses * w.squeeze(1), how)
@@ -365,7 +365,7 @@ Elements = Callable[[torch.Tensor, torch.Tensor, LossDescriptor, str], torch.Ten
 
 
 def _by_element(losses: Elements) -> Kind:
-    """A loss with one value for each element: reduced by PyTorch's own operator unless weights come between."""
+    """A loss with one value per element, reduced by PyTorch's own operator unless there are weights."""
 
     def kind(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, d: LossDescriptor, how: str) -> torch.Tensor:
         return losses(y, t, d, how) if w is None else reduce(losses(y, t, d, "none") * w, how)
@@ -397,7 +397,7 @@ SAMPLES: dict[LossType, Kind] = {
 LOSSES = ELEMENTS | CLASSES | SAMPLES
 
 _REDUCTIONS = {ReductionType.NONE: "none", ReductionType.SUM: "sum", ReductionType.MEAN: "mean"}
-_NO_CLASS = torch.iinfo(torch.int64).min  # PyTorch leaves out labels of -100; here every label counts
+_NO_CLASS = torch.iinfo(torch.int64).min  # PyTorch ignores labels of -100; here every label counts
 
 
 def _is_real(source: TensorDescriptor) -> bool:

@@ -1,7 +1,7 @@
-"""One direction of an LSTM with the usual activations by cuDNN, which runs all steps of a sequence in one kernel.
+"""One direction of an LSTM with the usual activations using cuDNN, which runs all steps of a sequence in one kernel.
 
-The same arguments as `lstm_kernel.lstm`, with the gates in cuDNN's order: input, forget, candidate, output. It has no
-sequence lengths: where there are any, `lstm_kernel` computes.
+The same arguments as `lstm_kernel.lstm`, with the gates in cuDNN's order: input, forget, candidate, output. It does
+not support sequence lengths: if there are any, `lstm_kernel` is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LSTM = 2  # cuDNN's number for this kind of network
 
 
 def cudnn_computes(x: Array) -> bool:
-    """Whether cuDNN is there and takes sequences like `x`."""
+    """Whether cuDNN is available and supports sequences like `x`."""
     return x.is_cuda and torch.version.hip is None and x.dtype != torch.float64 and torch.backends.cudnn.is_available()
 
 
@@ -31,7 +31,7 @@ def run_cudnn(
     c0: Array | None,
     reverse: bool,
 ) -> tuple[Array, Array, Array]:
-    """Outputs and final states; what is not given is 0."""
+    """Outputs and final states; missing states are 0."""
     zeros = x.new_zeros(x.shape[1], hidden_weights.shape[1])
     biases = x.new_zeros(len(hidden_weights)) if biases is None else biases
     states = (zeros if one is None else one for one in (h0, c0))
@@ -47,7 +47,7 @@ def lstm_cudnn(
     weights = [one.detach() for one in (input_weights, hidden_weights, biases, torch.zeros_like(biases))]
     mode, hidden, projection, layers, batch_first, *_, bidirectional = settings = _settings(hidden_weights)
     sizes = (x.shape[2], mode, hidden, projection, layers, batch_first, bidirectional)
-    packed = torch_private.cudnn_rnn_pack(weights, len(weights), *sizes)  # in one block, where `weights` now are
+    packed = torch_private.cudnn_rnn_pack(weights, len(weights), *sizes)  # one block, which `weights` now view
     output, h, c, reserve, _ = torch_private.cudnn_rnn(
         x.contiguous(), weights, len(weights), packed, h0[None], c0[None], *settings, [], None
     )
@@ -143,7 +143,7 @@ def _settings(hidden_weights: Array) -> tuple[Any, ...]:
 def _sizes(
     steps: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes cuDNN keeps for the gradient and numbers in its packed weights: known to it alone, so it is asked."""
+    """Bytes that cuDNN keeps for the gradient, and the size of its packed weights: queried, since only cuDNN knows."""
     with torch_private.disable_modes(), torch.no_grad():
         settings: dict[str, Any] = {"dtype": dtype, "device": device}
         shapes = ((steps, batch, inputs), (4 * hidden, inputs), (4 * hidden, hidden), (4 * hidden,))

@@ -1,12 +1,12 @@
-"""One direction of an LSTM with the usual activations, over whole sequences: an operator with a gradient of its own.
+"""One direction of an LSTM with the usual activations over whole sequences: an operator with its own gradient.
 
-One matrix product serves the inputs of all steps, and one all steps' share of each weight gradient; what is left in
+One matrix product serves the inputs of all steps, and one per weight gradient serves all steps; what is left in
 the loops is the product with the hidden weights and a few element-wise operators, in place.
 
-Everything is time-major. The four gates stand side by side in the order output, input, forget, candidate: the first
+Everything is time-major. The four gates are adjacent in the order output, input, forget, candidate: the first
 three share one sigmoid, the last three one product with the cell's gradient.
 
-A sequence that has ended (`lengths`) has output and input gate 0 and forget gate 1: its cell stays as it is, its
+A sequence that has ended (`lengths`) has output and input gate 0 and forget gate 1: its cell does not change, its
 output is 0 and its derivatives vanish, without a mask inside the loops. That also holds for the backward direction
 until a sequence's own last step is reached.
 """
@@ -25,10 +25,10 @@ Array = torch.Tensor
 
 @torch.library.custom_op("stepgraph::sequence_lengths", mutates_args=())
 def sequence_lengths(lengths: Array, steps: int) -> Array:
-    """`lengths` as int64; one outside of 0 and `steps` is an error on the CPU, elsewhere the nearest one counts."""
+    """`lengths` as int64; values outside 0 to `steps` are an error on the CPU and are clamped elsewhere."""
     if lengths.is_cpu and bool(((lengths < 0) | (lengths > steps)).any()):
         raise ArgumentError(
-            "LSTMLayer", f"the sequence lengths are {lengths.tolist()}, there are {steps} steps", fix="give 0 to steps"
+            "LSTMLayer", f"sequence lengths are {lengths.tolist()}, but there are {steps} steps", fix="use 0 to steps"
         )
     return lengths.clamp(0, steps).to(torch.int64)
 
@@ -54,15 +54,15 @@ def lstm(
     Args:
         x: `[steps, batch, inputs]`.
         input_weights, hidden_weights, biases: `[4 hidden, inputs]`, `[4 hidden, hidden]`, `[4 hidden]`.
-        h0, c0: `[batch, hidden]`; 0 if not given.
-        lengths: of the sequences, int64 `[batch]`; all steps if not given.
-        reverse: go from the last step to the first.
+        h0, c0: `[batch, hidden]`; default 0.
+        lengths: of the sequences, int64 `[batch]`; default: all steps.
+        reverse: run from the last step to the first.
     """
     return run(x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse)
 
 
 def run(*given: Any, out: Sequence[Array | None] = (None,) * 5) -> tuple[Array, Array, Array, Array, Array]:
-    """`lstm`, given the same; outputs, gates and cells go into `out` where it has memory for them."""
+    """`lstm` with the same arguments; outputs, gates and cells are written to `out` where it has memory for them."""
     x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse = given
     steps, batch, inputs = x.shape
     hidden = hidden_weights.shape[1]
@@ -125,14 +125,14 @@ def lstm_gradient(
 ) -> tuple[Array, Array]:
     """Gradients of the gates before their activation, for all steps, and of `c0`.
 
-    What the derivatives need of the forward pass is made for all steps at once; the loop multiplies it by the
+    What the derivatives need from the forward pass is computed for all steps together; the loop multiplies it by the
     gradients of `h` and `c` as they arrive.
     """
     return run_gradient(gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse)
 
 
 def run_gradient(*given: Any, out: Sequence[Array | None] = (None, None)) -> tuple[Array, Array]:
-    """`lstm_gradient`, given the same; gradients of the gates go into `out` where it has memory for them."""
+    """`lstm_gradient` with the same arguments; gradients of the gates are written to `out` if it has memory."""
     gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse = given
     steps, batch, hidden = cells.shape
     d_gates = torch.empty_like(gates) if out[0] is None else out[0]
@@ -197,7 +197,7 @@ def _differentiate(ctx: Any, d_output: Array | None, d_h: Array | None, d_c: Arr
     d_hidden_weights = _hidden_weights_gradient(d_gates, output, first, h0, reverse) if needs_hidden else None
     d_biases = flat.sum(0) if needs_biases else None
     d_h0 = first @ hidden_weights if needs_h0 else None
-    if d_h0 is not None and d_h is not None and lengths is not None:  # an empty sequence hands h0 on
+    if d_h0 is not None and d_h is not None and lengths is not None:  # an empty sequence passes h0 on
         d_h0 = d_h0 + torch.where(lengths[:, None] > 0, 0, d_h)
     return d_x, d_input_weights, d_hidden_weights, d_biases, d_h0, d_c0 if needs_c0 else None, None, None
 
@@ -213,7 +213,7 @@ def _hidden_weights_gradient(d_gates: Array, output: Array, first: Array, h0: Ar
 
 
 def _factors(gates: Array, cells: Array, c0: Array | None, reverse: bool, derivatives: Array) -> Array:
-    """`∂h/∂c`; in `derivatives`, for each gate, what its gradient has besides that of `h` (output) or `c` (others)."""
+    """`∂h/∂c`; in `derivatives`, for each gate, the factor of the gradient of `h` (output) or `c` (others)."""
     hidden, factors = cells.shape[2], cells.tanh()
     o, i, f, g = gates.split(hidden, 2)
     d_o, d_i, d_f, d_g = derivatives.split(hidden, 2)
@@ -235,7 +235,7 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 
 def _freeze(gates: Array, lengths: Array) -> None:
-    """Sets the gates `[steps, batch, 4, hidden]` of ended sequences to what makes them 0, 0 and 1."""
+    """Sets the gates `[steps, batch, 4, hidden]` of ended sequences to values that activate to 0, 0 and 1."""
     ended = torch.arange(len(gates), device=gates.device)[:, None] >= lengths
     gates[:, :, :2].masked_fill_(ended[..., None, None], -torch.inf)
     gates[:, :, 2].masked_fill_(ended[..., None], torch.inf)
@@ -251,5 +251,5 @@ def _edge(array: Array, lengths: Array | None, *, end: bool) -> Any:
 
 
 def _steps(reverse: bool, *arrays: Sequence[Any]) -> Iterator[Any]:
-    """The parts of the arrays that belong to one step, step by step."""
+    """The slices of the arrays for each step, in order."""
     return zip(*(reversed(one) for one in arrays), strict=True) if reverse else zip(*arrays, strict=True)

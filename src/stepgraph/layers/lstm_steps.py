@@ -1,4 +1,4 @@
-"""One direction of an LSTM, step by step, as the equation reads: for peepholes and activations of one's own."""
+"""One direction of an LSTM, step by step, following the equation: for peepholes and custom activations."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def lstm_steps(
 ) -> tuple[Array, Array, Array]:
     """Outputs `[steps, batch, hidden]` of `x` `[steps, batch, inputs]`, and the final `h` and `c` `[batch, hidden]`.
 
-    Weights and biases hold the gates one below the other: input, forget, candidate, output. Peepholes are four
+    Weights and biases hold the stacked gates: input, forget, candidate, output. Peepholes are four
     matrices `[hidden, hidden]` or diagonals `[hidden]`. Sequences that have ended, or in reverse not begun, keep their
-    states and give 0.
+    states and output 0.
     """
     steps, batch, _ = x.shape
     hidden = hidden_weights.shape[1]
@@ -62,7 +62,7 @@ def running(steps: int, lengths: Array) -> Array:
 
 
 def _look(gate: Array, c: Array, weights: Array | None) -> Array:
-    """The gate and `P c`, for peephole weights that are a matrix or a diagonal."""
+    """The gate plus `P c`, for peephole weights that are a matrix or a diagonal."""
     if weights is None:
         return gate
     return torch.addmm(gate, c, weights.t()) if weights.ndim == 2 else torch.addcmul(gate, c, weights)

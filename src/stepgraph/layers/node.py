@@ -10,7 +10,7 @@ from stepgraph.tensors.tensor import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One use of a layer: what it reads, what it makes."""
+    """One use of a layer: its sources and results."""
 
     layer: Layer
     sources: tuple[Tensor, ...]
@@ -22,10 +22,10 @@ class Node:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """All tensors handed to the layer's forward: sources, then loss labels and label weights."""
+        """All tensors passed to the layer's forward: sources, then loss labels and label weights."""
         return self.sources + self.labels
 
     @property
     def where(self) -> str:
-        """How messages name this node."""
+        """The name of this node in messages."""
         return f"{type(self.layer).__name__} '{self.layer.label}' ({self.line})"

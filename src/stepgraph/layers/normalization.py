@@ -1,4 +1,4 @@
-"""Normalization channel by channel: `y = γ (x - mean) / sqrt(variance + ε) + β`, over the batch or over each image."""
+"""Normalization per channel: `y = γ (x - mean) / sqrt(variance + ε) + β`, over the batch or over each image."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
 class BatchNormalizationLayer(Layer):
-    """`y = γ (x - mean) / sqrt(variance + ε) + β`, channel by channel, with the statistics of the whole batch.
+    """`y = γ (x - mean) / sqrt(variance + ε) + β`, per channel, with the statistics of the whole batch.
 
-    Training uses the mean and the (biased) variance of the batch and hands back
+    Training uses the mean and the (biased) variance of the batch and updates
 
         running = momentum * running + (1 - momentum) * batch
 
-    for both; inference uses `mean` and `variance` as they are. Without `gamma` it is 1, without `beta` 0.
+    for both; inference uses `mean` and `variance`. `gamma` defaults to 1, `beta` to 0.
 
     Shapes: `[batch, channels, ...] → ` the same, rank 2 to 5. `mean`, `variance`, `beta` and `gamma` hold `channels`
     numbers each, in any shape (`[channels]`, Apple's `[1, channels, 1, 1]`).
 
-    Unlike `torch.nn.BatchNorm2d` the momentum is the share that is kept, and the running variance is the biased one.
+    Unlike in `torch.nn.BatchNorm2d`, the momentum is the fraction that is kept, and the running variance is biased.
 
     Example:
         >>> layer = BatchNormalizationLayer.create(16)
@@ -64,7 +64,7 @@ class BatchNormalizationLayer(Layer):
         return cls(feature_channel_count, mean, variance, beta, gamma, *settings, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have its channels on axis 1."""
+        """Checks that the source has its channels on axis 1."""
         super().check(*sources)
         require_channels(self, self.feature_channel_count, sources[0])
 
@@ -85,7 +85,7 @@ def batch_normalize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`γ (x - mean) / sqrt(variance + ε) + β`, the mean and the biased variance over all axes but 1, in one pass.
 
-    The operator gives `1 / sqrt(variance + ε)`, from which the variance is taken back instead of being computed again.
+    The operator returns `1 / sqrt(variance + ε)`, from which the variance is recovered instead of recomputed.
     """
     gamma = gamma_beside(beta, gamma)
     y, mean, inverse_deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, epsilon)
@@ -95,17 +95,17 @@ def batch_normalize(
 class InstanceNormalizationLayer(Layer):
     """`y = γ (x - mean) / sqrt(variance + ε) + β`, with the statistics of each channel of each image.
 
-    With `mean` and `variance`, training hands back
+    With `mean` and `variance`, training updates
 
         running = momentum * running + (1 - momentum) * average over the batch
 
-    of the instances' means and (biased) variances, and inference normalizes with them. Without, training and inference
-    both use the statistics of the instance. Without `gamma` it is 1, without `beta` 0.
+    for the instances' means and (biased) variances, and inference normalizes with them. Without, training and inference
+    both use the statistics of the instance. `gamma` defaults to 1, `beta` to 0.
 
     Shapes: `[batch, channels, pixels...] → ` the same, rank 3 to 5. `mean`, `variance`, `beta` and `gamma` hold
     `channels` numbers each, in any shape (`[channels]`, Apple's `[1, channels, 1, 1]`).
 
-    Unlike `torch.nn.InstanceNorm2d` the momentum is the share that is kept, and the running variance is the biased one.
+    Unlike in `torch.nn.InstanceNorm2d`, the momentum is the fraction that is kept, and the running variance is biased.
 
     Example:
         >>> layer = InstanceNormalizationLayer.create(16)
@@ -133,7 +133,7 @@ class InstanceNormalizationLayer(Layer):
         require_channel_counts(self, self.feature_channel_count, tensors)
         if (self.mean is None) != (self.variance is None):
             given, missing = ("variance", "mean") if self.mean is None else ("mean", "variance")
-            raise ArgumentError(self.where, f"{given} was given without {missing}", fix="give both, or neither")
+            raise ArgumentError(self.where, f"{given} was passed without {missing}", fix="pass both, or neither")
 
     @classmethod
     def create(
@@ -153,12 +153,12 @@ class InstanceNormalizationLayer(Layer):
         return cls(feature_channel_count, mean, variance, *settings, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have its channels on axis 1, and pixels behind them."""
+        """Checks that the source has its channels on axis 1, followed by pixels."""
         super().check(*sources)
         require_channels(self, self.feature_channel_count, sources[0], least=3)
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
-        """Normalizes with each instance's statistics, or in inference with the running ones where there are any."""
+        """Normalizes with each instance's statistics or, in inference, with the running ones if there are any."""
         channels, epsilon = self.feature_channel_count, self.variance_epsilon
         gamma, beta = (None if t is None else scope.array(t, channels) for t in (self.gamma, self.beta))
         if self.mean is None or self.variance is None:
@@ -174,9 +174,9 @@ class InstanceNormalizationLayer(Layer):
 def instance_normalize(
     x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, *, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`γ (x - mean) / sqrt(variance + ε) + β`, mean and biased variance `[batch, channels]` over all further axes.
+    """`γ (x - mean) / sqrt(variance + ε) + β`, mean and biased variance `[batch, channels]` over all other axes.
 
-    It is group normalization with one channel a group: one pass, where PyTorch's own function repeats γ and β.
+    It is group normalization with one channel per group: one pass, where PyTorch's own function repeats γ and β.
     """
     rows, channels = x.shape[:2]
     sizes = rows, channels, x[0, 0].numel(), channels
@@ -186,7 +186,7 @@ def instance_normalize(
 
 
 def gamma_beside(beta: torch.Tensor | None, gamma: torch.Tensor | None) -> torch.Tensor | None:
-    """γ, or ones where there is only β: PyTorch's gradients (groups; on CUDA the batch, too) fail on β alone."""
+    """γ, or ones if there is only β: PyTorch's gradients (groups; on CUDA also the batch) fail with β alone."""
     return torch.ones_like(beta) if gamma is None and beta is not None else gamma
 
 
@@ -195,43 +195,43 @@ def _variance(inverse_deviation: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def _track(scope: Scope, momentum: float, found: dict[Tensor, torch.Tensor]) -> None:
-    """Hands back `momentum * running + (1 - momentum) * found` for each statistic."""
+    """Updates each statistic to `momentum * running + (1 - momentum) * found`."""
     for tensor, value in found.items():
         running = scope.array(tensor)
         scope.update(tensor, torch.lerp(value.to(running.dtype).view_as(running), running, momentum))
 
 
 def require_epsilon(layer: Layer, epsilon: float) -> None:
-    """Refuses an ε that could let a division by zero through."""
+    """Rejects an ε that would not prevent a division by zero."""
     if not 0 < epsilon < float("inf"):
-        raise ArgumentError(layer.where, f"variance_epsilon is {epsilon}", fix="give a number > 0, for example 1e-5")
+        raise ArgumentError(layer.where, f"variance_epsilon is {epsilon}", fix="use a number > 0, for example 1e-5")
 
 
 def require_channels(layer: Layer, channels: int, source: TensorDescriptor, least: int = 2) -> None:
-    """Refuses a source without `channels` on axis 1, or with fewer than `least` axes."""
+    """Rejects a source without `channels` on axis 1, or with fewer than `least` axes."""
     if source.dimension_count < least or source.shape[1] != channels:
         raise ShapeError(
             layer.where,
-            f"the layer normalizes {channels} channels, the source {list(source.shape)} has other extents",
+            f"the layer normalizes {channels} channels, but the source {list(source.shape)} has a different shape",
             source=source,
-            fix=f"give a source [batch, {channels}, {'...' if least == 2 else 'pixels...'}]",
+            fix=f"pass a source [batch, {channels}, {'...' if least == 2 else 'pixels...'}]",
         )
 
 
 def require_channel_counts(layer: Layer, channels: int, tensors: dict[str, Tensor | None]) -> None:
-    """Refuses a count of channels that is none, and tensors that do not hold one number for each."""
+    """Rejects an invalid number of channels, and tensors that do not hold one number per channel."""
     if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
-        raise ArgumentError(layer.where, f"feature_channel_count is {channels!r}", fix="give a whole number ≥ 1")
+        raise ArgumentError(layer.where, f"feature_channel_count is {channels!r}", fix="pass an integer ≥ 1")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.descriptor.element_count != channels:
             raise ShapeError(
                 layer.where,
-                f"{name} holds {tensor.descriptor.element_count} numbers, {channels} channels need {channels}",
-                fix=f"give {name} of shape [{channels}] or [1, {channels}, 1, 1]",
+                f"{name} holds {tensor.descriptor.element_count} numbers, but {channels} channels need {channels}",
+                fix=f"pass {name} of shape [{channels}] or [1, {channels}, 1, 1]",
                 **{name: tensor.descriptor},
             )
 
 
 def _require_momentum(layer: Layer, momentum: float) -> None:
     if not 0 <= momentum <= 1:
-        raise ArgumentError(layer.where, f"momentum is {momentum}, not between 0 and 1", fix="give for example 0.99")
+        raise ArgumentError(layer.where, f"momentum is {momentum}, not between 0 and 1", fix="use for example 0.99")

@@ -1,4 +1,4 @@
-"""Padding: rows and columns around images."""
+"""Padding: adds rows and columns around images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = int | Sequence[int]
 
 
 class PaddingType(RawEnum):
-    """What stands in the padding."""
+    """The contents of the padding."""
 
     ZERO = 0, "Zero"
     REFLECT = 1, "Reflect"
@@ -30,14 +30,14 @@ class PaddingType(RawEnum):
 
 
 class PaddingLayer(Layer):
-    """Images with further rows above and below and further columns left and right.
+    """Images with extra rows above and below and extra columns left and right.
 
-    | type | two columns left of `a b c` | columns at most |
+    | type | two columns left of `a b c` | maximum columns |
     |---|---|---|
     | `ZERO` | `0 0`, then `a b c` | any number |
     | `CONSTANT` | `v v`, with `v = constant_value` | any number |
-    | `REFLECT` | `c b`: mirrored without the border | one less than the image has |
-    | `SYMMETRIC` | `b a`: mirrored with the border | as many as the image has |
+    | `REFLECT` | `c b`: mirrored without the border | one less than the image |
+    | `SYMMETRIC` | `b a`: mirrored with the border | as many as the image |
 
     Shapes: `[batch, channels, height, width] → [batch, channels, top + height + bottom, left + width + right]`. The
     gradient of a pixel is the sum over its mirror images. PyTorch has no symmetric padding.
@@ -68,7 +68,7 @@ class PaddingLayer(Layer):
             object.__setattr__(self, name, whole_number(self, name, getattr(self, name)))
         value = self.constant_value
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise ArgumentError(self.where, f"constant_value is {value!r}", fix="give a number")
+            raise ArgumentError(self.where, f"constant_value is {value!r}", fix="pass a number")
         object.__setattr__(self, "constant_value", float(value))
 
     @classmethod
@@ -92,7 +92,7 @@ class PaddingLayer(Layer):
         return cls(PaddingType.CONSTANT, **_sides(padding), constant_value=value, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must be a batch of images that are large enough to be mirrored."""
+        """Checks that the source is a batch of images that are large enough to be mirrored."""
         super().check(*sources)
         (source,) = sources
         require_images(self, source)
@@ -101,7 +101,7 @@ class PaddingLayer(Layer):
         for name, size, padding in zip(("rows", "columns"), source.shape[2:], self._axes, strict=True):
             most = size - _BORDERS[self.padding_type]
             if max(padding) > most:
-                problem = f"{max(padding)} {name} of padding are wanted, {size} {name} have {most} to mirror"
+                problem = f"{max(padding)} {name} of padding, but {size} {name} have only {most} to mirror"
                 raise ShapeError(self.where, problem, source=source, fix=f"pad by {most} {name} at most")
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -116,7 +116,7 @@ class PaddingLayer(Layer):
 
 
 def pad_symmetric(x: torch.Tensor, *, rows: Pair, columns: Pair) -> torch.Tensor:
-    """`x` between its own mirrored borders; joining them is faster, back and forth, than any way of indexing."""
+    """`x` between its mirrored borders; concatenation is faster than indexing, forward and backward."""
     for axis, (before, after) in ((3, columns), (2, rows)):
         first, last = x.narrow(axis, 0, before), x.narrow(axis, x.shape[axis] - after, after)
         parts = [part for part in (first.flip(axis), x, last.flip(axis)) if part.shape[axis]]
@@ -146,6 +146,6 @@ def _sides(padding: Sizes) -> dict[str, Any]:
             pass
         case _:
             problem = f"the padding {padding!r} has {len(sizes)} entries"
-            fix = "give [v], [left, right] or [top, bottom, left, right]"
+            fix = "pass [v], [left, right] or [top, bottom, left, right]"
             raise ArgumentError("PaddingLayer", problem, fix=fix)
     return {"padding_left": left, "padding_right": right, "padding_top": top, "padding_bottom": bottom}

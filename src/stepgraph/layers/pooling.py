@@ -27,15 +27,15 @@ class PoolingType(RawEnum):
 
 @dataclass(frozen=True)
 class PoolingDescriptor(WindowDescriptor):
-    """The settings of a pooling layer. One number stands for both axes; a pair is `(height, width)`.
+    """The settings of a pooling layer. One number applies to both axes; a pair is `(height, width)`.
 
     Args:
         type: maximum, average or norm.
-        kernel_sizes: pixels a window reads.
+        kernel_sizes: the size of a window in pixels.
         strides: pixels from one window to the next; None means the kernel sizes.
         dilation_rates: pixels from one tap of a window to the next.
-        padding_policy: how windows meet the border; `SAME` if not given, as in the original.
-        padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` reads them.
+        padding_policy: how windows treat the border; default `SAME`, as in the original.
+        padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` uses them.
         count_includes_padding: whether an average divides by all taps or only by those inside the image.
 
     Example:
@@ -64,18 +64,18 @@ class PoolingLayer(Layer):
 
     | type | pool | padding |
     |---|---|---|
-    | `MAX` | the largest, the first one where several are equal | ignored |
+    | `MAX` | the largest, the first of equal ones | ignored |
     | `AVERAGE` | `Σ x / count` | counted as zeros with `count_includes_padding`, else not counted |
     | `L2_NORM` | `sqrt(Σ x²)`, gradient `x / y`, zero where the window is zero | adds nothing |
 
     Shapes: `[batch, channels, height, width] → [batch, channels, height', width']`, sizes as in `ConvolutionLayer`. A
-    window without any pixel of the image is refused.
+    window without any pixel of the image is rejected.
 
-    Unlike PyTorch's pooling there is `SAME` padding, padding of more than half a window, and dilation for all types;
+    Unlike PyTorch's pooling, it supports `SAME` padding, padding of more than half a window, and any dilation;
     `torch.nn.LPPool2d` divides its gradient by zero on a zero window.
 
     The descriptor's default policy is the original's, `SAME`; the factories `max`, `average` and `l2_norm` default to
-    `VALID`, like other Python frameworks, or to `padding_sizes` where they are given.
+    `VALID`, like other Python frameworks, or to `padding_sizes` if passed.
 
     Example:
         >>> PoolingLayer.max(2).infer(TensorDescriptor((8, 3, 28, 28)))[0].shape
@@ -97,7 +97,7 @@ class PoolingLayer(Layer):
         padding_sizes: Size | None = None,
         label: str = "",
     ) -> PoolingLayer:
-        """The largest of each window; `VALID`, or `padding_sizes` where they are given."""
+        """The largest of each window; `VALID`, or `padding_sizes` if passed."""
         padding = _padding(padding_policy, padding_sizes)
         settings = {"dilation_rates": dilation_rates, **padding}
         return cls(PoolingDescriptor(PoolingType.MAX, kernel_sizes, strides, **settings), label=label)
@@ -114,7 +114,7 @@ class PoolingLayer(Layer):
         count_includes_padding: bool = False,
         label: str = "",
     ) -> PoolingLayer:
-        """The mean of each window; `VALID`, or `padding_sizes` where they are given."""
+        """The mean of each window; `VALID`, or `padding_sizes` if passed."""
         padding = _padding(padding_policy, padding_sizes)
         settings = {"dilation_rates": dilation_rates, "count_includes_padding": count_includes_padding, **padding}
         return cls(PoolingDescriptor(PoolingType.AVERAGE, kernel_sizes, strides, **settings), label=label)
@@ -130,13 +130,13 @@ class PoolingLayer(Layer):
         padding_sizes: Size | None = None,
         label: str = "",
     ) -> PoolingLayer:
-        """The Euclidean norm of each window; `VALID`, or `padding_sizes` where they are given."""
+        """The Euclidean norm of each window; `VALID`, or `padding_sizes` if passed."""
         padding = _padding(padding_policy, padding_sizes)
         settings = {"dilation_rates": dilation_rates, **padding}
         return cls(PoolingDescriptor(PoolingType.L2_NORM, kernel_sizes, strides, **settings), label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must be a batch of images in which every window finds a pixel."""
+        """Checks that the source is a batch of images in which every window contains a pixel."""
         super().check(*sources)
         source, descriptor = sources[0], self.descriptor
         require_images(self, source)
@@ -144,7 +144,7 @@ class PoolingLayer(Layer):
         height, width = source.shape[2:]
         padding, (y, x) = descriptor.padding(height, width), descriptor.axes
         if _has_empty_window(height, padding[0], *y[:3]) or _has_empty_window(width, padding[1], *x[:3]):
-            problem = f"windows of {y[0]} × {x[0]} taps lie wholly in the padding"
+            problem = f"windows of {y[0]} × {x[0]} taps are entirely in the padding"
             raise ShapeError(self.where, problem, source=source, padding=padding, fix="use less padding or dilation")
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -190,7 +190,7 @@ def pool_average(
 def pool_l2_norm(
     x: torch.Tensor, *, kernel: Pair, stride: Pair, dilation: Pair, padding: tuple[Pair, Pair], **_: bool
 ) -> torch.Tensor:
-    """`y[p] = sqrt(Σₖ x[s p + d k - before]²)`; a window of zeros has the gradient zero."""
+    """`y[p] = sqrt(Σₖ x[s p + d k - before]²)`; the gradient of an all-zero window is zero."""
     total = _sum(x * x, kernel, stride, dilation, padding)
     zero = total == 0
     return total.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
@@ -218,10 +218,10 @@ def _sum(
 def _padded(
     x: torch.Tensor, kernel: Pair, stride: Pair, padding: tuple[Pair, Pair], value: float
 ) -> tuple[torch.Tensor, Pair, bool]:
-    """The image, the pixels torch's pooling shall add on both sides, and whether its last window may hang over.
+    """The image, the pixels torch's pooling adds on both sides, and whether its last window may pass the end.
 
-    A window that hangs over (`ceil_mode`) reads the extra pixel that `SAME` padding with an odd total has at the end.
-    The image is copied with its padding only where torch cannot add it.
+    A window past the end (`ceil_mode`) reads the extra pixel that `SAME` padding with an odd total has at the end.
+    The image is copied with its padding only if torch cannot add it.
     """
     (top, bottom), (left, right) = padding
     if _is_native(kernel, stride, padding):
@@ -230,7 +230,7 @@ def _padded(
 
 
 def _is_native(kernel: Pair, stride: Pair, padding: tuple[Pair, Pair]) -> bool:
-    """Whether torch's pooling can pad like this: by half a kernel at most, unevenly only with a stride above 1."""
+    """Whether torch's pooling can pad like this: by at most half a kernel, unevenly only with a stride above 1."""
     axes = zip(kernel, stride, padding, strict=True)
     return all(2 * before <= size and (before == after or step > 1) for size, step, (before, after) in axes)
 

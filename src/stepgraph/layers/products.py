@@ -20,8 +20,8 @@ class MatMulDescriptor:
     """The settings of a matrix product.
 
     Args:
-        alpha: what the product is multiplied by.
-        transposes_x: whether the last two dimensions of the first source change places.
+        alpha: a factor for the product.
+        transposes_x: whether to transpose the last two dimensions of the first source.
         transposes_y: the same for the second source.
 
     Example:
@@ -37,17 +37,17 @@ class MatMulDescriptor:
         object.__setattr__(self, "alpha", _finite("MatMulDescriptor", "alpha", self.alpha))
         for name in ("transposes_x", "transposes_y"):
             if not isinstance(getattr(self, name), bool):
-                raise ArgumentError("MatMulDescriptor", f"{name} is {getattr(self, name)!r}", fix="give True or False")
+                raise ArgumentError("MatMulDescriptor", f"{name} is {getattr(self, name)!r}", fix="pass True or False")
 
 
 class MatMulLayer(Layer):
-    """`z = alpha x y`, the matrix product over the last two dimensions; each may be transposed first.
+    """`z = alpha x y`, the matrix product over the last two dimensions; each source may be transposed first.
 
     Shapes: `[..., rows, inner], [..., inner, columns] → [..., rows, columns]`, with two to five dimensions. The leading
-    dimensions are broadcast: matched from the back, where missing ones and those of extent 1 repeat. The gradient of a
+    dimensions broadcast: matched from the last, missing ones and those of size 1 repeat. The gradient of a
     source that repeats is summed.
 
-    Same as `torch.matmul`, which also takes vectors.
+    Same as `torch.matmul`, which also supports vectors.
 
     Example:
         >>> layer = MatMulLayer(MatMulDescriptor(transposes_y=True))
@@ -61,19 +61,19 @@ class MatMulLayer(Layer):
     source_counts = (2, 2)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Matrices whose inner extents agree, under leading dimensions that broadcast."""
+        """Checks that inner dimensions agree and leading dimensions broadcast."""
         super().check(*sources)
         x, y = sources
         require_same_type(self, x, y)
         for source in sources:
             if source.dimension_count < 2:
-                problem = f"a source has {source.dimension_count} dimension, a matrix has 2"
+                problem = f"a source has {source.dimension_count} dimension, but a matrix has 2"
                 raise ShapeError(self.where, problem, source=source, fix="reshape it to [1, n] or [n, 1]")
         inner = x.shape[-2 if self.descriptor.transposes_x else -1], y.shape[-1 if self.descriptor.transposes_y else -2]
         if inner[0] != inner[1]:
             raise ShapeError(
                 self.where,
-                f"the rows of x have {inner[0]} numbers, the columns of y have {inner[1]}",
+                f"the rows of x have {inner[0]} numbers, but the columns of y have {inner[1]}",
                 x=_written(x, self.descriptor.transposes_x),
                 y=_written(y, self.descriptor.transposes_y),
                 fix="make them equal, or change transposes_x or transposes_y",
@@ -88,10 +88,10 @@ class MatMulLayer(Layer):
 
 
 class GramMatrixLayer(Layer):
-    """`z[b, c, 0, f] = scale Σ x[b, f, h, w] x[b, c, h, w]`: how much each two channels of an image have in common.
+    """`z[b, c, 0, f] = scale Σ x[b, f, h, w] x[b, c, h, w]`: the correlation of each pair of channels of an image.
 
-    Shapes: `[batch, channels, height, width] → [batch, channels, 1, channels]`. No mean is taken off, and nothing is
-    divided by a count; that is what `scale` is for.
+    Shapes: `[batch, channels, height, width] → [batch, channels, 1, channels]`. No mean is subtracted, and nothing is
+    divided by a count; use `scale` for that.
 
     Example:
         >>> GramMatrixLayer(1 / (28 * 28)).infer(TensorDescriptor((8, 3, 28, 28)))[0].shape
@@ -106,7 +106,7 @@ class GramMatrixLayer(Layer):
         object.__setattr__(self, "scale", _finite(self.where, "scale", self.scale))
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must be a batch of images."""
+        """Checks that the source is a batch of images."""
         super().check(*sources)
         require_images(self, sources[0])
 
@@ -116,7 +116,7 @@ class GramMatrixLayer(Layer):
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor, *, alpha: float) -> torch.Tensor:
-    """`alpha x y`, where the smallest of the three arrays is the one that is multiplied by `alpha`."""
+    """`alpha x y`, where `alpha` multiplies the smallest of the three arrays."""
     y = _one_matrix(y, x)
     x = _one_matrix(x, y)
     if alpha == 1:
@@ -129,20 +129,20 @@ def matmul(x: torch.Tensor, y: torch.Tensor, *, alpha: float) -> torch.Tensor:
 
 
 def gram_matrix(x: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """`scale x xᵀ`, with the pixels of each channel in a row."""
+    """`scale x xᵀ`, with the pixels of each channel as a row."""
     rows = x.flatten(2)
     return matmul(rows, rows.mT, alpha=scale).unsqueeze(2)
 
 
 def _one_matrix(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A matrix that is the same for all of the other source, without its extents of 1: one product and no copies."""
+    """A matrix that is the same for the whole other source, without its dimensions of 1: one product and no copies."""
     is_shared = all(extent == 1 for extent in one.shape[:-2]) and one.ndim <= other.ndim
     return one.reshape(one.shape[-2:]) if is_shared else one
 
 
 def _finite(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ArgumentError(where, f"{name} is {value!r}", fix="give a finite number")
+        raise ArgumentError(where, f"{name} is {value!r}", fix="pass a finite number")
     return float(value)
 
 

@@ -25,7 +25,7 @@ GATE_ACTIVATIONS = (SIGMOID, SIGMOID, TANH, SIGMOID)
 
 
 class LSTMResultMode(RawEnum):
-    """What an LSTM gives back."""
+    """What an LSTM returns."""
 
     OUTPUT = 0, "Output"
     OUTPUT_AND_STATES = 1, "Output and States"  # output, final h, final c
@@ -38,13 +38,13 @@ class LSTMDescriptor:
     Args:
         input_size: features of the source.
         hidden_size: features of one direction's output.
-        layer_count: stacked layers; each takes the outputs of the one below.
+        layer_count: stacked layers; each reads the outputs of the one below.
         uses_biases: whether gates have biases.
         batch_first: sources and outputs are `[batch, steps, features]`, else (ours) `[steps, batch, features]`.
-        is_bidirectional: a second direction goes from the last step to the first; its features follow the forward
+        is_bidirectional: a second direction runs from the last step to the first; its features follow the forward
             ones.
-        returns_sequences: the outputs of all steps, else of each direction's last one, with one step.
-        dropout: share of a layer's outputs that is dropped in training before the next layer.
+        returns_sequences: return the outputs of all steps; otherwise of each direction's last one, as one step.
+        dropout: the fraction of a layer's outputs dropped in training before the next layer.
         result_mode: whether the final states are results as well.
 
     Example:
@@ -66,10 +66,10 @@ class LSTMDescriptor:
         for name in ("input_size", "hidden_size", "layer_count"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError("LSTMDescriptor", f"{name} is {value!r}", fix="give a whole number ≥ 1")
+                raise ArgumentError("LSTMDescriptor", f"{name} is {value!r}", fix="pass an integer ≥ 1")
         if not 0 <= self.dropout < 1:
             raise ArgumentError(
-                "LSTMDescriptor", f"dropout is {self.dropout}, not in [0, 1)", fix="give the share to drop, e.g. 0.5"
+                "LSTMDescriptor", f"dropout is {self.dropout}, not in [0, 1)", fix="pass the fraction to drop, e.g. 0.5"
             )
         if not isinstance(self.result_mode, LSTMResultMode):
             raise ArgumentError(
@@ -82,7 +82,7 @@ class LSTMDescriptor:
         return 2 if self.is_bidirectional else 1
 
     def input_sizes(self) -> list[int]:
-        """Features that each layer takes, first to last and direction by direction: the order of the tensors."""
+        """Features that each layer reads, first to last and direction by direction: the order of the tensors."""
         return [
             self.hidden_size * self.direction_count if layer else self.input_size
             for _ in range(self.direction_count)
@@ -101,7 +101,7 @@ class LSTMLayer(Layer):
         h ← o tanh(c)
 
     Shapes: `x` `[batch, steps, inputs]` → `[batch, steps, directions * hidden]`, or `[batch, 1, …]` without
-    `returns_sequences`. Sources are `x`; `x, h0, c0` with first states `[layers, directions, batch, hidden]`, else 0;
+    `returns_sequences`. Sources are `x`; `x, h0, c0` with initial states `[layers, directions, batch, hidden]`, else 0;
     and either of them followed by `lengths`, int32 or int64 `[batch]`, in any order of lengths. After its end a
     sequence has output 0 and keeps its states; the backward direction starts at each sequence's own end. Results are
     the output, and with `OUTPUT_AND_STATES` the final `h` and `c`, shaped like `h0`.
@@ -110,8 +110,8 @@ class LSTMLayer(Layer):
     backward ones, in any shape of the right size: `input_weights` `[hidden, inputs]`, `hidden_weights`
     `[hidden, hidden]`, `biases` `[hidden]`, `peephole_weights` `[hidden, hidden]`, or `[hidden]` for a diagonal (ours).
 
-    Same as `torch.nn.LSTM`, which has two biases per gate and no peepholes, orders layer before direction and takes
-    sequences of several lengths packed.
+    Same as `torch.nn.LSTM`, which has two biases per gate and no peepholes, orders layer before direction and requires
+    packed sequences for several lengths.
 
     Example:
         >>> layer = LSTMLayer.create(8, 16, returns_sequences=False)
@@ -143,43 +143,45 @@ class LSTMLayer(Layer):
         self._normalize("biases", [{hidden} for _ in sizes])
         if self.biases is not None and not self.descriptor.uses_biases:
             raise ArgumentError(
-                self.where, f"{len(self.biases)} biases were given, uses_biases is False", fix="leave one of them out"
+                self.where,
+                f"{len(self.biases)} biases were passed, but uses_biases is False",
+                fix="leave one of them out",
             )
         activations = tuple(self.gate_activations)
         if len(activations) != 4 or not all(isinstance(one, ActivationDescriptor) for one in activations):
             raise ArgumentError(
                 self.where,
                 f"gate_activations are {self.gate_activations!r}",
-                fix="give four ActivationDescriptors: input, forget, candidate, output",
+                fix="pass four ActivationDescriptors: input, forget, candidate, output",
             )
         object.__setattr__(self, "gate_activations", activations)
 
     @property
     def is_standard(self) -> bool:
-        """Whether there are no peepholes and no other activations than the usual ones: the fast case."""
+        """Whether there are no peepholes and only the usual activations: the fast case."""
         usual = (GATE_ACTIVATIONS, TANH)
         return self.peephole_weights is None and (self.gate_activations, self.output_result_activation) == usual
 
     def _normalize(self, name: str, counts: list[set[int]]) -> None:
-        """Makes a tuple of the tensors in a field, after checking how many there are and what they hold."""
+        """Converts a field to a tuple of tensors, after checking their number and sizes."""
         if getattr(self, name) is None:
             return
         tensors, needed = tuple(getattr(self, name)), [count for count in counts for _ in range(4)]
         if len(tensors) != len(needed):
             raise ShapeError(
                 self.where,
-                f"there are {len(tensors)} {name}, {self.descriptor.layer_count} layers in"
+                f"there are {len(tensors)} {name}, but {self.descriptor.layer_count} layers in"
                 f" {self.descriptor.direction_count} directions need {len(needed)}",
-                fix="give four for each layer (input, forget, candidate, output), all forward layers first",
+                fix="pass four per layer (input, forget, candidate, output), all forward layers first",
             )
         for index, (tensor, allowed) in enumerate(zip(tensors, needed, strict=True)):
             if tensor.descriptor.element_count not in allowed:
                 wanted = " or ".join(str(count) for count in sorted(allowed))
                 raise ShapeError(
                     self.where,
-                    f"{name}[{index}] holds {tensor.descriptor.element_count} numbers, {wanted} are needed",
+                    f"{name}[{index}] holds {tensor.descriptor.element_count} numbers, but {wanted} are needed",
                     tensor=tensor.descriptor,
-                    fix="make it fit the descriptor, or use LSTMLayer.create",
+                    fix="make it match the descriptor, or use LSTMLayer.create",
                 )
         object.__setattr__(self, name, tensors)
 
@@ -199,7 +201,7 @@ class LSTMLayer(Layer):
     ) -> LSTMLayer:
         """A layer with new weights in their natural shapes and, unless `uses_biases=False`, zero biases.
 
-        Further settings are those of `LSTMDescriptor`.
+        Other settings are those of `LSTMDescriptor`.
         """
         descriptor = LSTMDescriptor(input_size, hidden_size, layer_count, **settings)
         sizes = [size for size in descriptor.input_sizes() for _ in range(4)]
@@ -220,7 +222,7 @@ class LSTMLayer(Layer):
         )
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """`x`, or `x, h0, c0`, and at the end perhaps `lengths`."""
+        """Checks `x`, or `x, h0, c0`, and optionally `lengths`."""
         x, (states, lengths) = sources[0], _separate(sources[1:])
         batch = self._check_sequences(x)
         if lengths is not None:
@@ -231,8 +233,8 @@ class LSTMLayer(Layer):
                 needed = TensorDescriptor(wanted, x.data_type)
                 raise ShapeError(
                     self.where,
-                    f"{name} is {state}, {needed} is needed",
-                    fix="give states [layers, directions, batch, hidden]",
+                    f"{name} is {state}, but {needed} is needed",
+                    fix="pass states [layers, directions, batch, hidden]",
                 )
 
     def _check_sequences(self, x: TensorDescriptor) -> int:
@@ -241,16 +243,16 @@ class LSTMLayer(Layer):
         if x.data_type is not weights:
             raise DataTypeError(
                 self.where,
-                f"the source is {x.data_type.debug_description}, the weights are {weights.debug_description}",
-                fix="give both the same data type",
+                f"the source is {x.data_type.debug_description}, but the weights are {weights.debug_description}",
+                fix="use the same data type for both",
             )
         features, order = self.descriptor.input_size, "batch, steps" if self.descriptor.batch_first else "steps, batch"
         if x.dimension_count != 3 or x.shape[2] != features:
             raise ShapeError(
                 self.where,
-                f"the source is {list(x.shape)}, [{order}, {features}] is needed",
+                f"the source is {list(x.shape)}, but [{order}, {features}] is needed",
                 source=x,
-                fix=f"give {features} features on the last of three axes, or another input_size",
+                fix=f"pass {features} features on the last of three axes, or use another input_size",
             )
         return x.shape[0 if self.descriptor.batch_first else 1]
 
@@ -259,22 +261,22 @@ class LSTMLayer(Layer):
             raise DataTypeError(
                 self.where,
                 f"the last of two or four sources is {lengths}, not the sequence lengths",
-                fix="give int32 or int64 lengths, or both h0 and c0",
+                fix="pass int32 or int64 lengths, or both h0 and c0",
             )
         if lengths.shape != (batch,):
             raise ShapeError(
                 self.where,
-                f"the sequence lengths are {list(lengths.shape)}, the batch has {batch} sequences",
-                fix=f"give lengths of shape [{batch}]",
+                f"the sequence lengths are {list(lengths.shape)}, but the batch has {batch} sequences",
+                fix=f"pass lengths of shape [{batch}]",
             )
 
     def forward(self, x: Array, *others: Array, scope: Scope) -> Array | tuple[Array, ...]:
-        """The output, and the final states if they are wanted."""
+        """The output, and optionally the final states."""
         settings, (states, lengths) = self.descriptor, _separate(others)
         x = x.transpose(0, 1) if settings.batch_first else x
         if lengths is not None:
             lengths = sequence_lengths(lengths, len(x))
-            x = torch.where(running(len(x), lengths)[..., None], x, 0)  # nothing that stands after an end matters
+            x = torch.where(running(len(x), lengths)[..., None], x, 0)  # nothing after the end of a sequence matters
         firsts = list(zip(*(state.flatten(0, 1).unbind() for state in states), strict=True))
         finals: list[tuple[Array, Array]] = []
         for layer in range(settings.layer_count):
@@ -305,7 +307,7 @@ class LSTMLayer(Layer):
         direction: int,
         scope: Scope,
     ) -> tuple[Array, Array, Array]:
-        """One direction of one layer: by the operator, or step by step where the equation is not the usual one."""
+        """One direction of one layer: with the fast operator, or step by step for other equations."""
         hidden = self.descriptor.hidden_size
         start = 4 * (direction * self.descriptor.layer_count + layer)
         by_cudnn = self.is_standard and lengths is None and cudnn_computes(x)
@@ -332,7 +334,7 @@ class LSTMLayer(Layer):
 
 
 def _separate(others: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """The states `h0, c0`, if there are any, and the lengths, if there are any: they are last of one or three."""
+    """The states `h0, c0`, if any, and the lengths, if any: they are the last of one or three."""
     return (others[:-1], others[-1]) if len(others) in (1, 3) else (others, None)
 
 

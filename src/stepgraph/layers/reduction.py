@@ -17,23 +17,23 @@ Dimensions = int | Sequence[int]
 
 
 class ReductionLayer(Layer):
-    """One number for all elements along `dimensions`, which stay with the extent 1.
+    """One number for all elements along `dimensions`, which remain with size 1.
 
     | type | result | sources |
     |---|---|---|
-    | `SUM` | `Σ x`; whole numbers and booleans add up as int64 | all |
+    | `SUM` | `Σ x`; integers and booleans are summed as int64 | all |
     | `MEAN` | `Σ x / count` | floating |
     | `MAX`, `MIN` | the largest, the smallest | numbers |
-    | `ARG_MAX`, `ARG_MIN` | its index along the one dimension, int32; the first where several are equal | numbers |
+    | `ARG_MAX`, `ARG_MIN` | its index along the one dimension, int32; the first of equal ones | numbers |
     | `L1_NORM` | `Σ abs(x)` | floating |
-    | `ANY`, `ALL` | boolean: whether one element, whether every element is not 0 | all |
+    | `ANY`, `ALL` | boolean: whether any, whether every element is not 0 | all |
 
-    The gradient of `MAX` and `MIN` goes to the first of equal elements, the one that `ARG_MAX` and `ARG_MIN` name
-    (`torch.amax` shares it among them). Indices and booleans have none.
+    The gradient of `MAX` and `MIN` goes to the first of equal elements, the one that `ARG_MAX` and `ARG_MIN` return
+    (`torch.amax` distributes it among them). Indices and booleans have none.
 
     Args:
         reduction_type: every kind but `NONE`.
-        dimensions: one dimension or several, counted from 0.
+        dimensions: one or more dimensions, counted from 0.
 
     Example:
         >>> ReductionLayer.mean((2, 3)).infer(TensorDescriptor((8, 3, 28, 28)))[0].shape
@@ -58,8 +58,8 @@ class ReductionLayer(Layer):
         if kind in _INDICES and len(dimensions) > 1:
             raise ArgumentError(
                 self.where,
-                f"{kind.debug_description} has one index, dimensions are {dimensions}",
-                fix="name one dimension, or reshape the source so that they become one",
+                f"{kind.debug_description} takes one dimension, but dimensions are {dimensions}",
+                fix="pass one dimension, or reshape the source to merge them",
             )
 
     @classmethod
@@ -99,7 +99,7 @@ class ReductionLayer(Layer):
 
     @classmethod
     def any(cls, dimensions: Dimensions, *, label: str = "") -> ReductionLayer:
-        """Whether one element is not 0."""
+        """Whether any element is not 0."""
         return cls(ReductionType.ANY, dimensions, label=label)
 
     @classmethod
@@ -114,18 +114,18 @@ class ReductionLayer(Layer):
 
     @classmethod
     def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
-        """Every type, by one kind of reduction or another."""
+        """Every type is supported by some reduction."""
         return True
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have the dimensions, and elements of which the reduction is defined."""
+        """Checks that the source has the dimensions and a type that the reduction supports."""
         (source,), kind = sources, self.reduction_type
         for dimension in self._axes:
             require_dimension(self, dimension, source)
         if kind in _FLOATING:
             self.require_floating(source)
         if kind in _NUMBERS and source.data_type is DataType.BOOLEAN:
-            problem = f"{kind.debug_description} takes numbers, the source is boolean"
+            problem = f"{kind.debug_description} takes numbers, but the source is boolean"
             raise DataTypeError(self.where, problem, source=source, fix="use ANY, ALL or SUM")
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -141,17 +141,17 @@ Axes = tuple[int, ...]
 
 
 def reduce_max(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The largest along `axes`; the first of equal elements has the derivative."""
+    """The largest along `axes`; the first of equal elements receives the gradient."""
     return torch.amax(x, axes, keepdim=True) if not x.requires_grad else _one_by_one(torch.max, x, axes)
 
 
 def reduce_min(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The smallest along `axes`; the first of equal elements has the derivative."""
+    """The smallest along `axes`; the first of equal elements receives the gradient."""
     return torch.amin(x, axes, keepdim=True) if not x.requires_grad else _one_by_one(torch.min, x, axes)
 
 
 def _one_by_one(select: Callable[..., Any], x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The selected elements, and by autograd their places: from the last axis on, so that the first of all is kept."""
+    """Selects axis by axis, from the last one, so that the first of equal elements is kept, also by autograd."""
     for axis in sorted(axes, reverse=True):
         x = select(x, axis, keepdim=True).values
     return x
@@ -165,7 +165,7 @@ REDUCTIONS: dict[ReductionType, Callable[[torch.Tensor, Axes], torch.Tensor]] = 
     ReductionType.ARG_MAX: lambda x, axes: torch.argmax(x, axes[0], keepdim=True).int(),
     ReductionType.ARG_MIN: lambda x, axes: torch.argmin(x, axes[0], keepdim=True).int(),
     ReductionType.L1_NORM: lambda x, axes: torch.sum(torch.abs(x), axes, keepdim=True),
-    ReductionType.ANY: lambda x, axes: torch.any(x, axes, keepdim=True).bool(),  # PyTorch: of uint8 it is uint8
+    ReductionType.ANY: lambda x, axes: torch.any(x, axes, keepdim=True).bool(),  # PyTorch returns uint8 for uint8
     ReductionType.ALL: lambda x, axes: torch.all(x, axes, keepdim=True).bool(),
 }
 

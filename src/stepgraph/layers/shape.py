@@ -1,4 +1,4 @@
-"""Layers that arrange elements anew: reshape, transpose, concatenate, split, slice. They take every data type."""
+"""Layers that rearrange elements: reshape, transpose, concatenate, split, slice. They take every data type."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from stepgraph.types import DataType
 
 
 def whole_number(layer: Layer, name: str, value: Any, least: int = 0) -> int:
-    """`value` as an int, refused if it is none or below `least`."""
+    """`value` as an int; rejects other types and values below `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
-        raise ArgumentError(layer.where, f"{name} is {value!r}", fix=f"give a whole number ≥ {least}")
+        raise ArgumentError(layer.where, f"{name} is {value!r}", fix=f"pass an integer ≥ {least}")
     return int(value)
 
 
 def require_dimension(layer: Layer, dimension: int, source: TensorDescriptor) -> None:
-    """Refuses a source that has no such dimension."""
+    """Rejects a source without this dimension."""
     if dimension >= source.dimension_count:
         raise ShapeError(
             layer.where,
@@ -32,31 +32,31 @@ def require_dimension(layer: Layer, dimension: int, source: TensorDescriptor) ->
 
 
 def require_same_type(layer: Layer, first: TensorDescriptor, second: TensorDescriptor) -> None:
-    """Refuses two sources whose elements differ in type."""
+    """Rejects two sources of different types."""
     if first.data_type is not second.data_type:
         kinds = f"{first.data_type.debug_description} and {second.data_type.debug_description}"
         raise DataTypeError(
-            layer.where, f"the sources mix {kinds}", first=first, second=second, fix="give both the same data type"
+            layer.where, f"the sources mix {kinds}", first=first, second=second, fix="use the same data type for both"
         )
 
 
 def require_broadcast(layer: Layer, *shapes: tuple[int, ...], name: str = "shapes") -> None:
-    """Refuses shapes that NumPy would not broadcast."""
+    """Rejects shapes that NumPy would not broadcast."""
     try:
         torch.broadcast_shapes(*shapes)
     except RuntimeError:
         listed = " and ".join(str(list(shape)) for shape in shapes)
-        fix = "make their extents equal or 1, counted from the last one"
+        fix = "make their dimensions equal or 1, counted from the last one"
         raise ShapeError(layer.where, f"the {name} {listed} do not broadcast", fix=fix) from None
 
 
 class MovingLayer(Layer):
-    """Base of the layers that only move elements: no arithmetic, so every data type is welcome."""
+    """Base of the layers that only move elements: no arithmetic, so every data type is supported."""
 
     moves = True
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """Nothing is asked of the elements."""
+        """Accepts every type."""
 
     @classmethod
     def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
@@ -65,10 +65,10 @@ class MovingLayer(Layer):
 
 
 class ReshapeLayer(MovingLayer):
-    """The same elements, in the same order, under another shape; one extent may be -1 and is then computed.
+    """The same elements, in the same order, in another shape; one dimension may be -1 and is then inferred.
 
-    The first extent follows the batch: where it is the declared batch size and a call brings another one, the result
-    has that many rows. Elements are counted: a shape that does not hold the source is refused.
+    The first dimension follows the batch: if it is the declared batch size and a call uses another one, the result
+    has that many rows. A shape with another number of elements than the source is rejected.
 
     Example:
         >>> ReshapeLayer((64, -1)).infer(TensorDescriptor((64, 3, 4, 4)))[0].shape
@@ -83,13 +83,13 @@ class ReshapeLayer(MovingLayer):
         shape = tuple(whole_number(self, "an extent of the shape", extent, -1) for extent in self.shape)
         object.__setattr__(self, "shape", shape)
         if not 1 <= len(shape) <= MAX_DIMENSIONS:
-            raise ArgumentError(self.where, f"the shape has {len(shape)} extents", fix=f"give 1 to {MAX_DIMENSIONS}")
+            raise ArgumentError(self.where, f"the shape has {len(shape)} dimensions", fix=f"use 1 to {MAX_DIMENSIONS}")
         if 0 in shape or shape.count(-1) > 1:
-            raise ArgumentError(self.where, f"the shape is {shape}", fix="give positive extents and at most one -1")
+            raise ArgumentError(self.where, f"the shape is {shape}", fix="use positive integers and at most one -1")
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
-        """The elements of `x` under the shape of this call."""
-        # A source that keeps the declared extent in a call of another batch size is no batch: it keeps its shape.
+        """The elements of `x` in the shape of this call."""
+        # A source that keeps its declared size in a call with another batch size is not a batch: it keeps its shape.
         first = self.shape[0] if x.shape[0] == self.shape[0] else scope.batched(self.shape[0])
         shape = (first, *self.shape[1:])
         known = math.prod(extent for extent in shape if extent != -1)
@@ -99,13 +99,13 @@ class ReshapeLayer(MovingLayer):
                 self.where,
                 f"{x.numel()} elements cannot take the shape {list(shape)}",
                 source=list(x.shape),
-                fix=f"give a shape that holds {x.numel()} elements, or -1 for one extent",
+                fix=f"use a shape with {x.numel()} elements, or -1 for one dimension",
             )
         return x.reshape(shape)
 
 
 class TransposeLayer(MovingLayer):
-    """Dimensions in another order: dimension `k` of the result is dimension `dimensions[k]` of the source.
+    """Reorders dimensions: dimension `k` of the result is dimension `dimensions[k]` of the source.
 
     Same as `numpy.transpose` and `torch.permute`.
 
@@ -125,18 +125,18 @@ class TransposeLayer(MovingLayer):
             raise ArgumentError(
                 self.where,
                 f"dimensions are {dimensions}",
-                fix="name each dimension from 0 on exactly once, as in (0, 2, 1)",
+                fix="list each dimension from 0 exactly once, such as (0, 2, 1)",
             )
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have as many dimensions as are named."""
+        """Checks that the source has as many dimensions as are listed."""
         if sources[0].dimension_count != len(self.dimensions):
             raise ShapeError(
                 self.where,
-                f"{len(self.dimensions)} dimensions are named, the source has {sources[0].dimension_count}",
+                f"{len(self.dimensions)} dimensions are listed, but the source has {sources[0].dimension_count}",
                 dimensions=self.dimensions,
                 source=sources[0],
-                fix=f"name the dimensions 0 to {sources[0].dimension_count - 1}",
+                fix=f"list the dimensions 0 to {sources[0].dimension_count - 1}",
             )
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -145,7 +145,7 @@ class TransposeLayer(MovingLayer):
 
 
 class ConcatenationLayer(MovingLayer):
-    """The sources one after the other along `dimension`; all other extents and the data types must be the same.
+    """Concatenates the sources along `dimension`; all other dimensions and the data types must be the same.
 
     Example:
         >>> ConcatenationLayer().infer(TensorDescriptor((8, 3)), TensorDescriptor((8, 5)))[0].shape
@@ -161,7 +161,7 @@ class ConcatenationLayer(MovingLayer):
         object.__setattr__(self, "dimension", whole_number(self, "dimension", self.dimension))
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """All sources must agree but for the dimension."""
+        """Checks that all sources agree except in the dimension."""
         first = sources[0]
         require_dimension(self, self.dimension, first)
         for i, other in enumerate(sources[1:], start=1):
@@ -171,19 +171,19 @@ class ConcatenationLayer(MovingLayer):
                     self.where,
                     f"sources 0 and {i} differ in more than dimension {self.dimension}:"
                     f" {list(first.shape)} and {list(other.shape)}",
-                    fix=f"make all extents but the one of dimension {self.dimension} equal",
+                    fix=f"make all dimensions except {self.dimension} equal",
                 )
 
     def forward(self, *sources: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """The sources in a row."""
+        """The concatenated sources."""
         return torch.cat(sources, self.dimension)
 
 
 class SplitLayer(MovingLayer):
-    """The source cut along `dimension`, into `split_count` parts or into parts of `split_section_lengths`.
+    """Splits the source along `dimension`, into `split_count` parts or into parts of `split_section_lengths`.
 
-    With a count, each part is `ceil(extent / count)` long, the last may be shorter, and there are fewer parts where the
-    extent runs out: the rule of `torch.chunk`. Lengths must add up to the extent.
+    With a count, each part is `ceil(extent / count)` long, the last may be shorter, and there are fewer parts if the
+    extent runs out, as in `torch.chunk`. Lengths must add up to the extent.
 
     Example:
         >>> [part.shape for part in SplitLayer(2).infer(TensorDescriptor((8, 3)))]
@@ -202,8 +202,8 @@ class SplitLayer(MovingLayer):
         if (count is None) == (lengths is None) and not agree:
             raise ArgumentError(
                 self.where,
-                f"split_count is {count}, split_section_lengths are {lengths}",
-                fix="give exactly one of them",
+                f"split_count is {count} and split_section_lengths are {lengths}",
+                fix="pass exactly one of them",
             )
         if lengths is not None:
             lengths = tuple(whole_number(self, "a section length", length, 1) for length in lengths)
@@ -213,15 +213,15 @@ class SplitLayer(MovingLayer):
         object.__setattr__(self, "dimension", whole_number(self, "dimension", self.dimension))
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The lengths must add up to the extent that is split."""
+        """Checks that the lengths add up to the extent that is split."""
         require_dimension(self, self.dimension, sources[0])
         lengths, extent = self.split_section_lengths, sources[0].shape[self.dimension]
         if lengths is not None and sum(lengths) != extent:
             raise ShapeError(
                 self.where,
-                f"the sections {list(lengths)} add up to {sum(lengths)}, dimension {self.dimension} has {extent}",
+                f"the sections {list(lengths)} add up to {sum(lengths)}, but dimension {self.dimension} has {extent}",
                 source=sources[0],
-                fix=f"give lengths that add up to {extent}",
+                fix=f"pass lengths that add up to {extent}",
             )
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> tuple[torch.Tensor, ...]:
@@ -234,14 +234,14 @@ class SplitLayer(MovingLayer):
 class SliceLayer(MovingLayer):
     """Elements from `start` up to, not including, `end`, every `stride`-th, along each dimension of the source.
 
-    An end of the first dimension that is the declared batch size is the end of the batch: where a call brings another
-    size, the slice follows. A slice that reaches past the source, or holds nothing, is refused (NumPy and PyTorch cut
-    it silently).
+    If the end of the first dimension is the declared batch size, it means the end of the batch: in a call with another
+    batch size, the slice follows. A slice that reaches past the source, or is empty, is rejected (NumPy and PyTorch
+    truncate it silently).
 
     Args:
         start: first index for each dimension of the source.
         end: index after the last.
-        stride: step from one element to the next, 1 if not given.
+        stride: step from one element to the next; default 1.
 
     Example:
         >>> SliceLayer((0, 1), (8, 6), (1, 2)).infer(TensorDescriptor((8, 6)))[0].shape
@@ -263,20 +263,20 @@ class SliceLayer(MovingLayer):
             object.__setattr__(self, name, value)
         if not len(start) == len(end) == len(stride) or not start:
             counts = f"start has {len(start)} entries, end {len(end)}, stride {len(stride)}"
-            raise ArgumentError(self.where, counts, fix="give one of each for every dimension of the source")
+            raise ArgumentError(self.where, counts, fix="pass one of each per dimension of the source")
         for axis, (first, last) in enumerate(zip(start, end, strict=True)):
             if first >= last:
                 problem = f"dimension {axis} starts at {first} and ends before {last}"
-                raise ArgumentError(self.where, problem, fix="let it end after its start")
+                raise ArgumentError(self.where, problem, fix="end it after its start")
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have as many dimensions as the slice."""
+        """Checks that the source has as many dimensions as the slice."""
         if sources[0].dimension_count != len(self.start):
             raise ShapeError(
                 self.where,
-                f"the slice has {len(self.start)} dimensions, the source has {sources[0].dimension_count}",
+                f"the slice has {len(self.start)} dimensions, but the source has {sources[0].dimension_count}",
                 source=sources[0],
-                fix="give a start, an end and a stride for each dimension",
+                fix="pass a start, an end and a stride per dimension",
             )
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
@@ -287,7 +287,7 @@ class SliceLayer(MovingLayer):
             if not first < last <= extent:
                 raise ShapeError(
                     self.where,
-                    f"dimension {axis} is cut from {first} to {last}, the source has {extent}",
+                    f"dimension {axis} is sliced from {first} to {last}, but the source has {extent}",
                     source=list(x.shape),
                     fix=f"start before the end, and end at {extent} or before",
                 )

@@ -45,16 +45,16 @@ class SoftmaxLayer(Layer):
 
     @classmethod
     def softmax(cls, dimension: int = 1, *, label: str = "") -> SoftmaxLayer:
-        """Shares that add up to 1 along `dimension`."""
+        """Probabilities that add up to 1 along `dimension`."""
         return cls(SoftmaxOperation.SOFTMAX, dimension, label=label)
 
     @classmethod
     def log_softmax(cls, dimension: int = 1, *, label: str = "") -> SoftmaxLayer:
-        """Logarithms of those shares."""
+        """Logarithms of these probabilities."""
         return cls(SoftmaxOperation.LOG_SOFTMAX, dimension, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must have the dimension."""
+        """Checks that the source has the dimension."""
         super().check(*sources)
         require_dimension(self, self.dimension, sources[0])
 

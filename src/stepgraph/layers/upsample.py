@@ -1,4 +1,4 @@
-"""Upsampling: images brought to another size."""
+"""Upsampling: resizes images."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stepgraph.types import RawEnum
 
 
 class SampleMode(RawEnum):
-    """How pixels between pixels are found."""
+    """How to interpolate between pixels."""
 
     NEAREST = 0, "Nearest"
     LINEAR = 1, "Linear"
 
 
 class UpsampleLayer(Layer):
-    """Images of another size; result pixel `p` of `m` reads source position `q` of `n` along each axis.
+    """Resizes images; result pixel `p` of `m` reads source position `q` of `n` along each axis.
 
     | mode | position | value |
     |---|---|---|
@@ -41,7 +41,7 @@ class UpsampleLayer(Layer):
     Args:
         shape: `[width]` or `[height, width]` of the result.
         sample_mode: nearest pixel, or linear between pixels.
-        aligns_corners: only `LINEAR` reads it.
+        aligns_corners: only `LINEAR` uses it.
 
     Example:
         >>> UpsampleLayer([56, 56]).infer(TensorDescriptor((8, 3, 28, 28)))[0].shape
@@ -58,8 +58,8 @@ class UpsampleLayer(Layer):
         shape = tuple(whole_number(self, "an extent of the shape", extent, 1) for extent in self.shape)
         object.__setattr__(self, "shape", shape)
         if len(shape) not in (1, 2):
-            problem = f"the shape {shape} has {len(shape)} extents"
-            raise ArgumentError(self.where, problem, fix="give [width] or [height, width]")
+            problem = f"the shape {shape} has {len(shape)} dimensions"
+            raise ArgumentError(self.where, problem, fix="pass [width] or [height, width]")
         if not isinstance(self.sample_mode, SampleMode):
             problem = f"sample_mode is {self.sample_mode!r}"
             raise ArgumentError(self.where, problem, fix="use a member of SampleMode")
@@ -71,11 +71,11 @@ class UpsampleLayer(Layer):
 
     @classmethod
     def linear(cls, shape: tuple[int, ...], *, aligns_corners: bool = False, label: str = "") -> UpsampleLayer:
-        """Each pixel lies linearly between the four around it."""
+        """Each pixel is interpolated linearly between the four around it."""
         return cls(shape, SampleMode.LINEAR, aligns_corners, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The source must be a batch of images."""
+        """Checks that the source is a batch of images."""
         super().check(*sources)
         require_images(self, sources[0])
 
@@ -104,7 +104,7 @@ def upsample_nearest(x: torch.Tensor, *, size: Pair) -> torch.Tensor:
 
 @cache
 def _is_native(n: int, m: int) -> bool:
-    """Whether PyTorch's kernels, which round `n / m` (in gradients on a GPU `m / n`) first, find the exact pixels."""
+    """Whether PyTorch's kernels, which first round `n / m` (`m / n` in gradients on a GPU), find the exact pixels."""
     p, q = np.arange(m), np.arange(n + 1)
     reads = np.array_equal(np.floor(_rounded(p, n, m)), p * n // m)
     return reads and np.array_equal(np.ceil(_rounded(q, m, n)), -(-q * m // n))

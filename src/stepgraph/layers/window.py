@@ -15,7 +15,7 @@ Size = int | Sequence[int]
 
 
 class WindowDescriptor:
-    """The settings of a sliding window, axis by axis; every pair is `(height, width)`, in other words `(y, x)`."""
+    """The settings of a sliding window, per axis; every pair is `(height, width)`, that is, `(y, x)`."""
 
     kernel_sizes: Size
     strides: Size | None
@@ -34,13 +34,13 @@ class WindowDescriptor:
 
     @property
     def axes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """Kernel size, stride, dilation rate and padding size, first of y, then of x."""
+        """Kernel size, stride, dilation rate and padding size, first for y, then for x."""
         y = (self.kernel_height, self.stride_in_y, self.dilation_rate_in_y, self.padding_size_in_y)
         return y, (self.kernel_width, self.stride_in_x, self.dilation_rate_in_x, self.padding_size_in_x)
 
     @property
     def extents(self) -> Pair:
-        """Rows and columns that a window spans, dilation included."""
+        """Rows and columns that a window spans, including dilation."""
         y = extent(self.kernel_height, self.dilation_rate_in_y)
         return y, extent(self.kernel_width, self.dilation_rate_in_x)
 
@@ -62,7 +62,7 @@ def pair(where: str, name: str, value: int | Sequence[int], least: int = 1) -> P
     numbers = tuple(value) if isinstance(value, Iterable) else (value, value)
     numbers = numbers * 2 if len(numbers) == 1 else numbers
     if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, Integral) or n < least for n in numbers):
-        raise ArgumentError(where, f"{name} is {value!r}", fix=f"give one whole number ≥ {least}, or (height, width)")
+        raise ArgumentError(where, f"{name} is {value!r}", fix=f"pass one integer ≥ {least}, or (height, width)")
     return int(numbers[0]), int(numbers[1])
 
 
@@ -85,18 +85,18 @@ def padding(policy: PaddingPolicy, size: int, kernel: int, stride: int, dilation
 
 
 def require_images(layer: Layer, source: TensorDescriptor) -> None:
-    """Refuses sources that are not `[batch, channels, height, width]`."""
+    """Rejects sources that are not `[batch, channels, height, width]`."""
     if source.dimension_count != 4:
-        problem = f"the source has {source.dimension_count} extents, [batch, channels, height, width] has 4"
+        problem = f"the source has {source.dimension_count} dimensions, but [batch, channels, height, width] has 4"
         raise ShapeError(layer.where, problem, source=source, fix="reshape the source")
 
 
 def require_room(layer: Layer, source: TensorDescriptor, descriptor: WindowDescriptor) -> None:
-    """Refuses images that are smaller, with their padding, than one window."""
+    """Rejects padded images that are smaller than one window."""
     height, width = (
         n + sum(added) for n, added in zip(source.shape[2:], descriptor.padding(*source.shape[2:]), strict=True)
     )
     tall, wide = descriptor.extents
     if height < tall or width < wide:
-        problem = f"the window spans {tall} × {wide} pixels, the image with its padding has {height} × {width}"
+        problem = f"the window spans {tall} × {wide} pixels, but the image with its padding has {height} × {width}"
         raise ShapeError(layer.where, problem, source=source, fix="use a smaller kernel, more padding or SAME padding")

@@ -1,4 +1,4 @@
-"""The YOLO loss: where objects are, how large, how sure, and of which class, on a grid of cells with anchor boxes."""
+"""The YOLO loss: position, size, confidence and class of objects, on a grid of cells with anchor boxes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _SUM = LossDescriptor(LossType.MEAN_SQUARED_ERROR, ReductionType.SUM)
 
 @dataclass(frozen=True)
 class YOLOLossDescriptor:
-    """Anchor boxes, and what each kind of error costs.
+    """Anchor boxes, and the weight of each kind of error.
 
     Args:
         anchor_boxes: pairs of width and height in units of a grid cell, or raw float32 memory `w0 h0 w1 h1 …`.
-        anchor_box_count: how many boxes there are; 0 counts them. Raw memory may be longer: the first boxes count.
-        should_rescore: whether a sure prediction means its overlap with the true box, instead of 1.
+        anchor_box_count: the number of boxes; 0 counts them. Raw memory may be longer: the first boxes are used.
+        should_rescore: whether the target confidence is the overlap with the true box instead of 1.
         scale_spatial_position_loss: weight of the center's error.
         scale_spatial_size_loss: weight of the error of width and height.
-        scale_no_object_confidence_loss: weight of confidence where there is no object.
-        scale_object_confidence_loss: weight of missing confidence where there is one.
-        scale_class_loss: weight of the wrong class.
-        minimum_iou_for_object_presence: anchors that fit a true box better than this are all responsible for it, next
-            to the one that fits best.
-        maximum_iou_for_object_absence: anchors that fit worse than this must not be sure.
+        scale_no_object_confidence_loss: weight of the confidence if there is no object.
+        scale_object_confidence_loss: weight of missing confidence if there is one.
+        scale_class_loss: weight of a wrong class.
+        minimum_iou_for_object_presence: all anchors that overlap a true box more than this are responsible for it, in
+            addition to the best one.
+        maximum_iou_for_object_absence: anchors that overlap less than this must have low confidence.
 
     Example:
         >>> YOLOLossDescriptor([(1.0, 2.0), (4.0, 3.0)]).anchor_box_count
@@ -64,27 +64,27 @@ class YOLOLossDescriptor:
     def __post_init__(self) -> None:
         count = self.anchor_box_count
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
-            raise ArgumentError(_WHERE, f"anchor_box_count is {count!r}", fix="give a whole number, or 0 to count them")
+            raise ArgumentError(_WHERE, f"anchor_box_count is {count!r}", fix="pass an integer, or 0 to count them")
         boxes = _pairs(self.anchor_boxes, int(count))
         object.__setattr__(self, "anchor_boxes", boxes)
         object.__setattr__(self, "anchor_box_count", len(boxes))
         if not isinstance(self.should_rescore, bool):
-            raise ArgumentError(_WHERE, f"should_rescore is {self.should_rescore!r}", fix="give True or False")
+            raise ArgumentError(_WHERE, f"should_rescore is {self.should_rescore!r}", fix="pass True or False")
         for name in self.__dataclass_fields__:
             most = math.inf if name.startswith("scale") else 1.0 if "iou" in name else None
             value = getattr(self, name)
             if most is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ArgumentError(_WHERE, f"{name} is {value!r}", fix="give a finite number")
+                raise ArgumentError(_WHERE, f"{name} is {value!r}", fix="pass a finite number")
             if not 0 <= value <= most:
-                raise ArgumentError(_WHERE, f"{name} is {value}", fix=f"give a number from 0 to {most}")
+                raise ArgumentError(_WHERE, f"{name} is {value}", fix=f"pass a number from 0 to {most}")
 
 
 class YOLOLossLayer(LossLayer):
-    """How far the boxes of a `[batch, anchors * (5 + classes), height, width]` prediction are from the true ones.
+    """The error of the boxes in a `[batch, anchors * (5 + classes), height, width]` prediction.
 
-    Channels of an anchor follow each other: `x y w h confidence class…`. For one anchor `A` in one cell, with
+    Channels of an anchor are adjacent: `x y w h confidence class…`. For one anchor `A` in one cell, with
     prediction p and label q:
 
         xy, wh   = σ(p_xy), exp(p_wh) A
@@ -98,14 +98,14 @@ class YOLOLossLayer(LossLayer):
                  = no_object bce(p_confidence, 0)                                                 where absent
                  = 0                                                                              elsewhere
 
-    The result is `[batch]`: each sample's sum over its cells and anchors, divided by nothing. `overlap` gets no
+    The result is `[batch]`: each sample's sum over its cells and anchors, without division. `overlap` gets no
     gradient, so with rescoring the gradient is not the derivative of the reported number.
 
     Labels have the prediction's shape: in the cell with an object's center, and for every anchor, the center inside the
     cell, the size in cells, confidence 1 and the class one-hot; elsewhere 0 and, for classes, anything. Label weights
-    are one number, one for each sample, or one for each sample and cell.
+    are one number, one per sample, or one per sample and cell.
 
-    The inherited `descriptor` only says that the loss is a sum.
+    The inherited `descriptor` only states that the loss is a sum.
 
     Example:
         >>> layer = YOLOLossLayer(YOLOLossDescriptor([(1.0, 2.0), (4.0, 3.0)]))
@@ -129,11 +129,11 @@ class YOLOLossLayer(LossLayer):
     def create(
         cls, anchor_boxes: Boxes, *, weights: Tensor | None = None, label: str = "", **settings: Any
     ) -> YOLOLossLayer:
-        """A layer for these boxes; further settings are those of `YOLOLossDescriptor`, by name."""
+        """A layer for these boxes; other settings are those of `YOLOLossDescriptor`, by name."""
         return cls(YOLOLossDescriptor(anchor_boxes, **settings), weights=weights, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
-        """The prediction's channels must belong to the anchors; labels and weights must fit it."""
+        """Checks that the prediction's channels match the anchors; labels and weights must match it."""
         for source in sources:
             self.require_floating(source)
         prediction, labels, *weights = sources
@@ -141,26 +141,26 @@ class YOLOLossLayer(LossLayer):
         if len(shape) != 4 or shape[1] % count or shape[1] < BOX * count:
             raise ShapeError(
                 self.where,
-                f"the prediction {list(shape)} has no {count} anchors of {BOX} channels and the classes",
+                f"the prediction {list(shape)} does not have {count} anchors of {BOX} channels plus classes",
                 fix=f"use [batch, {count} * ({BOX} + classes), height, width]",
             )
         if not label_shape(shape, labels.shape, False):
             raise ShapeError(
                 self.where,
-                f"labels {list(labels.shape)} do not fit the prediction {list(shape)}",
-                fix="give labels of the prediction's shape",
+                f"labels {list(labels.shape)} do not match the prediction {list(shape)}",
+                fix="pass labels of the prediction's shape",
             )
         if weights and (weight_shape(shape, weights[0].shape, True) or shape)[1] != 1:
             raise ShapeError(
                 self.where,
-                f"label weights {list(weights[0].shape)} do not fit the prediction {list(shape)}",
-                fix="give one weight, one for each sample, or one for each sample and cell",
+                f"label weights {list(weights[0].shape)} do not match the prediction {list(shape)}",
+                fix="pass one weight, one per sample, or one per sample and cell",
             )
 
     def forward(
         self, prediction: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, *, scope: Scope
     ) -> torch.Tensor:
-        """The loss of each sample, found in float32 at least."""
+        """The loss of each sample, computed in float32 or wider."""
         shape, settings = tuple(prediction.shape), self.yolo_loss_descriptor
         wide = torch.promote_types(prediction.dtype, torch.float32)
         anchors = scope.array(self.anchor_boxes, settings.anchor_box_count, 2, 1, 1).to(wide)
@@ -199,9 +199,9 @@ def yolo_loss(p: torch.Tensor, q: torch.Tensor, anchors: torch.Tensor, *, settin
 def responsible(
     q_wh: torch.Tensor, q_confidence: torch.Tensor, anchors: torch.Tensor, *, settings: YOLOLossDescriptor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which anchors must find the object of their cell, and which must find nothing; the others are left alone."""
+    """Which anchors must detect the object of their cell, and which must detect nothing; the others are ignored."""
     fit = _iou(torch.minimum(anchors, q_wh).prod(2), anchors.prod(1), q_wh.prod(2))
-    # A fused kernel may find `fit` twice, rounded differently: the best one is equal to the largest up to that.
+    # A fused kernel may compute `fit` twice with different rounding: the best one equals the largest up to that.
     best = fit >= fit.amax(1, keepdim=True) * (1 - 8 * torch.finfo(fit.dtype).eps)
     present = (q_confidence == 1) & (best | (fit > settings.minimum_iou_for_object_presence))
     return present, (fit < settings.maximum_iou_for_object_absence) & ~present
@@ -234,8 +234,8 @@ def _pairs(boxes: Any, count: int) -> tuple[tuple[float, float], ...]:
         if memory.nbytes < 8 * usable or (not count and memory.nbytes % 8):
             raise DataError(
                 _WHERE,
-                f"anchor_boxes has {memory.nbytes} bytes, {usable or 1} boxes of two float32 need {8 * (usable or 1)}",
-                fix="give width and height of each box as float32",
+                f"anchor_boxes has {memory.nbytes} bytes, but {usable or 1} boxes need {8 * (usable or 1)}",
+                fix="pass width and height of each box as float32",
             )
         boxes = np.frombuffer(memory[: 8 * usable], np.float32).reshape(-1, 2)
     try:
@@ -243,11 +243,11 @@ def _pairs(boxes: Any, count: int) -> tuple[tuple[float, float], ...]:
     except (TypeError, ValueError):
         values = np.empty(0)
     if values.ndim != 2 or values.shape[1] != 2 or not len(values):
-        raise ShapeError(_WHERE, f"anchor_boxes is {boxes!r}", fix="give pairs (width, height)")
+        raise ShapeError(_WHERE, f"anchor_boxes is {boxes!r}", fix="pass pairs (width, height)")
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ArgumentError(_WHERE, f"anchor_boxes has sizes that are not above 0: {values.tolist()}", fix="give cells")
+        raise ArgumentError(_WHERE, f"anchor_boxes has non-positive sizes: {values.tolist()}", fix="pass cells")
     if count not in (0, len(values)):
         raise ArgumentError(
-            _WHERE, f"anchor_box_count is {count}, there are {len(values)} boxes", fix="leave the count out"
+            _WHERE, f"anchor_box_count is {count}, but there are {len(values)} boxes", fix="leave out the count"
         )
     return tuple((float(width), float(height)) for width, height in values)

@@ -77,7 +77,7 @@ class Row:
         if named or len(arguments) != len(self.takes):
             given = f"{len(arguments)} arguments" + f" and the names {', '.join(named)}" * bool(named)
             raise ArgumentError(
-                call, f"{given} were given, {len(self.takes)} are needed", fix="give one for each colon"
+                call, f"{given} were passed, but {len(self.takes)} are needed", fix="pass one for each colon"
             )
         taken = zip(self.takes.items(), self.labels, arguments, strict=True)
         return {name: kind.take(call, label, value) for (name, kind), label, value in taken}

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
         except StepgraphError:
             raise
         except Exception:  # whatever an odd object raises when it is looked at
-            raise DataTypeError(call, f"{name} is {shown(value)}", fix=f"give {self.wanted}") from None
+            raise DataTypeError(call, f"{name} is {shown(value)}", fix=f"pass {self.wanted}") from None
 
 
 class NSData(np.ndarray):
@@ -194,12 +194,12 @@ def pair(default: int | None) -> Kind:
     return Kind("[height, width], [size] or None", lambda value: _pair(default, value))
 
 
-INT = Kind("a whole number", _whole)
+INT = Kind("an integer", _whole)
 FLOAT = Kind("a number", _real)
 BOOL = Kind("True or False", _switch)
 TEXT = Kind("a string", _text)
-INTS = Kind("a list of whole numbers", lambda value: tuple(_whole(one) for one in _list(value)))
-SHAPE = Kind("a list of 1 to 4 whole numbers", _shape)
+INTS = Kind("a list of integers", lambda value: tuple(_whole(one) for one in _list(value)))
+SHAPE = Kind("a list of 1 to 4 integers", _shape)
 NUMBER = Kind("a number", lambda value: int(value) if isinstance(value, bool | np.bool_) else _real(value))
 DATA = Kind("an MLCTensorData or bytes", _memory)
 DATAS = Kind("a list of MLCTensorData", lambda value: [_memory(one) for one in _list(value)])

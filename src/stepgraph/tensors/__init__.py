@@ -1,1 +1,1 @@
-"""Tensors: what they are, the memory behind them, and their quantized form."""
+"""Tensors: their descriptors, the memory behind them, and their quantized form."""

@@ -1,8 +1,8 @@
-"""Memory from anywhere, seen as torch arrays without a copy.
+"""Memory from any source as torch arrays, without a copy.
 
-`read` turns what a caller hands over (NumPy, DLPack, torch, any buffer, nested numbers) into an array of a descriptor's
-shape and type; `write` puts an array into the caller's memory. Raw memory (`TensorData`, bytes) is taken as it is:
-longer than needed is fine, the rest is ignored; shorter is refused. Shaped arrays must have the shape.
+`read` turns the caller's data (NumPy, DLPack, torch, any buffer, nested numbers) into an array of a descriptor's
+shape and type; `write` copies an array into the caller's memory. Raw memory (`TensorData`, bytes) is used directly:
+it may be longer than needed, the rest is ignored; shorter memory is rejected. Shaped arrays must have the shape.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stepgraph.types import DataType
 
 
 class TensorData:
-    """Raw host memory: a view over somebody's buffer that is never copied and never owned.
+    """Raw host memory: a view of an existing buffer that is never copied and never owned.
 
     Args:
         buffer: an ndarray, a torch tensor on the CPU, a bytearray, a memoryview, anything with DLPack or the buffer
-            protocol. Bytes that may not be written (`bytes`, read-only arrays) are copied, since results go in place.
-        deallocator: called once when nothing reads the memory any more: this object, and all tensors over it.
+            protocol. Read-only memory (`bytes`, read-only arrays) is copied, since results are written in place.
+        deallocator: called once when nothing reads the memory any more: neither this object nor any tensor over it.
 
     Example:
         >>> TensorData(np.zeros(4, np.float32)).length
@@ -41,7 +41,7 @@ class TensorData:
 
     @property
     def bytes(self) -> memoryview:
-        """The memory itself; writing here writes there."""
+        """The memory itself; writes go to the original buffer."""
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
 
     @property
@@ -50,7 +50,7 @@ class TensorData:
         return self._bytes.numel()
 
     def array(self, dtype: torch.dtype) -> torch.Tensor:
-        """The memory as a flat array of whole elements of `dtype`, sharing it."""
+        """The memory as a flat array of complete elements of `dtype`, sharing it."""
         usable = self.length - self.length % dtype.itemsize
         memory = self._bytes[:usable]
         # An odd address cannot be viewed as wider elements; such memory is rare and is copied.
@@ -61,7 +61,7 @@ class TensorData:
 
 
 def as_array(data: Any, where: str) -> torch.Tensor:
-    """`data` as a torch array of its own type and shape, sharing its memory where that may be written."""
+    """`data` as a torch array of its own type and shape, sharing its memory if that is writable."""
     if isinstance(data, torch.Tensor):
         _require_plain(data, where)
         return data.detach()
@@ -69,7 +69,7 @@ def as_array(data: Any, where: str) -> torch.Tensor:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
         seen = np.asanyarray(data)
-    except Exception as error:  # somebody else's `__array__` or `__dlpack__` may raise anything
+    except Exception as error:  # a foreign `__array__` or `__dlpack__` can raise anything
         raise _not_an_array(data, where, error) from error
     values = unmasked(seen, where)
     if values.dtype.kind not in "biufc":
@@ -86,26 +86,26 @@ def as_array(data: Any, where: str) -> torch.Tensor:
 
 
 def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
-    message = f"{type(data).__name__} cannot be seen as an array ({reason(error).partition('. ')[0]})"
-    return DataTypeError(where, message, fix="give NumPy, torch, DLPack or bytes")
+    message = f"{type(data).__name__} cannot be read as an array ({reason(error).partition('. ')[0]})"
+    return DataTypeError(where, message, fix="pass NumPy, torch, DLPack or bytes")
 
 
 def unmasked(array: np.ndarray, where: str) -> np.ndarray:
-    """The array without its mask, refused where something is masked: what lies below is nobody's number."""
+    """The array without its mask; rejects masked elements, whose values are meaningless."""
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         problem = f"masked elements: {np.ma.count_masked(array)} of {array.size}"
-        raise DataError(where, problem, fix="decide what they are: .filled(value)")
+        raise DataError(where, problem, fix="choose their values: .filled(value)")
     return np.asarray(array)
 
 
 def _require_plain(array: torch.Tensor, where: str) -> None:
-    """Refuses torch's arrays that are not numbers in rows: sparse, nested, quantized, or without memory."""
+    """Rejects torch arrays that are not dense numbers: sparse, nested, quantized, or without memory."""
     if array.layout is torch.strided and not (array.is_nested or array.is_quantized or array.is_meta):
         if isinstance(array, torch_private.FakeTensor):
-            raise DataTypeError(where, "a fake tensor holds no numbers", fix="give its data")
+            raise DataTypeError(where, "a fake tensor holds no numbers", fix="pass its data")
         return
     if array.is_meta:
-        raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="give its data")
+        raise DataTypeError(where, "the torch tensor is on the meta device and holds no numbers", fix="pass its data")
     kind = "nested" if array.is_nested else "quantized" if array.is_quantized else None
     kind = kind or str(array.layout).removeprefix("torch.").removeprefix("_")
     fix = {"nested": "to_padded_tensor(0.0)", "quantized": "dequantize()"}.get(kind, "to_dense()")
@@ -113,8 +113,8 @@ def _require_plain(array: torch.Tensor, where: str) -> None:
 
 
 def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
-    """An array of `shape` and `data_type` over `data`, without a copy where its memory allows it."""
-    # Asked first, because in a loop data usually is as it should be.
+    """An array of `shape` and `data_type` over `data`, without a copy if its memory allows it."""
+    # Checked first, because in a loop the data usually needs no conversion.
     kind = type(data)
     if kind is torch.Tensor and data.layout is torch.strided and not (data.is_meta or data.is_nested):
         if data.dtype is data_type.torch and data.shape == shape and data.is_contiguous():
@@ -130,10 +130,10 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
     if array.dtype != data_type.torch:
         raise DataTypeError(
             where,
-            f"the data is {str(array.dtype).removeprefix('torch.')}, the tensor is {data_type.debug_description}",
+            f"the data is {str(array.dtype).removeprefix('torch.')}, but the tensor is {data_type.debug_description}",
             fix=f"convert it first, for example .astype(np.{data_type.debug_description})",
         )
-    # A compiled step counts on rows that lie one behind the other; other layouts are copied.
+    # A compiled step requires contiguous rows; other layouts are copied.
     return _fit(array, shape, data_type, where).contiguous()
 
 
@@ -143,21 +143,21 @@ def write(array: torch.Tensor, target: Any, where: str) -> None:
 
 
 def destination(target: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
-    """The caller's memory as an array to write to; refused where what is written would not arrive."""
+    """The caller's memory as an array to write to; rejected if writes would not reach it."""
     require_writable(target, where)
     memory = TensorData(np.frombuffer(target, np.uint8)) if isinstance(target, bytearray | memoryview) else target
     array = read(memory, shape, data_type, where)
     if not _shares(array, memory):
         raise DataError(
             where,
-            "the memory given for the output has gaps, another byte order or an odd address",
-            fix="give a contiguous array of the machine's own byte order",
+            "the memory for the output is not contiguous, not aligned or has another byte order",
+            fix="pass a contiguous array in the machine's byte order",
         )
     return array
 
 
 def bytes_to_write(target: Any, where: str) -> TensorData:
-    """The caller's memory as bytes to write into."""
+    """The caller's memory as writable bytes."""
     if isinstance(target, TensorData):
         return target
     require_writable(target, where)
@@ -165,12 +165,12 @@ def bytes_to_write(target: Any, where: str) -> TensorData:
 
 
 def require_writable(target: Any, where: str) -> None:
-    """Refuses what a result cannot be written into."""
+    """Rejects memory that a result cannot be written to."""
     if isinstance(target, bytes | str | list | tuple | int | float | None):
-        raise DataError(where, f"{type(target).__name__} cannot be written to", fix="give an ndarray or bytearray")
+        raise DataError(where, f"{type(target).__name__} cannot be written to", fix="pass an ndarray or bytearray")
     is_view = isinstance(target, memoryview)
     if target.readonly if is_view else isinstance(target, np.ndarray) and not target.flags.writeable:
-        raise DataError(where, "the memory given for the output is read-only", fix="give a writable array")
+        raise DataError(where, "the memory for the output is read-only", fix="pass a writable array")
 
 
 def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
@@ -180,11 +180,11 @@ def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
     if array.ndim <= 1 or _without_ones(given) == _without_ones(wanted):
         return _take(array.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
     if given[1:] == wanted[1:] or _without_ones(given[1:]) == _without_ones(wanted[1:]):
-        if given[0] > wanted[0]:  # the first rows, seen where they lie
+        if given[0] > wanted[0]:  # a view of the first rows
             array = array[: wanted[0]]
         return _take(array.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
     raise ShapeError(
-        where, f"the data has shape {given}, the tensor has shape {wanted}", fix="reshape or flatten the data"
+        where, f"the data has shape {given}, but the tensor has shape {wanted}", fix="reshape or flatten the data"
     )
 
 
@@ -197,19 +197,19 @@ def _take(flat: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
             f"the data is too short: {flat.numel() * data_type.element_size} bytes for {needed} bytes",
             given=given,
             needed=f"{needed} bytes, shape {tuple(shape)} of {data_type.debug_description}",
-            fix="give at least that much, or pass batch_size= for a batch with fewer rows",
+            fix="pass at least that much, or use batch_size= for a batch with fewer rows",
         )
     return flat[:count].view(tuple(shape))
 
 
 class _Memory(np.ndarray):
-    """An array that can be watched going away."""
+    """An array whose release can be observed."""
 
 
 def _released(memory: torch.Tensor, deallocator: Callable[[], object]) -> torch.Tensor:
-    """The same memory behind a storage of its own, which lives as long as any view of it and then calls `deallocator`.
+    """The same memory behind its own storage, which lives as long as any view of it and then calls `deallocator`.
 
-    The storage holds the array it was made from, and that one holds `memory`.
+    The storage holds the array it was created from, and that one holds `memory`.
     """
     watched = memory.numpy().view(_Memory)
     weakref.finalize(watched, deallocator)
@@ -219,14 +219,14 @@ def _released(memory: torch.Tensor, deallocator: Callable[[], object]) -> torch.
 def _flat_bytes(array: torch.Tensor) -> torch.Tensor:
     if not array.is_cpu or not array.is_contiguous():
         kind = "not contiguous" if array.is_cpu else f"on {array.device}"
-        raise DataError("TensorData", f"the memory is {kind}", fix="give contiguous host memory")
+        raise DataError("TensorData", f"the memory is {kind}", fix="pass contiguous host memory")
     return as_bytes(array)
 
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous array as bytes, sharing it.
 
-    The stride along an extent of 1 may be anything, and a single element of a larger array still has that array's.
+    The stride along a dimension of 1 is arbitrary, and a single element of a larger array keeps that array's stride.
     """
     if not array.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -238,13 +238,13 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
-    """Nested numbers as an array of their own; refused where the type would make others of them."""
+    """Nested numbers as a new array; rejects numbers that the type would change."""
     _require_unmasked(data, where)
     try:
         values = np.asarray(data)
         if values.dtype.kind not in "biuf":
-            raise ValueError("it holds something else than numbers")
-        with np.errstate(all="ignore"):  # what does not fit is told below, with its value
+            raise ValueError("it contains something other than numbers")
+        with np.errstate(all="ignore"):  # numbers that do not fit are reported below, with their values
             array = torch.from_numpy(values.astype(_numpy_type(data_type))).to(data_type.torch)
         _require_same(values, array, data_type)
         return array
@@ -252,8 +252,8 @@ def _numbers(data: Any, data_type: DataType, where: str) -> torch.Tensor:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataTypeError(
             where,
-            f"{type(data).__name__} cannot be seen as an array of {data_type.debug_description} ({reason})",
-            fix="give numbers, in rows of equal length",
+            f"{type(data).__name__} cannot be read as an array of {data_type.debug_description} ({reason})",
+            fix="pass numbers, in rows of equal length",
         ) from None
 
 
@@ -263,7 +263,7 @@ def _numpy_type(data_type: DataType) -> str:
 
 
 def _require_unmasked(data: Any, where: str) -> None:
-    """Refuses masked elements among nested numbers: NumPy would drop the mask without a word."""
+    """Rejects masked elements among nested numbers: NumPy would silently drop the mask."""
     if isinstance(data, np.ma.MaskedArray):
         unmasked(data, where)
     elif isinstance(data, list | tuple):
@@ -273,7 +273,7 @@ def _require_unmasked(data: Any, where: str) -> None:
 
 
 def _require_same(values: np.ndarray, array: torch.Tensor, data_type: DataType) -> None:
-    """Raises a ValueError at the first number that the type has made another of; rounding of reals is none."""
+    """Raises a ValueError at the first number that the type changes; rounding of reals is allowed."""
     if values.dtype.kind == "b" or not values.size:
         return
     wanted = np.dtype(_numpy_type(data_type))
@@ -283,16 +283,16 @@ def _require_same(values: np.ndarray, array: torch.Tensor, data_type: DataType) 
         lost, why = (values != 0) & (values != 1), "is neither 0 nor 1"
     else:
         bounds = np.iinfo(wanted)
-        # The largest int64 is no float64; the number after it is.
+        # The largest int64 is not a float64; the number after it is.
         below = values < float(bounds.max) + 1 if values.dtype.kind == "f" else values <= bounds.max
         fits = (values >= bounds.min) & below & (values == np.trunc(values))
-        lost, why = ~fits, f"is no whole number from {bounds.min} to {bounds.max}"
+        lost, why = ~fits, f"is not an integer from {bounds.min} to {bounds.max}"
     if lost.any():
         raise ValueError(f"{values[lost][0]} {why}")
 
 
 def _shares(array: torch.Tensor, memory: Any) -> bool:
-    """Whether what is written to `array` arrives in the caller's memory."""
+    """Whether writes to `array` reach the caller's memory."""
     if isinstance(memory, np.ndarray):
         return np.shares_memory(array.numpy(), memory)
     given = memory.array(torch.uint8) if isinstance(memory, TensorData) else memory

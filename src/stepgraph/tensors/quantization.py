@@ -1,10 +1,10 @@
-"""Real numbers as small whole numbers and back, with one scale or one along each index of an axis.
+"""Real numbers as small integers and back, with one scale or one per index of an axis.
 
-    y = round(scale * x + bias), held between the least and the greatest number of the type
+    y = round(scale * x + bias), clamped to the range of the type
     x = (y - bias) / scale
 
-The scale multiplies when quantizing, as in ML Compute's own backend; PyTorch divides by its scale. `bias` is the number
-that stands for zero. Halves go to the even neighbor. Everything is found in float64, so ties are ties.
+The scale multiplies when quantizing, as in ML Compute's own backend; PyTorch divides by its scale. `bias` is the
+integer that represents zero. Halves round to even. Everything is computed in float64, so ties are exact.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ QUANTIZED = (DataType.INT8, DataType.UINT8, DataType.INT32)
 
 
 class Values(Protocol):
-    """Numbers of one type with a shape: a tensor, as far as this module needs one."""
+    """Numbers of one type with a shape: the part of a tensor that this module needs."""
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """Its name in messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,14 +45,14 @@ Numbers = float | Values | np.ndarray | torch.Tensor | Sequence[float]
 
 
 def quantize(tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None) -> torch.Tensor:
-    """`round(scale * x + bias)`; what does not fit the type becomes its nearest number.
+    """`round(scale * x + bias)`, saturating at the range of the type.
 
     Args:
-        tensor: float32, with data; infinities become the ends of the type, NaN is refused.
+        tensor: float32, with data; infinities become the limits of the type, NaN is rejected.
         data_type: int8, uint8 or int32.
-        scale: a finite number that is not 0; with `axis` also one for each index along it.
-        bias: the number that stands for zero; with `axis` also one for each index along it.
-        axis: the dimension along which scales and biases differ; None for one pair for all.
+        scale: a finite number other than 0; with `axis`, also one per index along it.
+        bias: the integer that represents zero; with `axis`, also one per index along it.
+        axis: the dimension along which scales and biases differ; None for a single pair.
 
     Example:
         >>> x = Tensor((4,), data=np.array([1, 2, 3, 4], np.float32))
@@ -64,9 +64,7 @@ def quantize(tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, a
     factor, zero = _along(tensor, "scale", scale, axis), _along(tensor, "bias", bias, axis)
     x = tensor.torch().detach().cpu().double()
     if x.isnan().any():
-        raise DataError(
-            tensor.where, f"{int(x.isnan().sum())} elements are NaN", fix="put numbers in their place first"
-        )
+        raise DataError(tensor.where, f"{int(x.isnan().sum())} elements are NaN", fix="replace them first")
     limits = torch.iinfo(target.torch)
     y = (factor * x + zero).round_().clamp_(limits.min, limits.max)
     return y.to(target.torch)
@@ -75,14 +73,14 @@ def quantize(tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, a
 def dequantize(
     tensor: Values, data_type: Any, *, scale: Numbers, bias: Numbers, axis: int | None = None
 ) -> torch.Tensor:
-    """`(y - bias) / scale`, for the scale and bias that `quantize` was given.
+    """`(y - bias) / scale`, with the scale and bias passed to `quantize`.
 
     Args:
         tensor: int8, uint8 or int32, with data.
         data_type: float32.
-        scale: a finite number that is not 0; with `axis` also one for each index along it.
-        bias: the number that stands for zero; with `axis` also one for each index along it.
-        axis: the dimension along which scales and biases differ; None for one pair for all.
+        scale: a finite number other than 0; with `axis`, also one per index along it.
+        bias: the integer that represents zero; with `axis`, also one per index along it.
+        axis: the dimension along which scales and biases differ; None for a single pair.
 
     Example:
         >>> y = Tensor((3,), "uint8", data=np.array([118, 128, 148], np.uint8))
@@ -105,21 +103,21 @@ def _type(where: str, given: Any, allowed: Sequence[DataType], verb: str) -> Dat
 
 
 def _along(tensor: Values, name: str, given: Numbers, axis: int | None) -> torch.Tensor:
-    """The scale or bias as float64, shaped so that it broadcasts along `axis`."""
+    """The scale or bias as float64, shaped to broadcast along `axis`."""
     values = _numbers(tensor.where, name, given)
     if not values.isfinite().all() or (name == "scale" and (values == 0).any()):
         wanted = "finite, and not 0" if name == "scale" else "finite"
-        raise ArgumentError(tensor.where, f"the {name} is {values.tolist()}", fix=f"give numbers that are {wanted}")
+        raise ArgumentError(tensor.where, f"the {name} is {values.tolist()}", fix=f"pass numbers that are {wanted}")
     shape, rank = tensor.shape, len(tensor.shape)
     if axis is None:
         if values.numel() != 1:
             raise ShapeError(
-                tensor.where, f"the {name} has {values.numel()} numbers for a tensor {list(shape)}", fix="give axis="
+                tensor.where, f"the {name} has {values.numel()} numbers for a tensor {list(shape)}", fix="pass axis="
             )
         return values.reshape(())
     if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
         raise ArgumentError(
-            tensor.where, f"the axis is {axis!r}, the shape is {list(shape)}", fix=f"use 0 to {rank - 1}"
+            tensor.where, f"the axis is {axis!r}, but the shape is {list(shape)}", fix=f"use 0 to {rank - 1}"
         )
     if values.ndim == 0:
         return values
@@ -128,7 +126,7 @@ def _along(tensor: Values, name: str, given: Numbers, axis: int | None) -> torch
             tensor.where,
             f"the {name} has shape {list(values.shape)}, axis {axis} of the tensor has {shape[axis]} indices",
             tensor=f"{tensor.data_type.debug_description} {list(shape)}",
-            fix=f"give {shape[axis]} numbers, or one number for all",
+            fix=f"pass {shape[axis]} numbers, or one number for all",
         )
     return values.reshape([shape[axis] if i == axis % rank else 1 for i in range(rank)])
 
@@ -142,5 +140,5 @@ def _numbers(where: str, name: str, given: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         values = np.empty(0)
     if values.dtype.kind not in "iuf" or not values.size:
-        raise DataTypeError(where, f"the {name} is {given!r}", fix="give a number, numbers or a Tensor of numbers")
+        raise DataTypeError(where, f"the {name} is {given!r}", fix="pass a number, numbers or a Tensor of numbers")
     return torch.from_numpy(values.astype(np.float64))

@@ -1,8 +1,8 @@
-"""Tensors: what a graph is wired with.
+"""Tensors: the values that a graph connects.
 
 A `TensorDescriptor` is a value: shape, element type, sequence lengths. A `Tensor` has an identity: it names one
-value of a graph and may hold data. On the CPU its data is the buffer the compiled graph works on; elsewhere the
-current value lives on the device and `synchronize_data` brings it home.
+value of a graph and may hold data. On the CPU its data is the buffer the compiled graph works on; on other devices
+the current value is on the device and `synchronize_data` copies it to the host.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_DIMENSIONS = 5  # the original stops at 4
 
 @dataclass(frozen=True)
 class TensorDescriptor:
-    """Shape and element type of a tensor, outermost extent first; images are `[batch, channels, height, width]`.
+    """Shape and element type of a tensor, outermost dimension first; images are `[batch, channels, height, width]`.
 
     Args:
-        shape: one to five positive extents.
-        data_type: element type, in any spelling `DataType.of` knows.
+        shape: one to five positive integers.
+        data_type: element type, in any form that `DataType.of` accepts.
         sequence_lengths: lengths of the sequences in a `[batch, steps, features]` tensor.
-        sorted_sequences: whether the lengths are given longest first.
+        sorted_sequences: whether the lengths are sorted, longest first.
 
     Example:
         >>> TensorDescriptor((2, 3, 4, 5)).stride
@@ -69,11 +69,11 @@ class TensorDescriptor:
         if self.shape[0] not in (1, len(lengths)):
             raise ShapeError(
                 "TensorDescriptor",
-                f"{len(lengths)} lengths were given for {self.shape[0]} rows",
-                fix="give one length for each row",
+                f"{len(lengths)} lengths were passed for {self.shape[0]} rows",
+                fix="pass one length per row",
             )
         if self.sorted_sequences and list(lengths) != sorted(lengths, reverse=True):
-            raise ArgumentError("TensorDescriptor", f"lengths {lengths} are not sorted", fix="give the longest first")
+            raise ArgumentError("TensorDescriptor", f"lengths {lengths} are not sorted", fix="pass the longest first")
 
     @classmethod
     def image(
@@ -96,12 +96,12 @@ class TensorDescriptor:
 
     @property
     def dimension_count(self) -> int:
-        """Number of extents."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def element_count(self) -> int:
-        """Product of the extents."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -121,7 +121,7 @@ class TensorDescriptor:
         return None if lengths is None else tuple(sum(n > t for n in lengths) for t in range(max(lengths)))
 
     def meta(self) -> Array:
-        """An array of this shape and type that has no memory, for shape inference."""
+        """An array of this shape and type without memory, for shape inference."""
         return torch.empty(self.shape, dtype=self.data_type.torch, device="meta")
 
     def __str__(self) -> str:
@@ -132,13 +132,13 @@ class Tensor:
     """One value of a graph: an input, a parameter, a result or a gradient.
 
     Args:
-        shape: the extents, or a `TensorDescriptor`.
-        data_type: element type; float32 if not given.
-        data: host memory that becomes this tensor's; longer than needed is fine.
+        shape: the shape, or a `TensorDescriptor`.
+        data_type: element type; by default float32.
+        data: host memory that this tensor uses; it may be longer than needed.
         fill: a number to fill new memory with.
-        random: an initializer to fill new memory with. Glorot and Xavier take the shape as weights `[out, in]` or
-            `[out, in, *kernel]`; packed weights `[1, out * in, …]` are better made by a layer's `create`.
-        label: name; `data<tensor_id>` if not given.
+        random: an initializer to fill new memory with. Glorot and Xavier interpret the shape as weights `[out, in]` or
+            `[out, in, *kernel]`; for packed weights `[1, out * in, …]`, use a layer's `create`.
+        label: name; by default `data<tensor_id>`.
 
     Example:
         >>> Tensor((2, 2), data=np.eye(2, dtype=np.float32)).data
@@ -164,30 +164,30 @@ class Tensor:
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
         self.is_updatable = True
-        self.is_bound = False  # whether its data came after it was made, for a call
+        self.is_bound = False  # whether its data was bound after creation, for a call
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
         with surroundings.tracing():
             self._host = self._first_values(data, fill, random)
-        self.current = self._host  # the array behind the value: another one when the tensor was bound anew
-        self._own: Array | None = None  # device memory that this tensor made for itself, and may write over
-        self._missing = "it has never been given data"
+        self.current = self._host  # the array behind the value: replaced when the tensor is bound again
+        self._own: Array | None = None  # device memory that this tensor allocated itself and may overwrite
+        self._missing = "it has never received data"
 
     @classmethod
     def image(cls, width: int, height: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
-        """A batch of images, `[batch_size, channels, height, width]`; further settings as for `Tensor`."""
+        """A batch of images, `[batch_size, channels, height, width]`; other settings as for `Tensor`."""
         return cls((batch_size, channels, height, width), **settings)
 
     @classmethod
     def sequence(cls, length: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
-        """Sequences of one length, `[batch_size, length, channels]`; further settings as for `Tensor`."""
+        """Sequences of one length, `[batch_size, length, channels]`; other settings as for `Tensor`."""
         return cls.sequences([length] * batch_size, channels, batch_size, sorted_sequences=True, **settings)
 
     @classmethod
     def sequences(
         cls, lengths: Sequence[int], channels: int, batch_size: int, *, sorted_sequences: bool = False, **settings: Any
     ) -> Tensor:
-        """Sequences of several lengths, `[batch_size, longest, channels]`; further settings as for `Tensor`."""
+        """Sequences of several lengths, `[batch_size, longest, channels]`; other settings as for `Tensor`."""
         kind = settings.pop("data_type", DataType.FLOAT32)
         shape = (batch_size, max(lengths, default=0), channels)
         descriptor = TensorDescriptor(shape, kind, sequence_lengths=tuple(lengths), sorted_sequences=sorted_sequences)
@@ -195,7 +195,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The descriptor's extents."""
+        """The descriptor's shape."""
         return self.descriptor.shape
 
     @property
@@ -205,13 +205,13 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray | None:
-        """Host data, shared and not copied, or None. For a parameter on a GPU: as of the last synchronization."""
+        """Host data, shared, not copied, or None. For a parameter on a GPU: as of the last synchronization."""
         array = self.current if self._host is None else self._host
         return None if array is None else self._as_numpy(array)
 
     @property
     def memory(self) -> TensorData | None:
-        """The host memory behind `data`, with what the caller's buffer holds past the tensor; None without data."""
+        """The host memory behind `data`, including the rest of the caller's buffer; None without data."""
         if self._host is None:
             return None if self.current is None else TensorData(self.current.detach().cpu().contiguous())
         start = self._host.storage_offset() * self._host.element_size()
@@ -229,18 +229,18 @@ class Tensor:
         return self.current is None or bool(torch.isfinite(self.current).all())
 
     def torch(self) -> Array:
-        """The current value where it lives, shared and not copied."""
+        """The current value on its device, shared, not copied."""
         if self.current is None:
             raise StateError(
                 self.where,
                 f"there is no data: {self._missing}",
-                fix="execute first, or give it data with bind_and_write_data",
+                fix="execute first, or write data with bind_and_write_data",
             )
-        # Results are made in inference mode; seen anew, they may enter the caller's own autograd.
+        # Results are created in inference mode; a new view can enter the caller's own autograd.
         return torch.from_dlpack(self.current) if self.current.is_inference() else self.current
 
     def numpy(self) -> np.ndarray:
-        """The current value on the host; shared where it lives there, else copied."""
+        """The current value on the host; shared if it is there, otherwise copied."""
         return self._as_numpy(self.torch())
 
     def _as_numpy(self, array: Array) -> np.ndarray:
@@ -258,12 +258,12 @@ class Tensor:
         return self.torch().__dlpack_device__()
 
     def synchronize_data(self) -> None:
-        """Brings the device's current value into `data`."""
+        """Copies the device's current value into `data`."""
         if self.current is not None and self._host is not self.current:
             self._host = self.current.cpu() if self._host is None else _copied(self._host, self.current)
 
     def synchronize_optimizer_data(self) -> None:
-        """Brings the device's optimizer buffers into `optimizer_data`."""
+        """Copies the device's optimizer buffers into `optimizer_data`."""
         for host, device in zip(self.optimizer_data, self.optimizer_device_data, strict=False):
             if device.array is not None:
                 _copied(host.array(device.array.dtype)[: device.array.numel()], device.array.reshape(-1))
@@ -273,27 +273,27 @@ class Tensor:
     ) -> None:
         """Copies the first `length` bytes of the current value into `destination`.
 
-        The copy waits for the device in any case; the flag is kept for programs that pass it.
+        The copy always synchronizes with the device; the flag exists for programs that pass it.
         """
         available = buffers.as_bytes(self.torch().contiguous())
         count = available.numel() if length is None else length
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ArgumentError(self.where, f"length is {count!r}", fix="give a number of bytes ≥ 0, or None for all")
+            raise ArgumentError(self.where, f"length is {count!r}", fix="pass a number of bytes ≥ 0, or None for all")
         if count > available.numel():
             raise DataError(
                 self.where,
-                f"{count} bytes were asked for, the tensor has {available.numel()}",
-                fix="ask for fewer bytes",
+                f"{count} bytes were requested, but the tensor has {available.numel()}",
+                fix="request fewer bytes",
             )
         target = buffers.bytes_to_write(destination, self.where)
         if target.length < count:
-            raise DataError(self.where, f"{count} bytes do not fit in {target.length}", fix="give a larger buffer")
+            raise DataError(self.where, f"{count} bytes do not fit in {target.length}", fix="pass a larger buffer")
         _copied(target.array(torch.uint8)[:count], available[:count])
 
     def bind_and_write_data(self, data: Any, device: Device) -> None:
-        """Makes `data` this tensor's host memory and writes it to the device: for parameters set by hand.
+        """Makes `data` this tensor's host memory and writes it to the device: for parameters set manually.
 
-        On the CPU the caller's memory is the parameter from here on.
+        On the CPU the caller's memory is the parameter from then on.
         """
         require_device(device, self.where)
         self.bind(buffers.read(data, self.shape, self.data_type, self.where), device)
@@ -301,7 +301,7 @@ class Tensor:
     def bind_optimizer_data(
         self, data: Sequence[Any], device_data: Sequence[TensorOptimizerDeviceData] | None = None
     ) -> None:
-        """Attaches optimizer buffers (momentum, velocity, …) to start from; call before the first update."""
+        """Attaches initial optimizer buffers (momentum, velocity, …); call it before the first update."""
         views = [TensorData(buffers.read(one, self.shape, self.data_type, self.where)) for one in data]
         self.optimizer_data = views
         self.optimizer_device_data = list(device_data or (TensorOptimizerDeviceData() for _ in views))
@@ -309,13 +309,13 @@ class Tensor:
     def quantized(
         self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
     ) -> Tensor:
-        """`round(scale * x + bias)` in int8, uint8 or int32, saturating; with `axis`, one pair for each slice."""
+        """`round(scale * x + bias)` in int8, uint8 or int32, saturating; with `axis`, one pair per slice."""
         return self._like(quantize(self, data_type, scale=scale, bias=bias, axis=axis))
 
     def dequantized(
         self, data_type: DataType, *, scale: float | Tensor, bias: float | Tensor, axis: int | None = None
     ) -> Tensor:
-        """`(y - bias) / scale` in float32: the way back from `quantized`."""
+        """`(y - bias) / scale` in float32: the inverse of `quantized`."""
         return self._like(dequantize(self, data_type, scale=scale, bias=bias, axis=axis))
 
     def _like(self, array: Array) -> Tensor:
@@ -331,36 +331,36 @@ class Tensor:
 
     @property
     def where(self) -> str:
-        """How messages name this tensor."""
+        """The name of this tensor in messages."""
         return f"Tensor '{self.label}'"
 
     def __repr__(self) -> str:
         return f"Tensor({self.label!r}, {self.descriptor})"
 
-    # What the compiler and the runtime do to a tensor. Users read `data`, `numpy()` or `torch()`.
+    # Used by the compiler and the runtime. Users read `data`, `numpy()` or `torch()`.
 
     def on(self, device: Device) -> Array:
-        """The value as it will be on `device`, copied where it is elsewhere; the tensor itself stays as it is."""
+        """The value as it will be on `device`, copied if necessary; the tensor itself does not change."""
         value = self.torch()
         if self.device is not None and self.device.torch != device.torch and self.current is not self._host:
             raise StateError(
-                self.where, f"it lives on {self.device}, the graph is compiled for {device}", fix="use one device"
+                self.where, f"it is on {self.device}, but the graph is compiled for {device}", fix="use one device"
             )
         return value.to(device.torch)
 
     def settle(self, array: Array, device: Device) -> None:
-        """Takes what `on` gave as the current value; the host keeps its own copy except on the CPU."""
+        """Makes the result of `on` the current value; the host keeps its own copy except on the CPU."""
         if self.current is None or array.device != self.current.device:
             self.current = self._own = array
         self.device = device
 
     def bind(self, array: Array, device: Device) -> None:
-        """Takes `array` as data and writes it to `device`, into the buffer in use if this tensor made that itself."""
+        """Uses `array` as data and writes it to `device`, into the buffer in use if this tensor allocated it."""
         if device.torch.type == "cpu":
             self.current = array
         elif self._own is not None and self._own is self.current and self._fits(self._own, array, device):
             _copied(self._own, array)
-        else:  # the value may be the caller's memory, or a result that somebody still reads
+        else:  # the value may be the caller's memory, or a result that is still in use
             self.current = self._own = array.to(device.torch, copy=True)
         self._host, self.is_bound, self.device = array, True, device
 
@@ -369,12 +369,12 @@ class Tensor:
         return (own.device, own.shape, own.dtype) == (device.torch, array.shape, array.dtype)
 
     def hold(self, array: Array | None, missing: str = "it was not computed") -> None:
-        """Takes a result as the current value, or forgets it and remembers why."""
+        """Makes a result the current value, or drops the value and remembers why."""
         self.current, self._host, self._missing = array, None, missing
 
     def _first_values(self, data: Any, fill: float | None, random: RandomInitializerType | None) -> Array | None:
         if sum(source is not None for source in (data, fill, random)) > 1:
-            raise ArgumentError(self.where, "data, fill and random were given together", fix="give one of them")
+            raise ArgumentError(self.where, "data, fill and random were passed together", fix="pass only one")
         if data is not None:
             return buffers.read(data, self.shape, self.data_type, self.where)
         if fill is not None:
@@ -385,10 +385,10 @@ class Tensor:
 
     def _filled(self, number: Any) -> Array:
         if not isinstance(number, int | float):
-            raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="give a number")
+            raise DataTypeError(self.where, f"fill is {number!r}, not a number", fix="pass a number")
         array = new_array(self.where, self.shape, self.data_type.torch)
         try:
-            buffers.read(number, (1,), self.data_type, self.where)  # `fill_` would cut off what a whole number lacks
+            buffers.read(number, (1,), self.data_type, self.where)  # `fill_` would silently truncate to an integer
             return array.fill_(number)
         except (RuntimeError, OverflowError, DataTypeError):
             kind = self.data_type.debug_description
@@ -398,18 +398,18 @@ class Tensor:
 
 
 class TensorOptimizerDeviceData:
-    """An opaque handle for one optimizer buffer on a device; the framework fills it."""
+    """An opaque handle for one optimizer buffer on a device; filled by stepgraph."""
 
     def __init__(self) -> None:
         self.array: Array | None = None
 
 
 class TensorParameter:
-    """A tensor that an optimizer updates. All parameters made for one tensor are the same parameter.
+    """A tensor that an optimizer updates. All parameters of one tensor are the same parameter.
 
     Args:
         tensor: the tensor to update.
-        optimizer_data: optimizer buffers to start from.
+        optimizer_data: initial optimizer buffers.
 
     Example:
         >>> layer = FullyConnectedLayer.create(3, 2)
@@ -446,23 +446,21 @@ class TensorParameter:
 
 @torch.inference_mode()
 def _copied(target: Array, source: Array) -> Array:
-    """Writes into memory that may have been made in inference mode, which allows that in inference mode only."""
+    """Writes into memory created in inference mode, which allows writes only in inference mode."""
     return target.copy_(source)
 
 
 def require_device(device: Any, where: str) -> None:
-    """Refuses what is no device."""
+    """Rejects anything but a device."""
     if not isinstance(device, Device):
-        raise DeviceError(
-            where, f"there is no device to write to, but {device!r}", fix="pass Device.cpu() or Device.any()"
-        )
+        raise DeviceError(where, f"{device!r} is not a device to write to", fix="pass Device.cpu() or Device.any()")
 
 
 def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many numbers one result is made of, and how many results one number goes into, for weights of this shape.
+    """Fan-in and fan-out of weights with this shape.
 
-    They are taken as `[out, in, *kernel]`, as PyTorch does; one extent is both. Packed weights `[1, out * in, …]` do
-    not tell them: a layer's `create` knows.
+    The shape is interpreted as `[out, in, *kernel]`, as in PyTorch; a single dimension is both. Packed weights
+    `[1, out * in, …]` do not reveal them: use a layer's `create`.
     """
     out, inside, *kernel = shape if len(shape) > 1 else (*shape, *shape)
     return inside * math.prod(kernel), out * math.prod(kernel)
@@ -470,19 +468,19 @@ def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_DIMENSIONS) -> tuple[int, ...]:
     if not isinstance(values, Iterable):
-        raise ShapeError("TensorDescriptor", f"the {name} is {values!r}", fix="give a tuple of extents, as in (2, 3)")
+        raise ShapeError("TensorDescriptor", f"the {name} is {values!r}", fix="pass a tuple, such as (2, 3)")
     extents = tuple(values)
     if not extents or (most is not None and len(extents) > most):
         raise ShapeError(
             "TensorDescriptor",
-            f"the {name} has {len(extents)} extents",
-            fix=f"give 1 to {most}" if most else "give at least one",
+            f"the {name} has {len(extents)} dimensions",
+            fix=f"pass 1 to {most}" if most else "pass at least one",
         )
     for extent in extents:
         if isinstance(extent, bool) or not isinstance(extent, int | np.integer) or extent < 1:
             raise ShapeError(
                 "TensorDescriptor",
-                f"{extent!r} in the {name} {extents} is not a positive whole number",
+                f"{extent!r} in the {name} {extents} is not a positive integer",
                 fix="use extents ≥ 1",
             )
     return tuple(int(extent) for extent in extents)
