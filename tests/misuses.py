@@ -222,7 +222,7 @@ LAYERS = [
         "convolution: rank",
         node(lambda: C.create(3, 4, 3, label="a"), T(2, 3)),
         sg.ShapeError,
-        CONVOLUTION + "2 extents.*4",
+        CONVOLUTION + "2 dimensions.*4",
     ),
     R(
         "convolution: room",
@@ -266,7 +266,7 @@ LAYERS = [
     R("padding by name", lambda k: CD(3, 3, 4, padding_policy="same"), EITHER, "padding_policy.*'same'.*PaddingPolicy"),
     R("pooling by name", lambda k: sg.PoolingDescriptor("max", 2), EITHER, "'max'.*PoolingType"),
     R("pooling: descriptor", lambda k: P("max", label="a"), EITHER, POOL + "descriptor"),
-    R("pooling: rank", node(lambda: P.max(2, label="a"), T(2, 3)), sg.ShapeError, POOL + "2 extents.*4"),
+    R("pooling: rank", node(lambda: P.max(2, label="a"), T(2, 3)), sg.ShapeError, POOL + "2 dimensions.*4"),
     R("pooling: room", node(lambda: P.max(9, label="a"), T(2, 3, 4, 4)), sg.ShapeError, POOL + "9 × 9.*4 × 4"),
     R("norm: channels", node(lambda: N.create(4, label="a"), T(2, 3)), sg.ShapeError, NORM + "4 channels.*3"),
     R("norm: counts", lambda k: N(4, T(3), T(4), label="a"), sg.ShapeError, NORM + "mean.*3.*4"),

@@ -143,9 +143,7 @@ def weighted(name: str, shape: tuple[int, ...], expand: Callable[[np.ndarray], n
 
 
 BAD = (
-    Bad(
-        ((2, 20, 3, 3), (2, 20, 3, 3)), ShapeError, "the prediction [2, 20, 3, 3] does not have 3 anchors of 5 channels"
-    ),
+    Bad(((2, 20, 3, 3), (2, 20, 3, 3)), ShapeError, "prediction [2, 20, 3, 3] does not have 3 anchors of 5 channels"),
     Bad(((2, 12, 3, 3), (2, 12, 3, 3)), ShapeError, "use [batch, 3 * (5 + classes), height, width]"),
     Bad(((2, 21, 9), (2, 21, 9)), ShapeError, "the prediction [2, 21, 9] does not have 3 anchors"),
     Bad(((2, 21, 3, 3), (2, 21, 3, 2)), ShapeError, "labels [2, 21, 3, 2] do not match the prediction [2, 21, 3, 3]"),

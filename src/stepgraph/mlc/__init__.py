@@ -1,4 +1,4 @@
-"""ML Compute as PyObjC spells it, over stepgraph's own objects.
+"""ML Compute's API as spelled by PyObjC, on top of stepgraph's own objects.
 
     import stepgraph.mlc as MLCompute
 
@@ -6,8 +6,8 @@
     result = graph.nodeWithLayer_source_(MLCompute.MLCActivationLayer.reluLayer(), tensor)
 
 Classes, constants and functions come from the tables under `tables/`; `python -m stepgraph.mlc --coverage` counts them.
-Refused calls answer nil (None) or NO (False), never an exception: `lastError()` tells why, and the log has one line for
-each reason. `face.native` is the stepgraph object, and stepgraph objects are welcome wherever a face is.
+Rejected calls return nil (None) or NO (False), never an exception: `lastError()` says why, and the log has one line
+per reason. `face.native` is the stepgraph object, and stepgraph objects are accepted wherever a face is.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from stepgraph.mlc.page import page
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints what was asked for; the exit status tells whether a symbol is missing."""
+    """Prints the requested output; the exit status shows whether a symbol is missing."""
     parser = argparse.ArgumentParser(prog="python -m stepgraph.mlc", description="ML Compute over stepgraph.")
-    parser.add_argument("--coverage", action="store_true", help="count the public symbols that are there")
-    parser.add_argument("--page", action="store_true", help="print the page Coming from ML Compute")
+    parser.add_argument("--coverage", action="store_true", help="count the available public symbols")
+    parser.add_argument("--page", action="store_true", help="print the documentation page")
     asked = parser.parse_args(arguments)
     if asked.page:
         sys.stdout.write(page())

@@ -1,4 +1,4 @@
-"""Classes of faces, made from their tables. Here every call becomes an answer and every error a refusal."""
+"""Builds classes of faces from their tables. Here, errors become nil or NO."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stepgraph.mlc.table import Class, Row
 
 
 def build(table: Class, base: type[Face]) -> type[Face]:
-    """The class of faces that a table describes."""
+    """The class of faces described by a table."""
     members: dict[str, Any] = {"__slots__": (), "__module__": "stepgraph.mlc", "table": table}
     members["__doc__"] = f"stepgraph's `{table.native_name}` under Apple's names."
     for row in table.rows:
-        if row.kind not in ("new", "init"):  # every object has them from the base
+        if row.kind not in ("new", "init"):  # every object inherits them from the base
             make = _class_method if row.is_class_method else _method
             members[row.spelling] = make(row, table)
     made = type(table.name, (base,), members)
@@ -35,12 +35,12 @@ def _method(row: Row, table: Class) -> Any:
                     accept()
                     return copy.copy(row.empty)
                 problem = f"this {type(self).__name__} is empty"
-                raise StateError(call, problem, fix="make it with a factory method of its class")
+                raise StateError(call, problem, fix="create it with a factory method of its class")
             answer = row.function(self.native, **row.taken(call, arguments, named))
             if row.kind == "replacing setter":
                 hold(self, answer)
             answer = row.given(answer)
-        except Exception as error:  # nothing is raised through this boundary, whatever a program passes
+        except Exception as error:  # nothing is raised across this boundary, whatever a program passes
             refuse(call, error)
             return row.refused()
         accept()

@@ -1,4 +1,4 @@
-"""Which of ML Compute's public symbols are there. The list, `symbols.txt`, has a class and its members a line."""
+"""Counts the available public symbols of ML Compute. `symbols.txt` lists one class and its members per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def symbols() -> tuple[str, ...]:
 
 
 def missing() -> list[str]:
-    """The symbols that are not there."""
+    """The symbols that are not available."""
     return [symbol for symbol in symbols() if not _is_there(symbol)]
 
 

@@ -1,7 +1,7 @@
-"""Faces: thin objects that show a stepgraph object under Apple's names. They hold it, and nothing else.
+"""Faces: thin objects that expose a stepgraph object under Apple's names. They hold nothing else.
 
-`build.py` makes a class of faces from its table. `face_of` finds the face of a native object: the same one for as long
-as anybody holds it, so that `is` means in a program what it meant there.
+`build.py` creates a class of faces from its table. `face_of` finds the face of a native object: the same one as long
+as it is in use, so that `is` has its usual meaning in a program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _lock = threading.RLock()
 
 
 def answering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that answers nil where it cannot be carried out, a wrong number of arguments included."""
+    """A method that returns nil if it fails, including for a wrong number of arguments."""
 
     @functools.wraps(function)
     def answer(receiver: Any, *arguments: Any, **named: Any) -> Any:
@@ -37,7 +37,7 @@ def answering(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Described(Protocol):
-    """The table of a class, as far as a face needs it."""
+    """The parts of a class's table that a face needs."""
 
     @property
     def name(self) -> str:
@@ -45,19 +45,19 @@ class Described(Protocol):
 
     @property
     def native(self) -> type | None:
-        """The class that its objects stand for."""
+        """The native class of its objects."""
 
     @property
     def new(self) -> Callable[[], Any] | None:
-        """Makes a default object, where the class has one."""
+        """Creates a default object, if the class has one."""
 
     @property
     def copy(self) -> Callable[[Any], Any] | None:
-        """Copies an object, where the class has copies."""
+        """Copies an object, if the class supports copies."""
 
 
 class Face:
-    """Base of all faces, with what PyObjC gives every object. `native` is the stepgraph object, None if empty."""
+    """Base of all faces, with the members of every PyObjC object. `native` is the stepgraph object, None if empty."""
 
     __slots__ = ("__weakref__", "native")
 
@@ -67,14 +67,14 @@ class Face:
     @classmethod
     @answering
     def alloc(cls) -> Face:
-        """An object that waits for `init`."""
+        """An object that is not initialized yet."""
         face = cls.__new__(cls)
         object.__setattr__(face, "native", None)
         return face
 
     @answering
     def init(self) -> Face:
-        """The object that `new` gives: an empty one where the class has no default."""
+        """The object that `new` returns: an empty one if the class has no default."""
         if self.native is None and self.table.new is not None:
             hold(self, self.table.new())
         return self
@@ -87,9 +87,9 @@ class Face:
 
     @answering
     def copy(self) -> Face:
-        """A copy, where the class has copies (`NSCopying`), else nil."""
+        """A copy, if the class supports copies (`NSCopying`), else nil."""
         if self.native is None or self.table.copy is None:
-            raise StateError(self.table.name, "there is nothing to copy", fix="make a new object")
+            raise StateError(self.table.name, "there is nothing to copy", fix="create a new object")
         return face_of(self.table.copy(self.native))
 
     @answering
@@ -145,12 +145,12 @@ def hold(face: Face, native: Any) -> None:
 
 
 def register(native: type, kind: type[Face]) -> None:
-    """Makes `kind` the class of faces for objects of a native class and of those made from it."""
+    """Makes `kind` the class of faces for objects of a native class and its subclasses."""
     _classes.setdefault(native, kind)
 
 
 def face_of(native: Any) -> Any:
-    """The face of a stepgraph object; what has no face is given back as it is."""
+    """The face of a stepgraph object; returns anything without a face unchanged."""
     with _lock:
         face = _faces.get(id(native))
         if face is not None and face.native is native:

@@ -1,4 +1,4 @@
-"""Every public name of ML Compute, made from the tables."""
+"""Every public name of ML Compute, built from the tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _classes() -> dict[str, type[Face]]:
 
 
 def _describing(enumeration: Enumeration) -> Callable[[Any], str | None]:
-    """The function that gives a constant's description; a number outside gives the first one's, as measured."""
+    """The function that returns a constant's description; a number out of range gives the first one's, as measured."""
     name = f"{enumeration.name}DebugDescription"
 
     def describe(value: Any) -> str | None:
@@ -66,6 +66,6 @@ speak(Wording.of(CLASSES, ENUMERATIONS))
 NAMES: dict[str, Any] = {
     **_made,
     **_enumerations(),
-    # What completion handlers look like: (resultTensor or None, error or None, executionTime in seconds).
+    # The signature of completion handlers: (resultTensor or None, error or None, executionTime in seconds).
     "MLCGraphCompletionHandler": Callable[[Any, Any, float], object],
 }

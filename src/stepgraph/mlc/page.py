@@ -1,4 +1,4 @@
-"""The documentation page *Coming from ML Compute*, written from the tables."""
+"""The documentation page *Coming from ML Compute*, generated from the tables."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from stepgraph.mlc.tables.enumerations import ENUMERATIONS, Enumeration
 
 _HEAD = """# Coming from ML Compute
 
-`import stepgraph.mlc as MLCompute` runs a PyObjC program that drives ML Compute on Linux, CUDA or a Mac. All
-{count} public symbols are here, spelled as PyObjC spells them; this page lists them, and is written from the tables
-that make the module (`python -m stepgraph.mlc --page`). [Porting from Swift](porting-from-swift.md) shows whole
+`import stepgraph.mlc as MLCompute` runs a PyObjC program for ML Compute on Linux, CUDA or a Mac. All
+{count} public symbols are available, spelled as in PyObjC. This page lists them; it is generated from the tables
+that define the module (`python -m stepgraph.mlc --page`). [Porting from Swift](porting-from-swift.md) shows whole
 programs.
 
 ## Conventions
 
 - Selectors have `_` for `:`. Properties are methods without arguments (`tensor.descriptor().shape()`), setters are
-  `setX_`; `tensor.label = "x"` works, too. `alloc().init()` and `new()` are there for every class.
+  `setX_`; `tensor.label = "x"` works too. Every class has `alloc().init()` and `new()`.
 - Constants are module names with Apple's raw values. Numbers read back in single precision. `NSData` is a
   bytes-like array with `bytes()` and `length()`; dictionaries and lists are Python's own.
 - A completion handler is a function `(resultTensor, error, executionTime)`. On the CPU it has run when the call
-  returns. What it raises is logged, and the call stays accepted. Its tensor belongs to the call and keeps its values;
-  it has the `tensorID` of the graph's tensor, which shows the values of the last call.
-- **Nothing is raised.** A refused call answers nil (`None`), NO (`False`) or an empty list, changes nothing, and is
-  logged once for each reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) says why this thread's last call
-  was refused, and is `None` after a call that was accepted: `localizedDescription()` speaks in the names of this page,
+  returns. Exceptions it raises are logged, and the call still counts as accepted. Its tensor belongs to the call and
+  keeps its values; it has the `tensorID` of the graph's tensor, which shows the values of the last call.
+- **Nothing is raised.** A rejected call returns nil (`None`), NO (`False`) or an empty list, changes nothing, and is
+  logged once per reason (logger `stepgraph.mlc`). `MLCompute.lastError()` (ours) says why this thread's last call
+  was rejected, and is `None` after a call that was accepted: `localizedDescription()` uses the names on this page,
   `code()` is one of [the codes below](#error-codes), `domain()` is `"stepgraph"`, and `native` is the stepgraph
-  exception. A wrong number of arguments is refused like anything else.
-- The column *stepgraph* is what a program over stepgraph writes: each argument under stepgraph's name, its value under
-  the original's. What starts with a dot is a member of the object. The names are those of `import stepgraph as sg`.
-- `face.native` is the stepgraph object; the same object has the same face. stepgraph's own objects may be passed
-  wherever a face is expected, so both styles mix in one program.
-- A training step of a small convolutional network takes 1 to 4% longer through the face than called natively
+  exception. A wrong number of arguments is rejected in the same way.
+- The column *stepgraph* shows the native call: each argument under stepgraph's name, its value under
+  the original's. A leading dot marks a member of the object. The names are those of `import stepgraph as sg`.
+- `face.native` is the stepgraph object; the same object has the same face. stepgraph's own objects can be passed
+  wherever a face is expected, so a program can mix both styles.
+- A training step of a small convolutional network takes 1 to 4% longer through the face than with native calls
   (`python -m benchmarks.face`, one CPU core).
 
-## What differs from the original on purpose
+## Deliberate differences from the original
 
 | subject | here |
 |---|---|
 | shapes the original did not check (reshape, split lengths, weights, concatenation) | checked: nil or NO |
-| convolution and normalization with unfit tensors | nil, not an empty layer |
-| short data | refused; longer data is fine, the first bytes count |
+| convolution and normalization with mismatched tensors | nil, not an empty layer |
+| short data | rejected; longer data is allowed, the first bytes are used |
 | gradient pass without a forward pass, update without gradients | NO (the original accepted both and did nothing) |
-| results after a whole `execute` | the loss, what it read, the last result and declared outputs; others have no data |
+| results after a whole `execute` | the loss, its sources, the last result and declared outputs; others have no data |
 | Glorot and Xavier initializers | textbook ranges; unseeded runs differ |
 | comparison results | booleans |
-| quantization | works; the newest original gives zeros |
+| quantization | works; the newest original returns zeros |
 | copies of matrix product and YOLO descriptors | complete; the original lost settings |
 | embedding | on any device, anywhere in a graph |
-| `bindAndWriteData:toDevice:` on a tensor without data | accepted; the newest original says NO |
-| reduction of a loss by anything but None, Sum, Mean | refused when the descriptor is made |
-| `NSRangeException` and its like | nil or NO |
+| `bindAndWriteData:toDevice:` on a tensor without data | accepted; the newest original returns NO |
+| reduction of a loss by anything but None, Sum, Mean | rejected when the descriptor is created |
+| `NSRangeException` and similar exceptions | nil or NO |
 """
 
 
@@ -71,7 +71,7 @@ def _codes() -> str:
         (str(code), f"`{kind.__name__}`", f"{kind.__doc__}".splitlines()[0]) for code, kind in enumerate(KINDS, start=1)
     ]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"## Error codes\n\nWhat `code()` of an error tells; 0 is an error of another library.\n\n{text}"
+    return f"## Error codes\n\nThe values of an error's `code()`; 0 is an error of another library.\n\n{text}"
 
 
 def _table(rows: Iterator[tuple[str, str, str, str, str]]) -> str:
@@ -125,7 +125,7 @@ def _functions() -> str:
             f"`{one.name}DebugDescription`",
             f"`{one.name}DebugDescription`",
             f"`{one.native.__name__}(value).debug_description`",
-            "a value outside gives the first constant's",
+            "a value out of range gives the first constant's",
         )
         for one in ENUMERATIONS
         if one.is_described

@@ -1,4 +1,4 @@
-"""What becomes of an error at this boundary: nil or NO for the caller, a reason to read, one line in the log."""
+"""How errors are handled at this boundary: nil or NO for the caller, a reason to read, one line in the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logged: dict[str, None] = {}
 
 
 class _Last(threading.local):
-    """What became of the thread's last call."""
+    """The outcome of the thread's last call."""
 
     error: MLCError | None = None
 
@@ -25,7 +25,7 @@ _last = _Last()
 
 
 class Wording(Protocol):
-    """How an error is told."""
+    """How an error is worded."""
 
     def message(self, error: errors.StepgraphError, call: str = "") -> str:
         """The whole message."""
@@ -35,14 +35,14 @@ _wordings: list[Wording] = []
 
 
 def speak(wording: Wording) -> None:
-    """Tells errors in these words from here on."""
+    """Uses this wording for errors from now on."""
     _wordings[:] = [wording]
 
 
 class MLCError:
-    """Why a call was refused or its work failed, read as a Python program reads an `NSError`. Ours.
+    """Why a call was rejected or its work failed, with the interface of an `NSError`. Ours.
 
-    `native` is the stepgraph exception itself, in stepgraph's words.
+    `native` is the stepgraph exception itself, in stepgraph's wording.
     """
 
     __slots__ = ("_call", "native")
@@ -51,7 +51,7 @@ class MLCError:
         self.native, self._call = native, call
 
     def domain(self) -> str:
-        """Whose error it is."""
+        """The origin of the error."""
         return "stepgraph"
 
     def code(self) -> int:
@@ -62,7 +62,7 @@ class MLCError:
         """What is wrong, the values, and what to do about it."""
         if isinstance(self.native, errors.StepgraphError):
             return _wordings[0].message(self.native, self._call) if _wordings else str(self.native)
-        return f"{type(self.native).__name__}: {shown(self.native)}"  # somebody else's, perhaps broken
+        return f"{type(self.native).__name__}: {shown(self.native)}"  # foreign, perhaps broken
 
     def __str__(self) -> str:
         return self.localizedDescription()
@@ -71,7 +71,7 @@ class MLCError:
         return f"<MLCError {type(self.native).__name__}: {self.localizedDescription()}>"
 
 
-# A code is a position here, so new kinds go to the end.
+# A code is a position in this list, so new kinds go to the end.
 KINDS = (
     errors.ArgumentError,
     errors.ShapeError,
@@ -90,24 +90,24 @@ KINDS = (
 
 
 def lastError() -> MLCError | None:
-    """Why this thread's last call was refused; None if it was accepted."""
+    """Why this thread's last call was rejected; None if it was accepted."""
     return _last.error
 
 
 def accept() -> None:
-    """Records that a call was carried out."""
+    """Records that a call succeeded."""
     _last.error = None
 
 
 def refuse(call: str, error: Exception) -> None:
-    """Keeps the reason of a refused call, and logs each distinct one once."""
+    """Keeps the reason of a rejected call, and logs each distinct one once."""
     last = _last.error = MLCError(error, call)
     reason = " ".join(line.strip() for line in str(last).splitlines())
     _log_once(f"refused {reason}" if reason.startswith(f"{call}: ") else f"refused {call}: {reason}")
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:
-    """The program's own function, called from here. What it raises is logged: the work is done all the same."""
+    """The program's own function, called from here. Exceptions it raises are logged: the work is done anyway."""
 
     def call(*arguments: Any) -> None:
         try:
@@ -119,10 +119,10 @@ def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, and safe even where its own `__repr__` fails."""
+    """A value for a message: short, and safe even if its own `__repr__` fails."""
     try:
         text = repr(value)
-    except Exception:  # somebody else's code
+    except Exception:  # foreign code
         text = f"an object of {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,12 +1,12 @@
-"""The language of the tables: one row for each selector, saying which member of stepgraph it is.
+"""The language of the tables: one row per selector, which states its stepgraph member.
 
 A row names its arguments in the selector's order by stepgraph's own parameter names, each with the kind of value it
 takes (`values.py`):
 
     make("descriptorWithShape:dataType:", shape=SHAPE, data_type=DATA_TYPE)
 
-is `TensorDescriptor(shape=…, data_type=…)` in the table of `MLCTensorDescriptor`. The rows make the classes
-(`build.py`), the documentation (`page.py`) and the test that walks every symbol.
+is `TensorDescriptor(shape=…, data_type=…)` in the table of `MLCTensorDescriptor`. The rows generate the classes
+(`build.py`), the documentation (`page.py`) and the test that visits every symbol.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from stepgraph.errors import ArgumentError
 from stepgraph.mlc.values import Kind, give
 
-# What a refused call answers. ASKED is NO, too, for a method whose answer is not whether it was accepted.
+# What a rejected call returns. ASKED is also NO, for a method whose result is not whether it was accepted.
 NIL, NO, NOTHING_IN_IT, VOID, ASKED = "nil", "NO", "[]", "void", "NO or YES"
 
 
@@ -35,14 +35,14 @@ class Row:
         kind: property, setter, replacing setter, class property, class method, method, new or init.
         native: stepgraph's name for it, as a program writes it: every argument under stepgraph's name, with the
             original's name for its value.
-        function: what is called, with the native object or class first.
+        function: the function to call, with the native object or class first.
         takes: the kinds of its arguments by stepgraph's names, in the selector's order.
-        refusal: what a refused call answers.
+        refusal: what a rejected call returns.
         swift: Swift's name.
-        note: what differs.
-        empty: what a property of an empty object answers.
-        makes_empty: arguments that give an empty object where they are nil.
-        shown: how a result is changed before it is shown.
+        note: the differences.
+        empty: what a property of an empty object returns.
+        makes_empty: arguments that create an empty object if they are nil.
+        shown: how a result is converted before it is returned.
     """
 
     selector: str
@@ -64,7 +64,7 @@ class Row:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The original's names for the arguments, as the selector says them."""
+        """The original's names for the arguments, as in the selector."""
         return (self.swift,) if self.kind.endswith("setter") else tuple(_labels(self.selector, self.takes).values())
 
     @property
@@ -77,26 +77,26 @@ class Row:
         if named or len(arguments) != len(self.takes):
             given = f"{len(arguments)} arguments" + f" and the names {', '.join(named)}" * bool(named)
             raise ArgumentError(
-                call, f"{given} were passed, but {len(self.takes)} are needed", fix="pass one for each colon"
+                call, f"{given} were passed, but {len(self.takes)} are needed", fix="pass one per colon"
             )
         taken = zip(self.takes.items(), self.labels, arguments, strict=True)
         return {name: kind.take(call, label, value) for (name, kind), label, value in taken}
 
     def given(self, answer: Any) -> Any:
-        """What the caller gets."""
+        """What the caller receives."""
         if self.refusal in (NO, VOID):
             return True if self.refusal == NO else None
         return give(answer if self.shown is None else self.shown(answer))
 
     def refused(self) -> Any:
-        """What the caller gets from a refused call."""
+        """What the caller receives from a rejected call."""
         if self.refusal == NOTHING_IN_IT:
             return []
         return False if self.refusal in (NO, ASKED) else None
 
 
 class Class(NamedTuple):
-    """One class: its native class, its rows, and what `new` and `copy` give."""
+    """One class: its native class, its rows, and what `new` and `copy` return."""
 
     name: str
     native: type | None
@@ -118,7 +118,7 @@ def snake(name: str) -> str:
 
 
 def read(name: str, member: str = "", *, empty: Any = None, note: str = "", **settings: Any) -> Row:
-    """A property. `member` is stepgraph's name where it is not the same in snake_case."""
+    """A property. `member` is stepgraph's name if it differs from the snake_case name."""
     member = member or snake(name)
     function = operator.attrgetter(member)
     return Row(name, "property", f".{member}", function, swift=name, empty=empty, note=note, **settings)
@@ -130,7 +130,7 @@ def reads(names: str, *, empty: Any = None) -> tuple[Row, ...]:
 
 
 def write(name: str, kind: Kind, *, replacing: bool = False) -> Row:
-    """The setter of a property; `replacing` where the native object is a value that cannot change."""
+    """The setter of a property; `replacing` if the native object is immutable."""
     selector, member = f"set{name[0].upper()}{name[1:]}:", snake(name)
     how, function = ("replacing setter", _replace) if replacing else ("setter", _assign)
     return Row(selector, how, f".{member} =", partial(function, member), {"value": kind}, VOID, name)
@@ -139,10 +139,10 @@ def write(name: str, kind: Kind, *, replacing: bool = False) -> Row:
 def make(
     selector: str, target: str | Callable[..., Any] = "", /, *, swift: str = "", note: str = "", **takes: Any
 ) -> Row:
-    """A class method that makes something.
+    """A class method that creates something.
 
     `target` is a class method of the native class, the class itself if empty, or a function of the arguments. Arguments
-    that are no kinds but plain values are fixed: the caller does not give them.
+    that are plain values instead of kinds are fixed: the caller does not pass them.
     """
     kinds = {name: kind for name, kind in takes.items() if isinstance(kind, Kind)}
     fixed = {name: value for name, value in takes.items() if name not in kinds}
@@ -157,7 +157,7 @@ def make(
 
 
 def share(selector: str, member: str, *, swift: str, note: str = "") -> Row:
-    """A class property that makes a layer."""
+    """A class property that creates a layer."""
     row = make(selector, member, swift=swift, note=note)
     return Row(row.selector, "class property", row.native, row.function, swift=swift, note=note)
 
@@ -183,12 +183,12 @@ def call(
 
 
 def unavailable(*kinds: str, note: str = "an empty object") -> tuple[Row, ...]:
-    """`new` and `init`, which the headers hide and which answer all the same."""
+    """`new` and `init`, which the headers hide but which still work."""
     return tuple(Row(one, one, "–", lambda native: None, note=note, swift="–") for one in kinds or ("new", "init"))
 
 
 def native_name(name: str, *positional: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Says in the documentation which member of stepgraph an adapting function stands for, or how that is written.
+    """Sets the stepgraph member that an adapter function documents, or how it is written.
 
     `positional` are the arguments that the member does not take by name.
     """
@@ -201,7 +201,7 @@ def native_name(name: str, *positional: str) -> Callable[[Callable[..., Any]], C
 
 
 def _written(name: str, labels: Mapping[str, str], fixed: Mapping[str, Any], positional: Sequence[str] = ()) -> str:
-    """How a program writes a call: by name, so that the order of the arguments does not matter."""
+    """How a program writes a call: with keywords, so that the order of the arguments does not matter."""
     if "(" in name:
         return name
     given = [label if one in positional else f"{one}={label}" for one, label in labels.items()]
@@ -249,7 +249,7 @@ def _swift_initializer(selector: str) -> str:
 
 
 def _first_label(piece: str, name: str) -> str:
-    """What the first piece of a selector says about its argument: `shape` in `tensorWithShape`, else its own name."""
+    """The label in the first piece of a selector: `shape` in `tensorWithShape`, else its own name."""
     found = re.fullmatch(r"\w*(?:With|For|To|From)([A-Z]\w*?)", piece)
     return _lowered(found[1]) if found else re.sub(r"_(\w)", lambda letter: letter[1].upper(), name)
 

@@ -1,4 +1,4 @@
-"""Values that cross the boundary: Objective-C's kinds of argument on the way in, PyObjC's objects on the way out."""
+"""Values that cross the boundary: Objective-C's kinds of argument in, PyObjC's objects out."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from stepgraph.mlc.face import Face, face_of
 from stepgraph.mlc.refusals import MLCError, guarded, shown
 from stepgraph.types import RawEnum
 
-MAX_DIMENSIONS = 4  # stepgraph itself goes up to 5
+MAX_DIMENSIONS = 4  # stepgraph itself supports 5
 
 
 class Kind(NamedTuple):
-    """A kind of argument: what it is, in words, and how it becomes stepgraph's."""
+    """A kind of argument: its description, and its conversion to stepgraph's."""
 
     wanted: str
     convert: Callable[[Any], Any]
     makes_empty: bool = False
 
     def take(self, call: str, name: str, value: Any) -> Any:
-        """The value as stepgraph takes it, refused by name where it is of another kind."""
+        """The value as stepgraph takes it; rejected with its name if it is of another kind."""
         try:
             return self.convert(value)
         except StepgraphError:
             raise
-        except Exception:  # whatever an odd object raises when it is looked at
+        except Exception:  # whatever an odd object raises when it is inspected
             raise DataTypeError(call, f"{name} is {shown(value)}", fix=f"pass {self.wanted}") from None
 
 
 class NSData(np.ndarray):
-    """Bytes of a tensor, shared and not copied: an array of uint8 that also answers `bytes()` and `length()`."""
+    """Bytes of a tensor, shared, not copied: an array of uint8 that also has `bytes()` and `length()`."""
 
     def bytes(self) -> memoryview:
         """The memory."""
@@ -61,10 +61,10 @@ class NSData(np.ndarray):
 
 
 def give(value: Any) -> Any:
-    """A result as PyObjC would give it: raw values, single precision, lists, bytes, faces."""
+    """A result as PyObjC would return it: raw values, single precision, lists, bytes, faces."""
     if value is None or isinstance(value, bool | str | memoryview | NSData):
         return value
-    if isinstance(value, int):  # enumerations, too
+    if isinstance(value, int):  # including enumerations
         return int(value)
     if isinstance(value, float):
         return float(np.float32(value))
@@ -76,7 +76,7 @@ def give(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """The native object behind a face; anything else as it is, so that both styles mix."""
+    """The native object behind a face; anything else unchanged, so that both styles mix."""
     return value.native if isinstance(value, Face) else value
 
 
@@ -157,7 +157,7 @@ def _handler(value: Any) -> Callable[..., None]:
 
 
 def optional(kind: Kind, *, makes_empty: bool = False, nil: Callable[[], Any] | None = None) -> Kind:
-    """The kind, or nil: None, what `nil` makes, or an empty object."""
+    """The kind, or nil: None, the result of `nil`, or an empty object."""
 
     def convert(value: Any) -> Any:
         if value is None:
@@ -186,11 +186,11 @@ def an(native: type) -> Kind:
 
 def list_of(kind: Kind) -> Kind:
     """A list."""
-    return Kind(f"a list, each of it {kind.wanted}", lambda value: [kind.convert(one) for one in _list(value)])
+    return Kind(f"a list, each element {kind.wanted}", lambda value: [kind.convert(one) for one in _list(value)])
 
 
 def pair(default: int | None) -> Kind:
-    """Two numbers, `[y, x]`; one stands for both, nil for the default."""
+    """Two numbers, `[y, x]`; one applies to both, nil means the default."""
     return Kind("[height, width], [size] or None", lambda value: _pair(default, value))
 
 

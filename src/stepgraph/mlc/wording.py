@@ -1,6 +1,6 @@
-"""Messages in the original's words: stepgraph's names become selectors, properties and constants as PyObjC spells them.
+"""Messages in the original's terms: stepgraph's names become selectors, properties and constants as PyObjC spells them.
 
-Quoted text is the caller's own (labels, names of inputs) and stays as it is, as do lines of the caller's program.
+Quoted text is the caller's own (labels, names of inputs) and stays unchanged, as do lines of the caller's program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stepgraph.errors import StepgraphError
 from stepgraph.mlc.table import Class
 from stepgraph.mlc.tables.enumerations import Enumeration
 
-# What a program writes here in another form, not only under another name.
+# What a program writes in another form here, not only under another name.
 _PHRASES = (
     (re.compile(r"\badd_inputs\(\.\.\., loss_labels=\{\.\.\.\}\)"), "addInputs_lossLabels_"),
     (re.compile(r"\bDevice\.any\(\)"), "MLCDevice.deviceWithType_(MLCDeviceTypeAny)"),
@@ -23,7 +23,7 @@ _PHRASES = (
     (re.compile(r"\bnode\(\)"), "nodeWithLayer_sources_"),
     (re.compile(r"\bTensorParameter\(tensor\)"), "MLCTensorParameter.parameterWithTensor_(tensor)"),
     (re.compile(r"\bdata, fill or random\b"), "data, fillWithData or randomInitializerType"),
-    (re.compile(r",? or use (?:\w+\.)?create(?:\([^)]*\))?"), ""),  # there are factories only
+    (re.compile(r",? or use (?:\w+\.)?create(?:\([^)]*\))?"), ""),  # only factories exist
     (re.compile(r"\bbatch_size=None\b"), "batchSize 0"),
     (re.compile(r"\bbatch_size="), "batchSize"),
 )
@@ -35,14 +35,14 @@ _CALL = re.compile(r"[A-Za-z_]+(?:\.[a-z_]+)?")
 
 
 class Wording(NamedTuple):
-    """The original's words by stepgraph's, and the constants of each enumeration by the names of its members."""
+    """The original's terms by stepgraph's, and the constants of each enumeration by the names of its members."""
 
     words: Mapping[str, str]
     constants: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, classes: Sequence[Class], enumerations: Sequence[Enumeration]) -> Wording:
-        """The words that the tables know."""
+        """The terms in the tables."""
         words = {one.native_name: one.name for one in classes if one.native is not None}
         words |= {one.native.__name__: one.name for one in enumerations}
         constants = {
@@ -53,7 +53,7 @@ class Wording(NamedTuple):
         return cls({**_labels(classes), **_selectors(classes), **several, **words}, constants)
 
     def message(self, error: StepgraphError, call: str = "") -> str:
-        """The whole message of an error that `call` ran into."""
+        """The complete message of an error raised by `call`."""
         where = call if call and _CALL.fullmatch(error.where) else error.where
         facts = {name: str(value) for name, value in error.facts.items()}
         chosen = self._chosen(" ".join([error.problem, error.fix or "", *facts.values()]))
@@ -77,7 +77,7 @@ class Wording(NamedTuple):
         return _WORD.sub(lambda found: self.words.get(found[0], found[0]), text)
 
     def _chosen(self, text: str) -> Mapping[str, str]:
-        """The constants of the one enumeration that has every member the text names, if it is only one."""
+        """The constants of the one enumeration that has every member the text names, if it is unique."""
         members = {name for names in self._named_by_members() for name in names}
         named = {word for part in _KEPT.split(text)[::2] for word in _CONSTANT.findall(part)} & members
         fitting = [names for names in self._named_by_members() if named <= names.keys()]
