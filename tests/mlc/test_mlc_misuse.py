@@ -187,7 +187,7 @@ def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         assert M.MLCPaddingLayer.layerWithZeroPadding_([1, 2, 3, 4, 5]) is None
     (line,) = [one.getMessage() for one in caplog.records]
     assert (
-        line.startswith("refused MLCPaddingLayer.layerWithZeroPadding_: ") and "\n" not in line and "Fix: pass" in line
+        line.startswith("rejected MLCPaddingLayer.layerWithZeroPadding_: ") and "\n" not in line and "Fix: pass" in line
     )
     assert isinstance(M.lastError().native, sg.ArgumentError) and M.lastError().domain() == "stepgraph"
 

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     right = history["validation accuracy"][-1]
     screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, unseen in training. Four of them:", "")
-    screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in all, on {device}.")
+    screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in total, on {device}.")
     _tell_next(training, arguments.save)
     return 0
 

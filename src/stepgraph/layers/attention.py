@@ -281,7 +281,7 @@ def _require_tensors(layer: Layer, name: str, tensors: list[Tensor], counts: lis
         raise ArgumentError(
             layer.where,
             f"{len(tensors)} {spoken} were passed, but {len(counts)} are needed ({parts})",
-            fix=f"pass {len(counts)} tensors" if counts else f"set has_{name} in the descriptor, or give none",
+            fix=f"pass {len(counts)} tensors" if counts else f"set has_{name} in the descriptor, or pass none",
         )
     for tensor, count in zip(tensors, counts, strict=True):
         if count is not None and tensor.descriptor.element_count != count:

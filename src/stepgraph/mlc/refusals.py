@@ -103,7 +103,7 @@ def refuse(call: str, error: Exception) -> None:
     """Keeps the reason of a rejected call, and logs each distinct one once."""
     last = _last.error = MLCError(error, call)
     reason = " ".join(line.strip() for line in str(last).splitlines())
-    _log_once(f"refused {reason}" if reason.startswith(f"{call}: ") else f"refused {call}: {reason}")
+    _log_once(f"rejected {reason}" if reason.startswith(f"{call}: ") else f"rejected {call}: {reason}")
 
 
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., None]:
