@@ -13,12 +13,12 @@ from stepgraph.system import torch_private
 aten = torch.ops.aten
 FORWARD = torch_private.efficient_attention.default
 BACKWARD = torch_private.efficient_attention_gradient.default
-WIDTHS = (16, 32, 64, 128)  # of a head
+WIDTHS = (16, 32, 64, 128)  # head widths that tiles support
 PLAIN: dict[str, Any] = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 
 
 def fits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernels that fused steps have for attention on a GPU compute these."""
+    """Whether the GPU attention kernels of fused steps support these."""
     width = q.shape[-1]
     return q.dtype is torch.float32 and width == k.shape[-1] == v.shape[-1] and width in WIDTHS
 

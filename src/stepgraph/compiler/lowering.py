@@ -16,7 +16,7 @@ from stepgraph.layers.attention import attention_weights, weighted
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
 
-SHORT = 512  # keys up to which a GPU is faster with plain float32 products than with PyTorch's one operator
+SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 LAST = torch.channels_last
 Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
 
@@ -36,7 +36,7 @@ def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
         weights = scope.array(layer.weights, *layer.descriptor.weights_shape).contiguous(memory_format=LAST)
         laid_out = replace(scope, arrays={**scope.arrays, layer.weights: weights})
         (y,) = forward([x.contiguous(memory_format=LAST)], laid_out)
-        # Images of one channel are in both orders at once, and libraries take either: what follows must know which.
+        # Images with one channel have both layouts, and libraries accept either, so the layout is made explicit.
         return (y.clone(memory_format=LAST) if x.shape[1] == 1 else y,)
 
     return run
