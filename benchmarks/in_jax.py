@@ -1,7 +1,8 @@
 """The step in JAX: one jitted function of parameters, statistics and optimizer state, which are donated.
 
 Images are `[batch, height, width, channels]` here, and weights of convolutions `[height, width, inputs, outputs]`: the
-order JAX programs use. Weights that read flat images have their columns in that order too.
+order JAX programs use. Weights of transposed convolutions are those of the convolution they are the transpose of.
+Weights that read flat images have their columns in that order too.
 """
 
 import math
@@ -30,12 +31,34 @@ class Operators:
         y = jax.lax.conv_general_dilated(x, weights, (stride,) * 2, (border, border), dimension_numbers=order)
         return y if biases is None else y + biases
 
+    def depthwise_convolution(self, x: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
+        order, border = ("NHWC", "HWIO", "NHWC"), (weights.shape[0] // 2,) * 2
+        strides, groups = (stride, stride), weights.shape[-1]
+        return jax.lax.conv_general_dilated(
+            x, weights, strides, (border, border), dimension_numbers=order, feature_group_count=groups
+        )
+
+    def transposed_convolution(self, x: jax.Array, weights: jax.Array, biases: jax.Array) -> jax.Array:
+        strides, order = weights.shape[:2], ("NHWC", "HWIO", "NHWC")
+        grown = jax.lax.conv_transpose(x, weights, strides, "VALID", dimension_numbers=order, transpose_kernel=True)
+        return grown + biases
+
     def max_pool(self, x: jax.Array, size: int) -> jax.Array:
         window = (1, size, size, 1)
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
 
+    def average_pool(self, x: jax.Array, size: int) -> jax.Array:
+        window = (1, size, size, 1)
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, window, "VALID") / size**2
+
     def mean_of_pixels(self, x: jax.Array) -> jax.Array:
         return x.mean((1, 2))
+
+    def mean_of_steps(self, x: jax.Array) -> jax.Array:
+        return x.mean(1)
+
+    def concatenate(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.concatenate((x, y), -1)
 
     def batch_norm(self, x: jax.Array, gamma: jax.Array, beta: jax.Array, name: str) -> jax.Array:
         axes = tuple(range(x.ndim - 1))
@@ -66,24 +89,47 @@ class Operators:
         return self.linear(seen, p[f"{name}.output.weights"], p[f"{name}.output.biases"])
 
     def last_of_lstm(self, x: jax.Array, p: dict[str, jax.Array], name: str) -> jax.Array:
-        """One product for the inputs of all steps; in the scan only the one with the hidden weights is left."""
-        gates = self.linear(x, p[f"{name}.input.weights"], p[f"{name}.biases"]).swapaxes(0, 1)
-        weights = p[f"{name}.hidden.weights"].T
+        return lstm(x, p, name, returns_sequences=False)
 
-        def step(state: tuple[jax.Array, jax.Array], gate: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-            h, c = state
-            i, f, g, o = jnp.split(gate + h @ weights, 4, axis=-1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
-
-        zeros = jnp.zeros((x.shape[0], weights.shape[0]), x.dtype)
-        return jax.lax.scan(step, (zeros, zeros), gates)[0][0]
+    def lstm_both_ways(self, x: jax.Array, p: dict[str, jax.Array], name: str) -> jax.Array:
+        depth = sum(key.startswith(f"{name}.") and key.endswith(".forward.biases") for key in p)
+        for i in range(depth):
+            ways = [lstm(x, p, f"{name}.layer{i}.{way}", way == "backward") for way in ("forward", "backward")]
+            x = jnp.concatenate(ways, -1)
+        return x
 
     def flatten(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], -1)
 
     def rows(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, x.shape[-1])
+
+    def split_rows(self, x: jax.Array, width: int) -> jax.Array:
+        return x.reshape(-1, width)
+
+    def pixels_as_rows(self, x: jax.Array) -> jax.Array:
+        return self.rows(x)
+
+
+def lstm(
+    x: jax.Array, p: dict[str, jax.Array], name: str, backward: bool = False, returns_sequences: bool = True
+) -> jax.Array:
+    """One product for the inputs of all steps; in the scan only the one with the hidden weights is left."""
+    gates = (x @ p[f"{name}.input.weights"].T + p[f"{name}.biases"]).swapaxes(0, 1)
+    weights = p[f"{name}.hidden.weights"].T
+
+    def step(
+        state: tuple[jax.Array, jax.Array], gate: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+        h, c = state
+        i, f, g, o = jnp.split(gate + h @ weights, 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h if returns_sequences else None
+
+    zeros = jnp.zeros((x.shape[0], weights.shape[0]), x.dtype)
+    (last, _), outputs = jax.lax.scan(step, (zeros, zeros), gates, reverse=backward)
+    return outputs.swapaxes(0, 1) if returns_sequences else last
 
 
 class Jax:

@@ -1,5 +1,6 @@
 """The step in PyTorch: eager, and with `torch.compile`. The optimizer is the fused one."""
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ class Operators:
     def __init__(self, parameters: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], dropout: bool) -> None:
         self.statistics, self.keeps_all = statistics, not dropout
         self.linear, self.relu, self.max_pool, self.add = F.linear, F.relu, F.max_pool2d, torch.add
-        self.add_parameter, self.embedding = torch.add, F.embedding
-        names = [name.removesuffix(".hidden.weights") for name in parameters if name.endswith(".hidden.weights")]
-        self.recurrences = {name: recurrence(parameters, name) for name in names}
+        self.add_parameter, self.embedding, self.average_pool = torch.add, F.embedding, F.avg_pool2d
+        found = [name.removesuffix(".hidden.weights") for name in parameters if name.endswith(".hidden.weights")]
+        self.recurrences = {
+            name: recurrence(parameters, list(ways)) for name, ways in groupby(found, lambda way: way.split(".")[0])
+        }
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
@@ -28,8 +31,20 @@ class Operators:
     ) -> torch.Tensor:
         return F.conv2d(x, weights, biases, stride, padding=weights.shape[-1] // 2)
 
+    def depthwise_convolution(self, x: torch.Tensor, weights: torch.Tensor, stride: int) -> torch.Tensor:
+        return F.conv2d(x, weights, None, stride, padding=weights.shape[-1] // 2, groups=weights.shape[0])
+
+    def transposed_convolution(self, x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, weights, biases, weights.shape[-1])
+
     def mean_of_pixels(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean((2, 3))
+
+    def mean_of_steps(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+    def concatenate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, y), 1)
 
     def batch_norm(self, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, name: str) -> torch.Tensor:
         mean, variance = self.statistics[f"{name}.mean"], self.statistics[f"{name}.variance"]
@@ -52,21 +67,41 @@ class Operators:
     def last_of_lstm(self, x: torch.Tensor, p: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         return self.recurrences[name](x)[0][:, -1]
 
+    def lstm_both_ways(self, x: torch.Tensor, p: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        return self.recurrences[name](x)[0]
+
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, 1)
 
+    def split_rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        return x.reshape(-1, width)
 
-def recurrence(parameters: dict[str, torch.Tensor], name: str) -> nn.LSTM:
-    """PyTorch's module with these parameters; its second set of biases stays at zero, the others have but one."""
-    for key in (f"{name}.input.weights", f"{name}.hidden.weights", f"{name}.biases"):
-        parameters[key] = nn.Parameter(parameters[key].detach())  # the module takes nothing else
-    weights, biases = parameters[f"{name}.input.weights"], parameters[f"{name}.biases"]
-    module = nn.LSTM(weights.shape[1], weights.shape[0] // 4, batch_first=True, device=weights.device)
-    module.weight_ih_l0, module.weight_hh_l0 = weights, parameters[f"{name}.hidden.weights"]
-    module.bias_ih_l0, module.bias_hh_l0 = biases, nn.Parameter(torch.zeros_like(biases), requires_grad=False)
+    def pixels_as_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def recurrence(parameters: dict[str, torch.Tensor], ways: list[str]) -> nn.LSTM:
+    """PyTorch's module with these parameters; its second set of biases stays at zero, the others have but one.
+
+    `ways` are the names of its layers, in both directions one after the other where it has two.
+    """
+    for way in ways:
+        for key in (f"{way}.input.weights", f"{way}.hidden.weights", f"{way}.biases"):
+            parameters[key] = nn.Parameter(parameters[key].detach())  # the module takes nothing else
+    directions = 2 if ways[-1].endswith(".backward") else 1
+    weights = parameters[f"{ways[0]}.input.weights"]
+    sizes = weights.shape[1], weights.shape[0] // 4, len(ways) // directions
+    module = nn.LSTM(*sizes, batch_first=True, bidirectional=directions == 2, device=weights.device)
+    for i, way in enumerate(ways):
+        end = f"l{i // directions}" + ("_reverse" if i % directions else "")
+        biases = parameters[f"{way}.biases"]
+        setattr(module, f"weight_ih_{end}", parameters[f"{way}.input.weights"])
+        setattr(module, f"weight_hh_{end}", parameters[f"{way}.hidden.weights"])
+        setattr(module, f"bias_ih_{end}", biases)
+        setattr(module, f"bias_hh_{end}", nn.Parameter(torch.zeros_like(biases), requires_grad=False))
     module.flatten_parameters()  # one block of memory, as cuDNN wants it
     return module
 

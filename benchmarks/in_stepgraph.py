@@ -30,6 +30,18 @@ class Operators:
         descriptor = sg.ConvolutionDescriptor(tuple(kernel), inputs, outputs, strides=stride, **border)
         return self.graph.node(sg.ConvolutionLayer(weights, biases, descriptor), x)
 
+    def depthwise_convolution(self, x: sg.Tensor, weights: sg.Tensor, stride: int) -> sg.Tensor:
+        channels, _, *kernel = weights.shape
+        border = {"padding_policy": sg.PaddingPolicy.USE_PADDING_SIZE, "padding_sizes": kernel[0] // 2}
+        descriptor = sg.ConvolutionDescriptor.depthwise(tuple(kernel), channels, strides=stride, **border)
+        return self.graph.node(sg.ConvolutionLayer(weights, None, descriptor), x)
+
+    def transposed_convolution(self, x: sg.Tensor, weights: sg.Tensor, biases: sg.Tensor) -> sg.Tensor:
+        inputs, outputs, *kernel = weights.shape
+        by_output = np.ascontiguousarray(weights.numpy().swapaxes(0, 1))
+        descriptor = sg.ConvolutionDescriptor.transposed(tuple(kernel), inputs, outputs, strides=tuple(kernel))
+        return self.graph.node(sg.ConvolutionLayer(sg.Tensor(by_output.shape, data=by_output), biases, descriptor), x)
+
     def relu(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.node(sg.ActivationLayer.relu(), x)
 
@@ -46,8 +58,17 @@ class Operators:
     def max_pool(self, x: sg.Tensor, size: int) -> sg.Tensor:
         return self.graph.node(sg.PoolingLayer.max(size), x)
 
+    def average_pool(self, x: sg.Tensor, size: int) -> sg.Tensor:
+        return self.graph.node(sg.PoolingLayer.average(size), x)
+
     def mean_of_pixels(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.reshape(x.shape[:2], self.graph.node(sg.ReductionLayer.mean((2, 3)), x))
+
+    def mean_of_steps(self, x: sg.Tensor) -> sg.Tensor:
+        return self.graph.reshape((x.shape[0], x.shape[2]), self.graph.node(sg.ReductionLayer.mean(1), x))
+
+    def concatenate(self, x: sg.Tensor, y: sg.Tensor) -> sg.Tensor:
+        return self.graph.concatenate([x, y])
 
     def batch_norm(self, x: sg.Tensor, gamma: sg.Tensor, beta: sg.Tensor, name: str) -> sg.Tensor:
         mean, variance = self.statistics[f"{name}.mean"], self.statistics[f"{name}.variance"]
@@ -75,11 +96,27 @@ class Operators:
         layer = sg.LSTMLayer(descriptor, inputs, hidden, biases=_parts(p[f"{name}.biases"], 4))
         return self.flatten(self.graph.node(layer, x))
 
+    def lstm_both_ways(self, x: sg.Tensor, p: dict[str, sg.Tensor], name: str) -> sg.Tensor:
+        depth = sum(key.startswith(f"{name}.") and key.endswith(".forward.biases") for key in p)
+        ways = [f"{name}.layer{i}.{way}" for way in ("forward", "backward") for i in range(depth)]
+        inputs, hidden, biases = (
+            [part for way in ways for part in _parts(p[f"{way}.{kind}"], 4)]
+            for kind in ("input.weights", "hidden.weights", "biases")
+        )
+        descriptor = sg.LSTMDescriptor(*inputs[0].shape[::-1], depth, is_bidirectional=True)
+        return self.graph.node(sg.LSTMLayer(descriptor, inputs, hidden, biases=biases), x)
+
     def flatten(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.reshape((x.shape[0], -1), x)
 
     def rows(self, x: sg.Tensor) -> sg.Tensor:
         return self.graph.reshape((-1, x.shape[-1]), x)
+
+    def split_rows(self, x: sg.Tensor, width: int) -> sg.Tensor:
+        return self.graph.reshape((-1, width), x)
+
+    def pixels_as_rows(self, x: sg.Tensor) -> sg.Tensor:
+        return self.rows(self.graph.transpose((0, 2, 3, 1), x))
 
 
 class Stepgraph:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.models import MODELS, Model
+from benchmarks.models import FURTHER, MODELS, STANDING, Model
 
 OURS, OURS_FUSED, EAGER = "stepgraph", "fused", "pytorch"
 
@@ -84,7 +84,8 @@ def parser(program: str, description: str | None, *, compares: bool = True) -> a
         prog=f"python -m benchmarks.{program}", description=(description or "").split("\n")[0]
     )
     if compares:
-        made.add_argument("--models", default=",".join(MODELS), help="which, comma between (%(default)s)")
+        chosen = f"which, comma between (%(default)s); there are also {','.join(FURTHER)}"
+        made.add_argument("--models", default=",".join(STANDING), help=chosen)
         made.add_argument("--peers", default=None, help=f"which of {','.join(PEERS)} (all that can run here)")
         made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import first_step, fit, limits, memory, peers, scaling, step
-from benchmarks.models import MODELS, SMALL
+from benchmarks.models import FURTHER, MODELS, SMALL, STANDING
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,6 +74,15 @@ def test_a_wrong_option_is_refused(capsys: pytest.CaptureFixture[str], arguments
     with pytest.raises(SystemExit):
         peers.parsed(peers.parser("step", ""), arguments)
     assert words in capsys.readouterr().err
+
+
+def test_programs_measure_the_standing_set_unless_told_otherwise() -> None:
+    def chosen(*arguments: str) -> tuple[str, ...]:
+        return tuple(peers.parsed(peers.parser("step", ""), list(arguments)).models)
+
+    assert STANDING == ("mlp", "cnn", "resnet18", "lstm", "transformer", "tiny", "demo")
+    assert chosen() == STANDING and chosen("--models", ",".join(FURTHER)) == FURTHER
+    assert tuple(MODELS) == STANDING + FURTHER
 
 
 def test_options_choose_the_batch_by_device() -> None:

@@ -11,7 +11,8 @@ from benchmarks.in_pytorch import ChannelsLast, Eager
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS, SMALL
 
-SLOW_IN_JAX = {name: pytest.mark.deep for name in ("resnet18", "transformer")}  # it compiles for long
+COMPILED_LONG = ("resnet18", "transformer", "separable", "dense", "unet", "bilstm", "encoder")
+SLOW_IN_JAX = dict.fromkeys(COMPILED_LONG, pytest.mark.deep)
 
 
 def first_losses(peer: Any) -> list[float]:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
-from benchmarks.models import SMALL
+from benchmarks.models import FURTHER, SMALL
 from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.law import check
 from stepgraph.compiler.modules import Module
@@ -25,6 +25,7 @@ from tests.fuzz.build import Built
 from tests.fuzz.generate import generate
 
 CPU = sg.Device.cpu()
+LONG = dict.fromkeys(("resnet18", *FURTHER), pytest.mark.deep)
 
 
 def parts(step: Step, name: str) -> Iterator[tuple[str, Part, Part]]:
@@ -50,10 +51,8 @@ def lawful(step: Step, name: str = "step") -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.deep] if name == "resnet18" else []) for name in SMALL]
-)
-def test_the_law_holds_after_every_row_for_standing_models(name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SMALL])
+def test_the_law_holds_after_every_row_for_models(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
     step = training.compilation.programs.program(training.declaration.feeds.batch).step
     ran = lawful(step)
@@ -84,7 +83,7 @@ def fused(part: Part, step: Step) -> Iterator[tuple[str, Part]]:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "resnet18"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SMALL])
 def test_results_keep_their_shapes_in_fused_rows(name: str, kind: str) -> None:
     """The rows for a GPU, too: they only look at the graph."""
     training = Stepgraph(SMALL[name], "cpu", dropout=False).training
