@@ -46,7 +46,7 @@ class Products(TorchDispatchMode):
         results = function(*args, **(kwargs or {}))
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
-            flops = count(*args, **(kwargs or {}), out_val=results)
+            flops = _grouped_gradient(function, args) or count(*args, **(kwargs or {}), out_val=results)
             self.found.append(Work(flops, sum(map(_bytes, (*args, *_several(results))))))
         return results
 
@@ -92,6 +92,14 @@ def main() -> None:
 
 def _several(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _grouped_gradient(function: Any, args: Any) -> int:
+    """Of a convolution with groups, which PyTorch counts for its weights as if every output saw every input; else 0."""
+    if function is not torch.ops.aten.convolution_backward.default or args[9] == 1 or args[7]:
+        return 0
+    gradient, weights, wanted = args[0], args[2], args[10]
+    return 2 * math.prod(gradient.shape) * math.prod(weights.shape[1:]) * sum(wanted[:2])
 
 
 def _bytes(one: Any) -> int:

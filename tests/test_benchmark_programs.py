@@ -46,6 +46,17 @@ def test_a_limit_counts_what_a_step_multiplies() -> None:
     assert limits.limit(work, 1e9, 1.0) == sum(one.size for one in work) > 4 * 3 * (5 + 6 + 7 + 10)
 
 
+def test_a_limit_counts_a_channel_that_is_filtered_by_itself_once() -> None:
+    work = limits.products(SMALL["separable"])  # 12 × 12 pixels, 3 images; 3 → 4 → 6 channels, both with a stride of 2
+    stem, depth, point, full = 3 * 36 * 4 * 27, 3 * 9 * 4 * 9, 3 * 9 * 6 * 4, 3 * 6 * 10
+    assert sum(one.flops for one in work) == 2 * (2 * stem + 3 * (depth + point + full))
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_model_has_a_limit(name: str) -> None:
+    assert sum(one.flops for one in limits.products(SMALL[name])) > 0
+
+
 def test_limits_of_recorded_steps_are_below_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
