@@ -103,7 +103,8 @@ class Operators:
             [part for way in ways for part in _parts(p[f"{way}.{kind}"], 4)]
             for kind in ("input.weights", "hidden.weights", "biases")
         )
-        descriptor = sg.LSTMDescriptor(*inputs[0].shape[::-1], depth, is_bidirectional=True)
+        width, features = inputs[0].shape
+        descriptor = sg.LSTMDescriptor(features, width, depth, is_bidirectional=True)
         return self.graph.node(sg.LSTMLayer(descriptor, inputs, hidden, biases=biases), x)
 
     def flatten(self, x: sg.Tensor) -> sg.Tensor:

@@ -140,8 +140,9 @@ def _transformer(
 ) -> Model:
     network = partial(networks.transformer, layers=depth, heads=heads)
     shapes = networks.transformer_shapes(vocabulary, tokens, width, depth, vocabulary)
-    facts = {"classes": vocabulary, "vocabulary": vocabulary, "labels_each": tokens}
-    return Model(network, (batch, tokens), shapes, cuda_batch, **facts)
+    return Model(
+        network, (batch, tokens), shapes, cuda_batch, classes=vocabulary, vocabulary=vocabulary, labels_each=tokens
+    )
 
 
 def _autoencoder(batch: int, pixels: int, hidden: int, code: int, classes: int, cuda_batch: int) -> Model:
