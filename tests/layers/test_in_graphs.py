@@ -74,7 +74,20 @@ class OneLayer:
         return {name: tensor.numpy().tobytes() for name, tensor in named.items()}
 
 
-@each([case for case in CASES if case.training])
+# Recurrences that are recorded step by step take seconds to compile; the other LSTM cases run in every suite.
+LONG = {
+    f"LSTM, {kind}" for kind in ("packed peepholes", "diagonal peepholes", "forget activation", "result activation")
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.deep] if case.name in LONG else [], id=case.name)
+        for case in CASES
+        if case.training
+    ],
+)
 def test_whole_step_phases_and_a_graph_from_a_file_leave_the_same_bits(case: Case, tmp_path: Path) -> None:
     one, other = OneLayer(case), OneLayer(case)
     before = {name: t.numpy().tobytes() for name, t in one.layer.parameters.items()}
