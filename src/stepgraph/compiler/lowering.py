@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.compiler.attention import fits_tiles
 from stepgraph.compiler.step import Step
-from stepgraph.layers.attention import attention_weights, weighted
+from stepgraph.layers.attention import MultiheadAttentionLayer, attention_weights, weighted
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
 
@@ -25,7 +25,9 @@ def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
     """A layer's forward as it is recorded for a step."""
     if step.channels_last and isinstance(layer, ConvolutionLayer):
         return _channels_last(layer, forward)
-    return _attending(step, forward) if step.device.type == "cuda" else forward
+    if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
+        return _attending(step, forward)
+    return forward
 
 
 def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
@@ -60,11 +62,11 @@ class _WrittenOut(TorchFunctionMode):
         self._in_tiles = in_tiles
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention and not kwargs and self._is_faster(*args):
-            q, k, v, mask = (*args, None)[:4]
+        if function is F.scaled_dot_product_attention and self._is_faster(*args):
+            q, k, v, mask = args
             return weighted(attention_weights(q, k, mask), v, mask)
         return function(*args, **(kwargs or {}))
 
-    def _is_faster(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
+    def _is_faster(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
         as_one = mask is None and self._in_tiles and fits_tiles(q, k, v)
         return not as_one and q.dtype is torch.float32 and k.shape[2] <= SHORT

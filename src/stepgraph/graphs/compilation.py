@@ -41,7 +41,7 @@ class Compilation:
         handles: gradients that are read through tensors.
         group: the compilations of all linked graphs, including this one.
         place: its index in the group.
-        before: the programs that this compilation continues from; their memory layout is kept.
+        channels_last: the layout of images, if earlier programs of the graph have decided it.
     """
 
     declaration: Declaration
@@ -52,23 +52,23 @@ class Compilation:
     handles: Mapping[Key, Tensor]
     group: list[Compilation]
     place: int
-    before: Programs | None = None
+    channels_last: bool | None = None
 
     @cached_property
     def programs(self) -> Programs:
         """The programs that can run; each is built on first use."""
-        layout = None if self.before is None else self.before.channels_last
-        return Programs(self.step, self.kept, self.require_fit, layout)
+        return Programs(self.step, self.kept, self.require_fit, self.channels_last)
 
     def renewed(self, group: list[Compilation], declaration: Declaration) -> Compilation:
         """The same with other details of the declaration, in a new group, which it joins."""
-        new = replace(self, declaration=declaration, group=group, place=len(group), before=self.programs)
+        layout = self.programs.channels_last
+        new = replace(self, declaration=declaration, group=group, place=len(group), channels_last=layout)
         group.append(new)
         return new
 
     def redeclared(self, *, anew: bool = False, **declared: Any) -> Compilation:
         """The same programs for another declaration; `anew` rebuilds executables that keep other results."""
-        new = replace(self, declaration=replace(self.declaration, **declared), before=self.programs)
+        new = replace(self, declaration=replace(self.declaration, **declared))
         new.__dict__["programs"] = self.programs.handed_on(new.step, new.kept, new.require_fit, anew)
         return new
 
@@ -254,7 +254,9 @@ class Compilation:
 
     def memory_plan_for(self, batch: int) -> MemoryPlan:
         """The memory that a whole call would need with another batch size; nothing is kept."""
-        return replace(self, before=self.programs).programs.plan_for(self.whole, self.batch_size(batch))
+        return replace(self, channels_last=self.programs.channels_last).programs.plan_for(
+            self.whole, self.batch_size(batch)
+        )
 
     def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
         """Rejects a plan that exceeds the memory limit; the error shows which batch size would fit."""

@@ -26,7 +26,7 @@ from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.state import TrainingState
-from stepgraph.runtime.undoing import explanation, undone_unless_finite
+from stepgraph.runtime.undoing import explained, tried, undone_unless_finite
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
@@ -207,8 +207,8 @@ class Session:
 
         def explain(found: Arrays, after: Arrays) -> NumericsError:
             before = {**self.arrays(), **arrays}
-            explained = explanation(self.compilation.programs, executable, before, found, after)
-            return explained(self.compilation.declaration.kind, self.next_step, self.feeds.spoken)
+            trial = tried(self.compilation.programs, executable, before, found, after)
+            return explained(trial, self.compilation.declaration.kind, self.next_step, self.feeds.spoken, bool(after))
 
         return undone_unless_finite(run, binding, arrays, explain)
 

@@ -47,28 +47,25 @@ def undone_unless_finite(
     raise explain(found, after)
 
 
-def explanation(
-    programs: Programs, executable: Executable, before: Arrays, found: Arrays, after: Arrays
-) -> Callable[[str, int | None, Mapping[Tensor, str]], NumericsError]:
-    """The error for a run that was rolled back, by kind of graph, step number and names of feeds."""
+def tried(programs: Programs, executable: Executable, before: Arrays, found: Arrays, after: Arrays) -> Trial:
+    """A run that was rolled back, with all its results: those it returned, or those of another run on copies."""
     name, batch = next(key for key, one in programs.executables.items() if one is executable)
     if name in _COMPLETE:
-        trial = Trial(executable.step, before, found, after)
-    else:
-        trial = replay(programs.program(batch, name not in ("inference", "evaluation")), before)
+        return Trial(executable.step, before, found, after)
+    return replay(programs.program(batch, name not in ("inference", "evaluation")), before)
 
-    def error(kind: str, step: int | None, spoken: Mapping[Tensor, str]) -> NumericsError:
-        told = report(trial, step, spoken)
-        if told.ok:
-            return NumericsError(
-                f"{kind}.execute",
-                "the compiled step produced a NaN or an infinity, but not when run operator by operator",
-                fix="also compile with DETERMINISTIC and check whether the error persists",
-            )
-        kept = {"rolled_back": "parameters, optimizer state and statistics are as before this call"}
-        return told.error(**(kept if after else {}))
 
-    return error
+def explained(trial: Trial, kind: str, step: int | None, spoken: Mapping[Tensor, str], changed: bool) -> NumericsError:
+    """The error for a run that was rolled back; `changed`: it had written to arrays that persist."""
+    told = report(trial, step, spoken)
+    if told.ok:
+        return NumericsError(
+            f"{kind}.execute",
+            "the compiled step produced a NaN or an infinity, but not when run operator by operator",
+            fix="also compile with DETERMINISTIC and check whether the error persists",
+        )
+    kept = {"rolled_back": "parameters, optimizer state and statistics are as before this call"}
+    return told.error(**(kept if changed else {}))
 
 
 def _left_behind(executable: Executable, found: Arrays, memory: Arrays) -> list[torch.Tensor]:

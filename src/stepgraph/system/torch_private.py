@@ -181,6 +181,8 @@ def kernel_assembly(compiled: CompiledFxGraph) -> Iterator[str]:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
 
+    if not hasattr(compiled, "cache_key"):  # a graph without operators is returned as it is
+        return
     module = next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
     for kernel in vars(module).values():
         for result in getattr(kernel, "compile_results", ()):
