@@ -1,8 +1,8 @@
 """Comparing numbers with what they should be, and with what rounding may make of them.
 
-Where a result is off by more than a few roundings, the reference is evaluated again with noise of that size on every
-intermediate result. What then moves as far as the result is off was not decided by the numbers but by rounding: a kink,
-a tie, a difference of nearly equal numbers.
+Where a result is off by more than a few roundings, the reference is evaluated again in float32, with noise of that size
+on the result of every layer and on every gradient. What then moves as far as the result is off was not decided by the
+numbers but by rounding: a kink, a tie, a difference of nearly equal numbers.
 """
 
 from __future__ import annotations

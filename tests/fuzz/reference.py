@@ -78,7 +78,13 @@ def forward(
     noise: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> tuple[dict[int, Array], dict[int, Array]]:
-    """All values, and what statistics and rewritten dictionaries are afterwards."""
+    """All values, and what statistics and rewritten dictionaries are afterwards.
+
+    With noise, everything is computed in float32: what happens inside a layer is then rounded as well.
+    """
+    dropped = before.masks
+    if noise:
+        leaves, dropped = _single(leaves), _single(dropped)
     values: dict[int, Array] = {n: leaves[n] for n in before.inputs}
     rewritten: dict[int, Array] = {}
     stopped, trained = set(recipe.stops), set(trainable(recipe))
@@ -91,8 +97,8 @@ def forward(
             if number in rewritten:  # the changed numbers, with the gradient of the parameter
                 leaf = leaf + (rewritten[number] - leaf).detach()
             # A frozen layer may share a tensor with one that is not: one parameter, with the sum over all its uses.
-            arrays[name] = leaf if number in trained else leaf.detach()
-        context = Context(training, before.rows, recipe.batch, before.masks.get(op.results[0]))
+            arrays[name] = _noisy(leaf if number in trained else leaf.detach(), noise, generator)
+        context = Context(training, before.rows, recipe.batch, dropped.get(op.results[0]))
         sources = [values[n] for n in op.sources]
         if is_loss(op):  # gradients flow to the prediction only
             sources[1:] = [array.detach() for array in sources[1:]]
@@ -106,8 +112,20 @@ def forward(
     return values, rewritten
 
 
+def _single(arrays: Numbered) -> dict[int, Array]:
+    return {n: array.float() if array.is_floating_point() else array for n, array in arrays.items()}
+
+
 def _noisy(array: Array, noise: float, generator: torch.Generator | None) -> Array:
-    """The array as rounding might have left it."""
+    """The array as rounding might have left it, and its gradient as well."""
     if not noise or not array.is_floating_point():
         return array
-    return array * (1 + noise * torch.randn(array.shape, dtype=array.dtype, generator=generator).to(array.device))
+
+    def moved(exact: Array) -> Array:
+        drawn = torch.randn(exact.shape, dtype=exact.dtype, generator=generator)
+        return exact * (1 + noise * drawn.to(exact.device))
+
+    result = moved(array)
+    if result.requires_grad:
+        result.register_hook(moved)
+    return result
