@@ -187,7 +187,7 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
             found = way(*given, **settings)
             for one, other in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
                 close(one.float(), other.float())
-    assert operators._sum_by_product(x, [0]).shape == (50,)
+    assert operators.sum_by_product(x, [0]).shape == (50,)
 
 
 @pytest.mark.parametrize("way", [-1, 1, 0], ids=["last", "other", "pytorch"])

@@ -1,6 +1,7 @@
 """Ways for embeddings, normalization, products: PyTorch's numbers, used where they are chosen, their memory known."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from test_memory import measured_peak
 import stepgraph as sg
 from stepgraph.compiler import trace
 from stepgraph.compiler.kernels import embedding, measure, normalization, operators, products
-from stepgraph.compiler.operators import TABLE
+from stepgraph.compiler.operators import TABLE, Operator
 
 aten = torch.ops.aten
 OPTIONS = sg.GraphCompilationOptions
@@ -142,7 +143,19 @@ def test_ways_need_what_they_say() -> None:
     rows, indices = torch.randn(1000, 4, 32), torch.randint(0, 50, (1000, 4))
     turned = rows.transpose(0, 1).contiguous().transpose(0, 1)
     wide = torch.randn(300, 200)
+    bias, square = torch.randn(300), torch.randn(300, 300)
     calls = [
+        (products.turned, (square.t(), wide.t().contiguous().t())),
+        (products.turned_sum, (bias[:200], square.t(), wide.t().contiguous().t())),
+        (products.sum_of_right_copied, (bias, wide, wide.t())),
+        (products.added_after, (bias, wide, wide.t().contiguous())),
+        (products.sum_by_convolution, (bias, wide, wide.t())),
+        (operators.sum_by_product, (torch.randn(20_000, 4), [0])),
+        (operators.WAYS[aten.tanh.default]["sigmoid"], (wide,)),
+        (operators.gelu_backward_by_parts, (square, square)),
+        (partial(operators.gelu_backward_by_parts, approximate="tanh"), (square, square)),
+        (operators.max_pool_channels_last, (x, [2, 2], [2, 2], [0, 0])),
+        (operators.max_pool_channels_last, (x, [3, 3], [1, 1], [1, 1])),
         *((products.of_left_copied, (one, one.t().contiguous())) for one in (wide, wide.t())),
         *((products.of_right_copied, (wide, other)) for other in (wide.t(), wide.t().contiguous())),
         (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
@@ -154,14 +167,18 @@ def test_ways_need_what_they_say() -> None:
     def nothing(*_: object) -> int:
         return 0
 
+    alternatives = {way for ways in operators.WAYS.values() for name, way in ways.items() if name != "pytorch"}
+    assert alternatives <= {way for way, _ in calls}
     for way, arguments in calls:
         way(*arguments)
         arrays = [one for one in arguments if isinstance(one, torch.Tensor)]
         found: list[object] = []
         measured = measured_peak(lambda way=way, arguments=arguments, found=found: found.append(way(*arguments)))
         results = sum(one.nbytes for one in (found[0] if isinstance(found[0], tuple) else found))
-        said = results + (TABLE[way].workspace or nothing)(arrays, results)
-        assert measured <= said <= 1.1 * measured + 8 * 5 * indices.numel(), way  # sorting allocates out of sight
+        row = TABLE.get(way.func if isinstance(way, partial) else way, Operator())
+        said = results + (row.workspace or nothing)(arrays, results)
+        block = 4 * 60 * 60  # PyTorch transposes a matrix block by block
+        assert measured - block <= said <= 1.1 * measured + 8 * 5 * indices.numel(), way  # sorting allocates unseen
 
 
 # In graphs

@@ -3,18 +3,20 @@
 import gc
 import resource
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS
+from stepgraph.compiler import memory
 from stepgraph.compiler.kernels import convolution
-from stepgraph.runtime import programs
+from stepgraph.runtime import executable, programs
 
 PLAIN = sg.GraphCompilationOptions.NONE
 
@@ -31,17 +33,22 @@ def small_network(batch: int = 32) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tens
     return training, x, y
 
 
-def measured_peak(run: object) -> int:
-    """The most bytes that were allocated at once while `run` ran, beyond what was there before."""
+def measured_peak(run: Callable[[], object], since: str | None = None) -> int:
+    """The most bytes that were allocated at once while `run` ran, beyond what was there before.
+
+    With `since`, only from the moment of that name on.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             run()
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    began = next(event.start_ns() for event in events if event.name() == since) if since else 0
     live = peak = 0
-    for event in recorded.profiler.kineto_results.events():
+    for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
-            peak = max(peak, live)
+            peak = max(peak, live) if event.start_ns() >= began else live
     return peak
 
 
@@ -224,6 +231,100 @@ def test_resnet18_trains_the_same_in_60_percent_of_its_memory() -> None:
         assert limited.loss == plain.loss
 
 
+# Results that stay readable
+
+
+def many_rows(rows: int = 1 << 15) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tensor]:
+    """A graph whose results are the largest thing it has."""
+    x, y = sg.Tensor((rows, 4)), sg.Tensor((rows,), "int64")
+    graph = sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.tanh(), graph.node(sg.FullyConnectedLayer.create(4, 8), x))
+    graph.node(sg.FullyConnectedLayer.create(8, 8), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu())
+    return training, x, y
+
+
+def rows_of(training: sg.TrainingGraph) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = training.compilation.feeds.batch
+    return {"x": np.ones((rows, 4), np.float32)}, {"y": np.zeros(rows, np.int64)}
+
+
+def peak_of(run: Callable[[], object], warm: int = 2) -> int:
+    """The most bytes alive in the last of several calls, from the first one on."""
+
+    def marked() -> None:
+        for _ in range(warm):
+            run()
+        with record_function("the call that counts"):
+            run()
+
+    return measured_peak(marked, since="the call that counts")
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["steps", "evaluations in between"])
+def test_results_of_the_last_call_make_room_for_new_ones(evaluates: bool) -> None:
+    training, *_ = many_rows()
+    data = rows_of(training)
+
+    def run() -> None:
+        if evaluates:
+            training.execute(*data, options=sg.ExecutionOptions.FORWARD_FOR_INFERENCE)
+        training.execute(*data)
+
+    assert peak_of(run) <= 1.02 * training.memory_plan.total
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["steps", "accumulated"])
+def test_the_plan_of_passes_counts_what_stays_readable(accumulates: bool) -> None:
+    training, x, y = many_rows()
+    inputs, labels = rows_of(training)
+    training.bind_and_write_data(inputs | labels, {"x": x, "y": y}, sg.Device.cpu())
+    option = sg.ExecutionOptions.ACCUMULATE_GRADIENTS if accumulates else sg.ExecutionOptions.NONE
+
+    def run() -> None:
+        for _ in range(1 + accumulates):
+            training.execute_forward()
+            training.execute_gradient(options=option)
+        training.execute_optimizer_update()
+
+    run()
+    programs = training.compilation.programs
+    parts = {name: programs.executable(name, x.shape[0]).part for name in ("forward", "gradient", "update")}
+    planned = memory.plan_passes(programs.program(x.shape[0]).step, parts).total
+    measured = peak_of(run)
+    assert 0.85 * planned < measured <= 1.02 * planned
+
+
+def test_inference_makes_room_for_its_results() -> None:
+    training, x, _ = many_rows()
+    inference = sg.InferenceGraph([training])
+    inference.add_inputs({"x": x})
+    inference.compile(sg.Device.cpu())
+    inputs, _ = rows_of(training)
+    assert peak_of(lambda: inference.execute(inputs)) <= 1.02 * inference.memory_plan.total
+
+
+def test_after_a_failed_call_results_say_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, *_ = many_rows()
+    training.execute(*rows_of(training))
+    prediction = training.compilation.last_loss.sources[0]
+    assert prediction.numpy().shape == (1 << 15, 8)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executable.Executable, "run", fails)
+        with pytest.raises(sg.ExecutionError, match="the device is gone"):
+            training.execute(*rows_of(training))
+    with pytest.raises(sg.StateError, match="the last call failed before it was computed"):
+        prediction.numpy()
+    training.execute(*rows_of(training))
+    assert np.isfinite(prediction.numpy()).all()
+
+
 # The plan after compile
 
 
@@ -279,7 +380,7 @@ def test_outputs_added_later_keep_to_the_limit_and_are_in_the_plan() -> None:
 def test_separate_passes_keep_to_the_limit() -> None:
     """They keep every result, so that they may need more than a whole step, which computes some again."""
     free, _ = wide()
-    for share, fits in ((2.0, True), (0.7, False)):
+    for share, fits in ((3.0, True), (0.7, False)):
         training, hidden = wide(memory_limit=int(share * free.memory_plan.total))
         data, labels = batch_of(64)
         names = {"x": hidden[0], "y": training.loss_labels["y"]}

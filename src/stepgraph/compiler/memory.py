@@ -10,11 +10,10 @@ from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler.program import Part, Phase, fakes, notes, storage, storages
-from stepgraph.compiler.step import Step, value
+from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
 
 _KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
-_HANDED_ON = {"value": "activations", "handed on": "activations", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,25 @@ def plan(step: Step, part: Part) -> MemoryPlan:
 
 
 def plan_passes(step: Step, parts: Mapping[str, Part]) -> MemoryPlan:
-    """The plan of a step that runs in several parts: that of the largest, including what earlier parts pass to it."""
-    fixed = {value(tensor) for tensor in (*step.feeds, *step.held)}
+    """The plan of a step that runs in several parts: that of the largest, including what the others leave behind.
+
+    The results of the forward pass stay readable until the next one, and gradients during both: passes that
+    accumulate add to them.
+    """
+    results, gradients = left_behind(parts["forward"]), left_behind(parts["gradient"])
     found = []
-    for part in parts.values():
-        handed: dict[str, dict[int, int]] = {"activations": {}, "gradients": {}}
-        for key, node in zip(part.inputs, part.placeholders, strict=True):
-            if key not in fixed and key.kind in _HANDED_ON:
-                handed[_HANDED_ON[key.kind]] |= sizes(node)
+    for name, part in parts.items():
         own = plan(step, part)
-        more = {kind: getattr(own, kind) + sum(bytes_by.values()) for kind, bytes_by in handed.items()}
-        found.append(replace(own, **more))
+        earlier = 0 if name == "forward" else results
+        more = replace(own, activations=own.activations + earlier, gradients=own.gradients + gradients)
+        found.append(more)
     return max(found, key=lambda one: one.total)
+
+
+def left_behind(part: Part) -> int:
+    """Bytes of what is still alive when a part has run."""
+    (births, deaths), last = lifetimes(part), len(part.module.graph.nodes) - 1
+    return sum(size for one, (_, size, _) in births.items() if deaths[one] == last)
 
 
 def peak(part: Part) -> int:

@@ -70,6 +70,10 @@ def _like(position: int) -> Workspace:
     return lambda given, _: given[position].nbytes
 
 
+def _row_of_ones(given: Sequence[Any], _: int) -> int:
+    return given[0].shape[0] * given[0].element_size()
+
+
 def _like_results(_: Sequence[Any], results: int) -> int:
     return results
 
@@ -121,6 +125,7 @@ TABLE: dict[Any, Operator] = {
     implementations.gelu_backward_by_parts: Operator(
         out=Out(implementations.gelu_backward_by_parts), workspace=_like(0)
     ),
+    implementations.sum_by_product: Operator(workspace=_row_of_ones),
     implementations.max_pool_channels_last: Operator(
         workspace=lambda given, results: max(given[0].nbytes, results),
     ),

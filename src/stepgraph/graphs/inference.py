@@ -101,5 +101,5 @@ class InferenceGraph(CompiledGraph):
                 return last, binding.executable.result(found, value(last)), loss
 
             session.accept(feeds, batch, options)
-            execution = session.launch(binding, feeds, options, completion, keep)
+            execution = session.launch(binding, feeds, options, completion, keep, session.discard_results)
         return announced(execution, options, completion)

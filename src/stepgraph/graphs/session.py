@@ -35,6 +35,7 @@ from stepgraph.types import DataType, ExecutionOptions
 # The outcome of a call: the tensor it is for, its array, and the loss.
 Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
 NOTHING: Answer = (None, None, None)
+FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
@@ -169,8 +170,11 @@ class Session:
         options: ExecutionOptions,
         completion: Completion | None,
         keep: Callable[[Arrays], Answer],
+        discard: Callable[[], None] | None = None,
     ) -> Execution:
         """Runs an executable and lets `keep` store its results; returns the handle.
+
+        `discard` makes room for them: what stays readable must not be in memory twice.
 
         The caller has held its turn on the device since it read its data, so calls of other threads see nothing of
         this one. An interrupt is handled before or after, never in between.
@@ -178,6 +182,9 @@ class Session:
         timed = bool(options) and ExecutionOptions.PROFILING in options
         execution = Execution(self.device, timed, announced=completion is not None)
         with Uninterrupted():
+            # If the call can still be refused or undone, the earlier results must survive it.
+            if discard is not None and binding.executable.allocates and not self.compilation.checks_numerics:
+                discard()
             try:
                 execution.finish(*keep(self._run(binding, arrays, options, execution)))
             except (ExecutionError, NumericsError) as error:
@@ -222,6 +229,21 @@ class Session:
             self.holding = executable.results
         for tensor, key in self.holding:
             tensor.hold(found[key])
+
+    def discard_results(self) -> None:
+        """Releases the results of earlier calls."""
+        for tensor, _ in self.holding:
+            tensor.hold(None, FAILED)
+
+    def discard_passes(self) -> None:
+        """Releases the results of earlier calls, and what a forward pass saved for its gradient pass."""
+        self.discard_results()
+        self.saved, self.forward_batch = {}, None
+
+    def discard_everything(self) -> None:
+        """Releases what earlier calls left behind, gradients included."""
+        self.discard_results()
+        self.forget_passes()
 
     def answer(self, executable: Executable, found: Arrays) -> Answer:
         """The loss or, without a loss, the last result."""

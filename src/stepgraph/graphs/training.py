@@ -308,7 +308,7 @@ class TrainingGraph(CompiledGraph):
                 session.hold(binding.executable, found)
                 if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
-                    session.forget_passes(found)
+                    session.forget_passes({key: found[key] for key in binding.executable.others})
                 if learning and binding.executable.counts_steps:
                     session.updated()
                 if outputs_data:
@@ -317,7 +317,9 @@ class TrainingGraph(CompiledGraph):
 
             seeds = session.seeds(batch) if learning and session.takes_seeds else {}
             session.accept(feeds, batch, options)
-            execution = session.launch(binding, feeds | seeds if seeds else feeds, options, completion, keep)
+            given_arrays = feeds | seeds if seeds else feeds
+            discard = session.discard_results if evaluating else session.discard_everything
+            execution = session.launch(binding, given_arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)
 
     def execute_forward(
@@ -349,7 +351,8 @@ class TrainingGraph(CompiledGraph):
                 return session.answer(binding.executable, found)
 
             session.accept(feeds, batch, options)
-            execution = session.launch(binding, feeds, options, completion, keep)
+            discard = session.discard_results if evaluating else session.discard_passes
+            execution = session.launch(binding, feeds, options, completion, keep, discard)
         return announced(execution, options, completion)
 
     def execute_gradient(

@@ -63,6 +63,7 @@ class Executable:
         self.part, self.step = part, step
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == "value")
+        self.others = tuple(key for key in part.outputs if key.kind != "value")  # mostly gradients
         self._code = _generated(part)
         self._function: Function = self._first
         held = self._code.places
@@ -82,6 +83,11 @@ class Executable:
         """How calls run: `traced`, or `CUDA graph` once captured; preceded by `fused` if operators are fused."""
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
+
+    @property
+    def allocates(self) -> bool:
+        """Whether a call takes memory for its results that is worth mentioning; a CUDA graph has its own."""
+        return not self.runs_alone and (self._capture is None or self._capture.graph is None)
 
     @property
     def fusing(self) -> str:

@@ -43,7 +43,7 @@ def choose(node: fx.Node) -> None:
 # Sums over the first of two axes, such as bias gradients
 
 
-def _sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
+def sum_by_product(x: Array, axes: Sequence[int], keepdim: bool = False) -> Array:
     """`1ᵀ x`: matrix products read several columns of a row together."""
     total = x.new_ones(1, x.shape[0]) @ x
     return total if keepdim else total[0]
@@ -56,7 +56,8 @@ def gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none", out
     """`Φ(x) + x φ(x)`, or with the tanh approximation `σ(2u) + x σ(2u) (1 - σ(2u)) 2u'`, in vectorized steps."""
     if approximate == "none":
         density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
-        return torch.special.ndtr(x, out=out).addcmul_(x, density).mul_(g)
+        cumulative = torch.mul(x, math.sqrt(0.5), out=out).erf_().add_(1).mul_(0.5)
+        return cumulative.addcmul_(x, density).mul_(g)
     double, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
     square = torch.square(x)
     gate = torch.mul(square, double * cubic, out=out).add_(double).mul_(x).sigmoid_()
@@ -69,7 +70,7 @@ def gelu_backward_by_parts(g: Array, x: Array, *, approximate: str = "none", out
 
 def _tanh_by_sigmoid(x: Array) -> Array:
     """`2 σ(2x) - 1`."""
-    return torch.sigmoid(x * 2).mul_(2).sub_(1)
+    return torch.mul(x, 2).sigmoid_().mul_(2).sub_(1)
 
 
 # Maxima of windows, and their positions
@@ -84,7 +85,7 @@ def max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
 WAYS: dict[Any, dict[str, Way]] = {
     aten.mm.default: products.PRODUCTS,
     aten.addmm.default: products.SUMS,
-    aten.sum.dim_IntList: {"pytorch": aten.sum.dim_IntList, "product": _sum_by_product},
+    aten.sum.dim_IntList: {"pytorch": aten.sum.dim_IntList, "product": sum_by_product},
     aten.gelu_backward.default: {"pytorch": aten.gelu_backward.default, "parts": gelu_backward_by_parts},
     aten.tanh.default: {"pytorch": aten.tanh.default, "sigmoid": _tanh_by_sigmoid},
     aten.max_pool2d_with_indices.default: {
