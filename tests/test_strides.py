@@ -1,5 +1,6 @@
 """Results lie in memory as the recording believes, also where PyTorch's account of an operator is wrong."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
@@ -131,6 +133,43 @@ def test_normalization_is_right_for_a_gradient_in_another_order(shape: tuple[int
     for name, leaf in (("gamma", gamma), ("beta", beta)):
         learned = before[name] - layer.parameters[name].data
         np.testing.assert_allclose(learned, leaf.grad.reshape(learned.shape), rtol=1e-4, atol=1e-6)
+
+
+def in_every_order(array: torch.Tensor) -> list[torch.Tensor]:
+    """The same numbers, with the dimensions in every order in memory."""
+    orders = [list(order) for order in itertools.permutations(range(array.ndim))]
+    return [array.permute(order).contiguous().permute([*map(order.index, range(array.ndim))]) for order in orders]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 5, 4), (3, 2, 1, 4), (3, 1, 5, 4), (1, 2, 1, 4), (1, 2, 1, 1), (3, 2, 5, 4), (1, 2, 4), (3, 2, 1)]
+)
+def test_normalization_is_right_in_every_order(shape: tuple[int, ...]) -> None:
+    """Images that are transposed leave a dimension of size 1 with a stride that PyTorch's CPU kernel misreads."""
+    generator = torch.Generator().manual_seed(0)
+    g, x = (torch.randn(shape, generator=generator) for _ in range(2))
+    channels = [torch.rand(shape[1], generator=generator) for _ in range(3)]
+    some = [*in_every_order(g)[::5], g[..., :1].expand(shape)]
+    for turned, other in itertools.product(some, in_every_order(x)):
+        wanted = _normalization_gradients(turned.contiguous(), other.contiguous(), *channels)
+        for found, right in zip(_normalization_gradients(turned, other, *channels), wanted, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+def _normalization_gradients(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of batch normalization, from arrays copied where the pass inserts copies."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(f"array{i}") for i in range(len(arrays))]
+    with FakeTensorMode():
+        for node, array in zip(nodes, arrays, strict=True):
+            node.meta["val"] = torch.empty_strided(array.shape, array.stride())
+    g, x, weights, mean, deviation = nodes
+    settings = weights, None, None, mean, deviation, True, 1e-5, [True] * 3
+    operator = graph.call_function(aten.native_batch_norm_backward.default, (g, x, *settings))
+    corrections.correct(graph, torch.device("cpu"))
+    values: dict[Any, Any] = dict(zip(nodes, arrays, strict=True))
+    values |= {n: values[n.args[0]].contiguous() for n in graph.nodes if n.target is aten.clone.default}
+    return operator.target(*(values.get(n, n) if isinstance(n, torch.fx.Node) else n for n in operator.args))
 
 
 def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:

@@ -32,11 +32,14 @@ def _correct_average(node: fx.Node) -> None:
 
 
 def _correct_normalization(node: fx.Node) -> None:
-    """CPU, PyTorch 2.13: if a dimension is 1, two arrays with different strides are both read with one's strides."""
+    """CPU, PyTorch 2.13: if a dimension is 1, two arrays with different strides are both read with one's strides.
+
+    That dimension's own stride, which no element depends on, decides which one's.
+    """
     gradient, images = node.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(images, fx.Node)
-    if 1 in fake(images).shape[2:] and not same_order(fake(gradient), fake(images)):
+    if 1 in fake(images).shape and not same_order(fake(gradient), fake(images)):
         _read_in_order(node, 0)
         _read_in_order(node, 1)
 
