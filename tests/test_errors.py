@@ -1,6 +1,8 @@
 """Misuse is answered by the named class with the named words, in one format, and nothing is half done."""
 
+import copy
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from functools import cache
@@ -412,3 +414,15 @@ def test_outputs_arrive_or_are_refused_but_never_get_lost(memory: Any) -> None:
 def test_a_fully_connected_layer_names_the_fix_that_can_work(shape: tuple[int, ...], fix: str) -> None:
     with pytest.raises(sg.ShapeError, match=f"Fix: {fix}."):
         sg.Graph().node(sg.FullyConnectedLayer.create(3136, 10), T(*shape))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compiled_graph_says_how_to_copy_it(copied: Callable[[object], object]) -> None:
+    x = sg.Tensor((2, 3))
+    graph = sg.Graph()
+    graph.node(sg.ActivationLayer.relu(), x)
+    inference = sg.InferenceGraph([graph])
+    copy.deepcopy(inference)  # nothing is compiled yet
+    inference.compile(sg.Device.cpu())
+    with pytest.raises(sg.StateError, match=r"cannot be copied or pickled[\s\S]*sg.save"):
+        copied(inference)

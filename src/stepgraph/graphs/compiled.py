@@ -67,6 +67,13 @@ class CompiledGraph(Graph):
         self.session: Session | None = None
         self.gradients = Gradients()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses `copy` and `pickle` once compiled: programs and device memory belong to this process."""
+        if self.session is not None:
+            problem = "a compiled graph cannot be copied or pickled"
+            raise StateError(type(self).__name__, problem, fix="save it with sg.save, and load it with sg.load")
+        return super().__reduce_ex__(protocol)
+
     # What is declared
 
     @property
