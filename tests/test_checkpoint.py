@@ -418,3 +418,21 @@ def test_tensors_that_a_layer_makes_from_its_settings_are_not_asked_of_a_checkpo
     loaded = sg.load(tmp_path / "saved", sg.Device.cpu())
     batch = {"x": np.ones(x.shape, np.float32)}, {"y": np.ones(y.shape, np.float32)}
     assert np.array_equal(loaded.execute(*batch).loss, training.execute(*batch).loss)
+
+
+@pytest.mark.parametrize("name", [".tmpR9DYIM", "tensors.partial", "graph.json.partial"])
+def test_what_a_killed_save_leaves_is_removed(tmp_path: Path, name: str) -> None:
+    """The names are those of our own drafts, and of the library that writes tensors."""
+    training = compiled(network())
+    for number in range(1, 4):
+        folder = tmp_path / "series" / f"checkpoint-{number:06d}"
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(b"half")
+    training.save(tmp_path / "series", keep=1)
+    assert [path.name for path in (tmp_path / "series").iterdir()] == ["checkpoint-000004"]
+    (tmp_path / "one").mkdir()
+    for file in (name, "notes.txt", ".tmpfile"):
+        (tmp_path / "one" / file).write_bytes(b"half")
+    training.save(tmp_path / "one")
+    left = {path.name for path in (tmp_path / "one").iterdir() if not path.name.startswith("tensors-")}
+    assert left == {"graph.json", "notes.txt", ".tmpfile"}

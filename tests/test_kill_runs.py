@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import stepgraph as sg
 from stepgraph.report import record as records
 from stepgraph.report.run import Run
 from tests.kill_runs import UPDATES, record, recorded
@@ -67,6 +69,35 @@ def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs
     assert record(killed / "run") == record(whole / "run")
     assert [step for step, _, _ in record(killed / "run")["steps"]] == list(range(1, UPDATES * epochs + 1))
     assert len(Run(killed / "run").begins) == times + 1
+
+
+class _Killed(BaseException):
+    pass
+
+
+def test_ended_right_after_each_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a checkpoint knows is in the record before it: a resumed run does not write it again."""
+    recorded(tmp_path / "whole" / "run", tmp_path / "whole.json", 2)
+    save = sg.TrainingGraph.save
+    for number in range(1, 100):
+        left, folder = iter(range(number - 1)), tmp_path / str(number)
+
+        def saves(*given: Any, left: Iterator[int] = left, **settings: Any) -> Path:
+            found = save(*given, **settings)
+            if next(left, None) is None:
+                raise _Killed
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sg.TrainingGraph, "save", saves)
+            try:
+                recorded(folder / "run", tmp_path / "told.json", 2)
+                break  # there were fewer checkpoints
+            except _Killed:
+                pass
+        recorded(folder / "run", tmp_path / "told.json", 2)
+        assert record(folder / "run") == record(tmp_path / "whole" / "run")
+    assert number > 5
 
 
 def test_killed_at_random_moments(processes: Processes, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ DESCRIPTION = "graph.json"
 LARGEST_DESCRIPTION = 2**28  # bytes; a graph of a million nodes stays below
 LINE, DEEPEST = 200, 20  # characters per line, and the depth below which there are no new lines
 _TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+_UNFINISHED = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # safetensors writes here first, and renames
 _MEMBER = re.compile(r"checkpoint-(\d{6,})")
 _SIGNED = re.compile(rb'(.*,\n "sha256": ")([0-9a-f]{64})"\n}\n', re.DOTALL)
 _PARTIAL = ".partial"
@@ -143,7 +144,8 @@ def _discard(path: Path, keep: str | None) -> None:
     with suppress(OSError):
         for file in path.iterdir():
             is_old = _TENSORS.fullmatch(file.name) is not None and keep is not None and file.name != keep
-            if is_old or file.name in ("tensors" + _PARTIAL, DESCRIPTION + _PARTIAL):
+            is_partial = file.name in ("tensors" + _PARTIAL, DESCRIPTION + _PARTIAL)
+            if is_old or is_partial or _UNFINISHED.fullmatch(file.name):
                 file.unlink(missing_ok=True)
 
 

@@ -259,11 +259,12 @@ class _Run:
         else:
             place.waited += 1
         place.epoch, place.batch, place.seconds, self.tally = place.epoch + 1, 0, 0.0, Tally(self.metrics)
+        # Before the checkpoint: a run that resumes from it does not repeat the epoch.
+        self.recorder.epoch(row)
         if folder is not None and is_best:
             self.graph.training.save(folder / "best", notes=self._notes())
         self._save()
         self.screen.epoch(row)
-        self.recorder.epoch(row)
 
     @property
     def _watched(self) -> str:
