@@ -8,7 +8,7 @@ import stepgraph as sg
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, tiles: Any) -> list[str]:
-    """The names of kernels of a module in `compiler/tiles`, from now on."""
+    """The names of kernels of a module in `compiler/tuned`, from now on."""
     names: list[str] = []
     launch = tiles.launch
 

@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 import stepgraph as sg
-from stepgraph.compiler import attention as tiled
 from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
-from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.settings import fusion_of
-from stepgraph.compiler.small_products import spell_out_small_products
 from stepgraph.compiler.step import Fusion, value
+from stepgraph.compiler.tuned import attention_in_tiles as tiled
+from stepgraph.compiler.tuned.replay import Replay
+from stepgraph.compiler.tuned.small_products import spell_out_small_products
 
 OPTIONS = sg.GraphCompilationOptions
 aten = torch.ops.aten
@@ -290,7 +290,7 @@ def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
 
 @pytest.fixture
 def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The operators of `tiles.attention` by PyTorch's formula, in the place of what is recorded on a CPU."""
+    """The operators of `attention_kernels` by PyTorch's formula, in the place of what is recorded on a CPU."""
     library = torch.library.Library("stepgraph", "FRAGMENT")
     sources = "Tensor q, Tensor k, Tensor v"
     library.define(f"attend({sources}) -> (Tensor, Tensor)")
@@ -311,7 +311,7 @@ def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
         library.impl(name, function, "CPU")
-    monkeypatch.setitem(sys.modules, "stepgraph.compiler.tiles.attention", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "stepgraph.compiler.tuned.attention_kernels", SimpleNamespace())
     monkeypatch.setattr(tiled, "WIDTHS", (8,))
     monkeypatch.setattr(tiled, "FORWARD", aten._scaled_dot_product_flash_attention_for_cpu.default)
     monkeypatch.setattr(tiled, "BACKWARD", aten._scaled_dot_product_flash_attention_for_cpu_backward.default)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.attention import fits_tiles
+from stepgraph.compiler.tuned.attention_in_tiles import fits_tiles
 from tests import launches
 from tests.launches import noted
 
-tiles = pytest.importorskip("stepgraph.compiler.tiles.attention", reason="Triton comes with PyTorch for CUDA")
+tiles = pytest.importorskip("stepgraph.compiler.tuned.attention_kernels", reason="Triton comes with PyTorch for CUDA")
 pytestmark = pytest.mark.gpu
 OPTIONS = sg.GraphCompilationOptions
 TF32 = 4e-3  # of the largest number: products round to 10 bits, and sums of them follow

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import convolution_sums
+from stepgraph.compiler.tuned import small_convolution_sums as sums
 from tests import launches
 from tests.launches import noted
 
-tiles = pytest.importorskip("stepgraph.compiler.tiles.convolution", reason="Triton comes with PyTorch for CUDA")
+tiles = pytest.importorskip(
+    "stepgraph.compiler.tuned.small_convolution_kernels", reason="Triton comes with PyTorch for CUDA"
+)
 pytestmark = pytest.mark.gpu
 CASES = [  # channels, outputs, kernel, stride, padding, window
     (1, 32, (3, 3), (1, 1), (1, 1), (2, 2)),
@@ -30,24 +32,22 @@ def test_tiles_give_the_numbers_of_the_formulas(
     shapes = (7, channels, 23, 19), (outputs, channels, *kernel), (outputs,)
     x, w, b = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
     settings = stride, padding, window
-    assert convolution_sums.tiles.fit(x)
-    maxima, places = convolution_sums.convolve_and_pool(x, w, b, *settings, rectifies)
+    assert sums.fit(x)
+    maxima, places = sums.convolve_and_pool(x, w, b, *settings, rectifies)
     g = torch.randn(maxima.shape, generator=generator, device="cuda")
-    gradients = convolution_sums.pooled_gradients(g, places, x, w, *settings)
-    monkeypatch.setattr(convolution_sums.tiles, "fit", lambda x: False)
-    right, where = convolution_sums.convolve_and_pool(x, w, b, *settings, rectifies)
+    gradients = sums.pooled_gradients(g, places, x, w, *settings)
+    monkeypatch.setattr(sums, "fit", lambda x: False)
+    right, where = sums.convolve_and_pool(x, w, b, *settings, rectifies)
     torch.testing.assert_close(maxima, right, rtol=1e-5, atol=1e-5)
     assert (places != where).float().mean() < 1e-3  # a tie may round to either side
-    wanted = convolution_sums.pooled_gradients(g, places, x, w, *settings)
+    wanted = sums.pooled_gradients(g, places, x, w, *settings)
     torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_not_a_number_is_a_maximum():
     x = torch.zeros(1, 1, 4, 4, device="cuda")
     x[0, 0, 1, 0] = x[0, 0, 2, 2] = torch.nan
-    y, places = convolution_sums.convolve_and_pool(
-        x, torch.ones(3, 1, 1, 1, device="cuda"), None, (1, 1), (0, 0), (2, 2), True
-    )
+    y, places = sums.convolve_and_pool(x, torch.ones(3, 1, 1, 1, device="cuda"), None, (1, 1), (0, 0), (2, 2), True)
     assert y.isnan()[0, 0].tolist() == [[True, False], [False, True]]
     assert places[0, 2].tolist() == [[2, 255], [255, 0]]
 

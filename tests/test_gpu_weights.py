@@ -8,7 +8,9 @@ import stepgraph as sg
 from tests import launches
 from tests.launches import noted
 
-tiles = pytest.importorskip("stepgraph.compiler.tiles.weights", reason="Triton comes with PyTorch for CUDA")
+tiles = pytest.importorskip(
+    "stepgraph.compiler.tuned.weight_gradient_kernels", reason="Triton comes with PyTorch for CUDA"
+)
 pytestmark = pytest.mark.gpu
 OPTIONS = sg.GraphCompilationOptions
 TF32 = 2e-3  # of the largest number: factors are cut to 10 bits

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import simplification
 from stepgraph.compiler.pooling import RELU_GRADIENT
-from stepgraph.compiler.relu_gradients import mask_again, read_less
+from stepgraph.compiler.tuned.relu_gradients import mask_again, read_less
 
 
 def block(x, w, v, scale, shift):

@@ -5,10 +5,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import simplification
-from stepgraph.compiler.convolution_sums import convolve, convolve_and_pool, pooled_gradients
-from stepgraph.compiler.pooling import POOL_GRADIENT, RELU, compare_places, pool_first, spread
-from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
-from stepgraph.compiler.tiles import OFF
+from stepgraph.compiler.pooling import POOL_GRADIENT, RELU, pool_first
+from stepgraph.compiler.tuned.gpus import OFF
+from stepgraph.compiler.tuned.pool_gradients import compare_places, spread
+from stepgraph.compiler.tuned.small_convolution_sums import convolve, convolve_and_pool, pooled_gradients
+from stepgraph.compiler.tuned.small_convolutions import spell_out_small_convolutions
 
 aten = torch.ops.aten
 CASES = [

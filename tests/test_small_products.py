@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.small_products import by_columns, by_terms, spell_out_narrow_products
+from stepgraph.compiler.tuned.narrow_products import by_columns, by_terms, spell_out_narrow_products
 
 aten = torch.ops.aten
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import simplification, weight_gradients
-from stepgraph.compiler.weight_gradients import BACKWARD, tile_weight_gradients
+from stepgraph.compiler import simplification
+from stepgraph.compiler.tuned import weight_gradients_in_tiles as weight_gradients
+from stepgraph.compiler.tuned.weight_gradients_in_tiles import BACKWARD, tile_weight_gradients
 
 
 def formula(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ from stepgraph.compiler import pipeline
 from stepgraph.compiler.assembly import loses_a_constant
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, fake
-from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
+from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.system import torch_private
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -55,8 +55,10 @@ def fuse(part: Part, step: Step) -> Function:
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
-    if on_cpu and len(generated) == 1:
-        return Replay(function, torch_private.generated_code(generated[0]))
+    if len(generated) == 1:
+        for tuned in MANIFEST:
+            if tuned.launches is not None and tuned.applies(step):
+                function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return function
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from stepgraph.compiler.attention import fits_tiles
 from stepgraph.compiler.step import Step
+from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.layers.attention import MultiheadAttentionLayer, attention_weights, weighted
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
@@ -45,10 +45,10 @@ def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
 
 
 def _attending(step: Step, forward: Forward) -> Forward:
-    """Attention over few keys is written out, unless tiles will compute it."""
+    """Attention over few keys is written out, unless tuned code takes it as one operator."""
 
     def run(sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
-        with _WrittenOut(step.tiles_attention):
+        with _WrittenOut(step):
             return forward(sources, scope)
 
     return run
@@ -57,9 +57,10 @@ def _attending(step: Step, forward: Forward) -> Forward:
 class _WrittenOut(TorchFunctionMode):
     """Records products and a softmax in the place of PyTorch's attention, where they are faster."""
 
-    def __init__(self, in_tiles: bool) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
-        self._in_tiles = in_tiles
+        rows = (row for row in MANIFEST if row.takes_attention is not None and row.applies(step))
+        self._taken = [row.takes_attention for row in rows if row.takes_attention is not None]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention and self._is_faster(*args):
@@ -68,5 +69,5 @@ class _WrittenOut(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _is_faster(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        as_one = mask is None and self._in_tiles and fits_tiles(q, k, v)
+        as_one = mask is None and any(takes(q, k, v) for takes in self._taken)
         return not as_one and q.dtype is torch.float32 and k.shape[2] <= SHORT

@@ -20,18 +20,15 @@ from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler import corrections, held, in_place, join, kernels, memory, operators, recompute, simplification
-from stepgraph.compiler.attention import tile_attention
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.pooling import compare_places, pool_first
+from stepgraph.compiler.pooling import pool_first
 from stepgraph.compiler.program import Part, Program, has_notes
-from stepgraph.compiler.relu_gradients import read_less
-from stepgraph.compiler.small_convolutions import spell_out_small_convolutions
-from stepgraph.compiler.small_products import spell_out_narrow_products, spell_out_small_products
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
-from stepgraph.compiler.weight_gradients import tile_weight_gradients
-from stepgraph.system import surroundings, torch_private
+from stepgraph.compiler.tuned import MANIFEST
+from stepgraph.compiler.tuned.row import Tuned
+from stepgraph.system import surroundings
 
 WHOLE = ("step", "inference")  # parts that run a whole call
 TRIAL = "trial"  # a part that runs once, for inspection
@@ -93,14 +90,6 @@ def _on_gpu(step: Step, part: str) -> bool:
     return not _on_cpu(step, part)
 
 
-def _tiles_attention(step: Step, part: str) -> bool:
-    return step.tiles_attention
-
-
-def _tiles_convolutions(step: Step, part: str) -> bool:
-    return step.tiles_convolutions
-
-
 def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Step], Any]:
     """A pass that needs only the graph."""
     return lambda module, step: function(module.graph)
@@ -123,8 +112,10 @@ def _fit(part: Part, step: Step) -> Part:
     return recompute.fit(step, part, step.memory_limit)
 
 
-def _read_less(module: fx.GraphModule, step: Step) -> None:
-    read_less(module.graph, keep=torch_private.inductor().force_stride_order)
+def _fused(row: Tuned) -> Pass:
+    """A row of the manifest of tuned code as a pass."""
+    assert row.run is not None
+    return Pass(row.name, Stage.FUSED, _graph(row.run), lambda step, part: row.applies(step))
 
 
 RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
@@ -148,14 +139,8 @@ TABLE: tuple[Pass, ...] = (
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
-    Pass("expand small products", FUSED, _graph(spell_out_small_products), _on_cpu),
-    Pass("expand narrow products", FUSED, _graph(spell_out_narrow_products), _on_gpu),
-    Pass("expand small convolutions", FUSED, _graph(spell_out_small_convolutions), _on_gpu),
-    Pass("compare positions in pools", FUSED, _graph(compare_places), _on_gpu),
+    *(_fused(row) for row in MANIFEST if row.run is not None),
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
-    Pass("reduce reads in ReLU gradients", FUSED, _read_less, _on_gpu),
-    Pass("attention in tiles", FUSED, _graph(tile_attention), _tiles_attention),
-    Pass("weight gradients in tiles", FUSED, _graph(tile_weight_gradients), _tiles_convolutions),
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.take_apart), _always),

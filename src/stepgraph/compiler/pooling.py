@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from stepgraph.compiler.program import fake, note, notes, set_fake
 
 aten = torch.ops.aten
-Array = torch.Tensor
 POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
 RELU, RELU_GRADIENT = aten.relu.default, aten.threshold_backward.default
 
@@ -71,15 +69,6 @@ def _sum_pooled(node: fx.Node) -> None:
         set_fake(node, (*fake(node)[:2], None))
 
 
-def compare_places(graph: fx.Graph) -> None:
-    """Computes pool gradients per pixel if windows do not overlap: fused, this needs no scatter."""
-    for node in graph.nodes:
-        if node.target is POOL_GRADIENT:
-            g, x, window, *settings, places = cast(Any, node.args)
-            if has_separate_windows(x, window, *settings):
-                node.target, node.args = spread, (g, places, list(fake(x).shape[2:]), window)
-
-
 def has_separate_windows(
     x: fx.Node,
     window: Sequence[int],
@@ -91,17 +80,6 @@ def has_separate_windows(
     """Whether no pixel is in two windows of a pool, and every window is full."""
     plain = not any(padding) and all(rate == 1 for rate in dilation) and not ceil
     return plain and list(stride or window) == list(window) and fake(x).ndim == 4
-
-
-def spread(g: Array, places: Array, extents: Sequence[int], window: Sequence[int]) -> Array:
-    """The gradient of a non-overlapping max pool: `g` where a pixel is its window's maximum, else 0."""
-    (height, width), (rows, columns) = extents, window
-    given, taken = (one.permute(0, 2, 3, 1)[:, :, None, :, None] for one in (g, places))
-    down, across = (torch.arange(extent, device=g.device) for extent in (g.shape[2] * rows, g.shape[3] * columns))
-    pixels = (down[:, None] * width + across).view(g.shape[2], rows, g.shape[3], columns, 1)
-    found = torch.where(taken == pixels, given, 0).reshape(len(g), len(down), len(across), g.shape[1])
-    found = F.pad(found, (0, 0, 0, width - len(across), 0, height - len(down)))
-    return found.permute(0, 3, 1, 2)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

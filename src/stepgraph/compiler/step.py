@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.compiler import tiles
 from stepgraph.errors import ShapeError, StepgraphError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
@@ -159,18 +158,6 @@ class Step:
     def scales_loss(self) -> bool:
         """Whether gradients would vanish in the compute type's narrow range without a scaled loss."""
         return self.compute_type is torch.float16 and self.differentiates
-
-    @cached_property
-    def tiles_attention(self) -> bool:
-        """Whether attention, once fused, uses our own kernels, which multiply in TF32, with a 10-bit mantissa."""
-        allowed, _ = self.precision.tf32
-        return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.ROOMY)
-
-    @cached_property
-    def tiles_convolutions(self) -> bool:
-        """The same for the gradients of convolution weights."""
-        _, allowed = self.precision.tf32
-        return allowed and self.fusion is not Fusion.NEVER and tiles.run_on(self.device, tiles.HOPPER)
 
     @property
     def updates_last(self) -> bool:

@@ -25,7 +25,6 @@ from stepgraph.compiler import fusion, operators
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
 from stepgraph.compiler.program import Part, notes
-from stepgraph.compiler.replay import Replay
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
@@ -202,7 +201,7 @@ class Executable:
         """Runs operator by operator."""
         if self._places is not None:
             self._places.prepare()
-        if isinstance(self._function, Replay) and self._function.is_direct:  # no operator is called: no modes needed
+        if getattr(self._function, "is_direct", False):  # no operator is called: no modes needed
             return self._function(*given)
         if surroundings.reach(*self._surroundings):
             with surroundings.neutral():

@@ -14,11 +14,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.convolution_sums import convolve, convolve_and_pool, pooled_gradients
 from stepgraph.compiler.kernels import channels_first
 from stepgraph.compiler.kernels.convolution import applies
 from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.tuned.row import Tuned, on_gpu
+from stepgraph.compiler.tuned.small_convolution_sums import convolve, convolve_and_pool, pooled_gradients
 
 aten = torch.ops.aten
 Pair = Sequence[int]
@@ -118,3 +119,12 @@ def _is_of_weights(node: fx.Node) -> bool:
 
 def _is_of_biases(node: fx.Node) -> bool:
     return node.target is aten.sum.dim_IntList and node.args[1:] == ([0, 2, 3],)
+
+
+ROW = Tuned(
+    name="expand small convolutions",
+    hardware="GPUs; custom kernels on NVIDIA Ampere and later",
+    pattern=f"convolutions with at most {MOST} products per window, with the max pool and ReLU behind them",
+    condition=on_gpu,
+    run=spell_out_small_convolutions,
+)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.compiler.tuned.row import Tuned, on_cpu
+
 Function = Callable[..., Sequence[torch.Tensor]]
 Kernel = Callable[..., None]
 KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
@@ -145,3 +147,12 @@ class Replay:
             outs = tuple((position, index) for position, one in arrays if (index := own.get(one)) is not None)
             launches.append(Launch(kernel, list(arguments), ins, outs))
         return launches
+
+
+ROW = Tuned(
+    name="replay generated code",
+    hardware="CPUs, steps with FUSE_LAYERS",
+    pattern="steps that PyTorch's compiler turns into its own kernels alone",
+    condition=on_cpu,
+    launches=Replay,
+)

@@ -17,6 +17,8 @@ from torch import fx
 
 from stepgraph.compiler.pooling import RELU, RELU_GRADIENT
 from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.tuned.row import Tuned, on_gpu
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -73,3 +75,12 @@ def _result(node: fx.Node, index: int) -> fx.Node:
         found = node.graph.call_function(operator.getitem, (node, index))
     inherit(found, node, fake(node)[index])
     return found
+
+
+ROW = Tuned(
+    name="reduce reads in ReLU gradients",
+    hardware="GPUs",
+    pattern="ReLU after batch normalization of images, or with several readers of its gradient",
+    condition=on_gpu,
+    run=lambda graph: read_less(graph, keep=torch_private.inductor().force_stride_order),
+)

@@ -2,8 +2,8 @@
 
     y[n, p, o] = relu(max over pixels q of window p of b[o] + Σ w[o, tap] x[n, q + tap])
 
-Each maximum comes with its pixel in the window: 0, 1, …, or `tiles.OFF` if ReLU is 0. The formulas are
-written so that PyTorch's compiler creates few kernels; `tiles/convolution.py` is compared with them.
+Each maximum comes with its pixel in the window: 0, 1, …, or `OFF` if ReLU is 0. The formulas are
+written so that PyTorch's compiler creates few kernels; `small_convolution_kernels.py` is compared with them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from stepgraph.compiler import tiles
 from stepgraph.compiler.kernels.patches import extents
+from stepgraph.compiler.tuned.gpus import OFF, fit
 from stepgraph.system import torch_private
 
 Array = torch.Tensor
@@ -32,13 +32,13 @@ def convolve_and_pool(
     x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, window: Pair, rectifies: bool
 ) -> tuple[Array, Array]:
     """Maxima of a pool's non-overlapping windows, and their positions."""
-    if tiles.fit(x):
-        from stepgraph.compiler.tiles.convolution import convolve_and_pool as in_tiles
+    if fit(x):
+        from stepgraph.compiler.tuned.small_convolution_kernels import convolve_and_pool as in_tiles
 
         return in_tiles(_padded(x, padding), w, b, stride, window, rectifies)
     most, place = _maxima(x, w, b, stride, padding, window)
     if rectifies:
-        most, place = torch.where(most <= 0, 0, most), torch.where(most <= 0, tiles.OFF, place)
+        most, place = torch.where(most <= 0, 0, most), torch.where(most <= 0, OFF, place)
     return most.permute(0, 3, 1, 2), place.permute(0, 3, 1, 2)
 
 
@@ -63,13 +63,13 @@ def pooled_gradients(
 ) -> tuple[Array, Array]:
     """`dw[o, tap] = Σ g[n, p, o] x[n, q(n, p, o) + tap]` and `db[o] = Σ g[n, p, o]`, where ReLU passes maxima."""
     images = _padded(x, padding)
-    if tiles.fit(x):
-        from stepgraph.compiler.tiles.convolution import gradient_sums
+    if fit(x):
+        from stepgraph.compiler.tuned.small_convolution_kernels import gradient_sums
 
         sums = gradient_sums(g, places, images, w, stride, window).sum(0)
         return sums[:-1].t().reshape(w.shape), sums[-1]
     given, place = (one.permute(0, 2, 3, 1) for one in (g, places))
-    given, place = torch.where(place == tiles.OFF, 0, given), torch.where(place == tiles.OFF, 0, place)
+    given, place = torch.where(place == OFF, 0, given), torch.where(place == OFF, 0, place)
     first, sums = _first(images, place, stride, window), []
     _, channel, line, _ = images.stride()
     for c, i, j in itertools.product(*map(range, w.shape[1:])):

@@ -12,6 +12,9 @@ from torch import fx
 
 from stepgraph.compiler.kernels.convolution import bias_gradient, separate
 from stepgraph.compiler.program import fake
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.tuned.gpus import HOPPER, run_on
+from stepgraph.compiler.tuned.row import Tuned
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -30,7 +33,7 @@ def tile_weight_gradients(graph: fx.Graph) -> None:
 
 def of_weights(g: Array, x: Array) -> Array:
     """`dw[o, c, i, j] = Σ g[n, o, r, s] x[n, c, r + i - 1, s + j - 1]`."""
-    from stepgraph.compiler.tiles.weights import weight_gradient_sums
+    from stepgraph.compiler.tuned.weight_gradient_kernels import weight_gradient_sums
 
     return weight_gradient_sums(g, x).sum(0).permute(2, 3, 0, 1)
 
@@ -45,3 +48,18 @@ def _fits(g: Any, x: Any, w: Any, biases: Any, *others: Any) -> bool:
     plain = mask[1] and settings == [STRIDE, PADDING, DILATION, TRANSPOSED, FURTHER_PADDING, GROUPS]
     known = source.dtype is torch.float32 and taps == [3, 3] and source.is_contiguous(memory_format=torch.channels_last)
     return plain and known and outputs in CHANNELS and inputs in CHANNELS
+
+
+def _condition(step: Step) -> bool:
+    """The kernels multiply in TF32, with a 10-bit mantissa."""
+    _, allowed = step.precision.tf32
+    return allowed and step.fusion is not Fusion.NEVER and run_on(step.device, HOPPER)
+
+
+ROW = Tuned(
+    name="weight gradients in tiles",
+    hardware="NVIDIA Hopper, TF32",
+    pattern=f"3×3 convolutions with stride 1 from and to {' or '.join(map(str, CHANNELS))} channels",
+    condition=_condition,
+    run=tile_weight_gradients,
+)

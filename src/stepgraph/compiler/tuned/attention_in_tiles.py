@@ -8,6 +8,9 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.tuned.gpus import ROOMY, run_on
+from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -36,7 +39,7 @@ def tile_attention(graph: fx.Graph) -> None:
 
 
 def _replace(node: fx.Node, sources: list[fx.Node], given: dict[str, Any]) -> None:
-    from stepgraph.compiler.tiles import attention  # noqa: F401 - registers the operators
+    from stepgraph.compiler.tuned import attention_kernels  # noqa: F401 - registers the operators
 
     if node.target is FORWARD:
         _replace_seeds(node)
@@ -63,3 +66,19 @@ def _named(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator, by name."""
     names = [one.name for one in torch_private.schema(node.target).arguments]  # type: ignore[arg-type]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _condition(step: Step) -> bool:
+    """The kernels multiply in TF32, with a 10-bit mantissa."""
+    allowed, _ = step.precision.tf32
+    return allowed and step.fusion is not Fusion.NEVER and run_on(step.device, ROOMY)
+
+
+ROW = Tuned(
+    name="attention in tiles",
+    hardware="NVIDIA Hopper and Blackwell, TF32",
+    pattern=f"attention in float32 without mask and dropout, heads {', '.join(map(str, WIDTHS))} wide",
+    condition=_condition,
+    run=tile_attention,
+    takes_attention=fits_tiles,
+)

@@ -1,7 +1,8 @@
-"""Kernels in Triton's language, for operators that PyTorch has none for; only fused steps call them.
+"""Which GPUs run our own kernels; only fused steps call them.
 
-They are compiled when a step that needs them is fused, and kept by Triton for later runs. Triton comes with PyTorch's
-CUDA builds for Linux, so modules here are imported only where `fit` says so.
+The kernels are written in Triton's language. They are compiled when a step that needs them is fused, and cached by
+Triton for later runs. Triton comes with PyTorch's CUDA builds for Linux, so modules named `…_kernels` are imported
+only where `fit` or `run_on` allows it.
 """
 
 from __future__ import annotations

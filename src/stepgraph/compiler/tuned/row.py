@@ -1,0 +1,53 @@
+"""What a file of tuned code contributes to the compiler, and what justifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.step import Step
+
+Launcher = Callable[[Callable[..., Sequence[torch.Tensor]], Any], Callable[..., Sequence[torch.Tensor]]]
+
+
+@dataclass(eq=False)
+class Tuned:
+    """One row of the manifest.
+
+    Args:
+        name: a short description, and the name of its pass.
+        hardware: where it applies.
+        pattern: to which operators and shapes.
+        condition: the steps it applies to.
+        run: changes the operators that PyTorch's compiler will fuse.
+        takes_attention: whether it would replace attention over these queries, keys and values.
+        launches: wraps a function that PyTorch's compiler fused on the CPU, given the code it generated.
+        is_on: false only while its gain is measured.
+    """
+
+    name: str
+    hardware: str
+    pattern: str
+    condition: Callable[[Step], bool]
+    run: Callable[[fx.Graph], Any] | None = None
+    takes_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] | None = None
+    launches: Launcher | None = None
+    is_on: bool = True
+
+    def applies(self, step: Step) -> bool:
+        """Whether it is used for a step."""
+        return self.is_on and self.condition(step)
+
+
+def on_cpu(step: Step) -> bool:
+    """Steps on the CPU."""
+    return step.device.type == "cpu"
+
+
+def on_gpu(step: Step) -> bool:
+    """Steps on a GPU."""
+    return not on_cpu(step)
