@@ -24,7 +24,7 @@ from torch import nn
 import stepgraph as sg
 from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.phases import split, whole
-from stepgraph.compiler.step import Key, Step, gradient, source_gradient, value
+from stepgraph.compiler.step import Key, KeyKind, Step, gradient, source_gradient, value
 from stepgraph.compiler.trace import input_keys, trace
 from stepgraph.runtime.executable import Executable
 
@@ -105,7 +105,7 @@ class Ours:
             random = (
                 torch.randn(like.shape) if like.dtype.is_floating_point else torch.ones(like.shape, dtype=like.dtype)
             )
-            arrays[key] = (random if held is None or key.kind != "value" else held).to(device)
+            arrays[key] = (random if held is None or key.kind != KeyKind.VALUE else held).to(device)
         parts = whole(program, [value(result), *gradients]), split(program).forward
         self.both, self.forward = (_call(Executable(in_place(part), step), arrays) for part in parts)
 

@@ -18,6 +18,7 @@ from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
@@ -96,7 +97,7 @@ def test_a_fused_phase_hands_on_what_the_next_expects(monkeypatch: pytest.Monkey
         losses = []
         for _ in range(5):
             losses.append(training.execute_forward().loss)
-            for key, declared in training.compilation.programs.executable("forward", 4).part.results.items():
+            for key, declared in training.compilation.programs.executable(PartName.FORWARD, 4).part.results.items():
                 handed = training.session.saved[key]
                 assert handed.shape == declared.shape and handed.stride() == declared.stride()
             training.execute_gradient()
@@ -265,14 +266,14 @@ def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], Non
 def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
     """Changes a step's graph and runs both."""
     training = attention(layers=2)
-    part = training.compilation.programs.executable("step", 4).part
+    part = training.compilation.programs.executable(PartName.STEP, 4).part
     changed = copy.deepcopy(part.module)
     out_of_place(changed.graph)
     change(changed.graph)
     changed.recompile()
     generator = torch.Generator().manual_seed(0)
     fed = {key: torch.randn(4, 6, 16, generator=generator) for key in map(value, training.declaration.feeds.tensors)}
-    arrays = training.session.bound("step", 4).filled(fed)
+    arrays = training.session.bound(PartName.STEP, 4).filled(fed)
     given, again = ([one.clone() for one in arrays] for _ in range(2))
     with torch.no_grad():
         for found, wanted in zip(changed(*given), part.module(*again), strict=True):

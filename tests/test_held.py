@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import stepgraph as sg
 from stepgraph.compiler import held
-from stepgraph.compiler.program import notes
+from stepgraph.compiler.program import PartName, notes
 from tests.test_memory import measured_peak
 
 OPTIONS = sg.GraphCompilationOptions
@@ -47,7 +47,7 @@ def step(training: sg.TrainingGraph, rows: int = BATCH) -> float:
 
 
 def bytes_held(training: sg.TrainingGraph, rows: int = BATCH) -> int:
-    return training.compilation.programs.executable("step", rows).part.held
+    return training.compilation.programs.executable(PartName.STEP, rows).part.held
 
 
 LIVES = st.lists(
@@ -146,5 +146,5 @@ def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(held, "WORTH", 0.5)
     training = network()
     assert bytes_held(training) == 0
-    nodes = training.compilation.programs.executable("step", BATCH).part.nodes
+    nodes = training.compilation.programs.executable(PartName.STEP, BATCH).part.nodes
     assert not any(notes(node).offsets for node in nodes)

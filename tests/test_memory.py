@@ -17,6 +17,7 @@ from benchmarks.models import MODELS
 from stepgraph.compiler import memory
 from stepgraph.compiler.kernels import convolution
 from stepgraph.runtime import executable, programs
+from stepgraph.runtime.programs import PASSES
 
 PLAIN = sg.GraphCompilationOptions.NONE
 
@@ -291,7 +292,7 @@ def test_the_plan_of_passes_counts_what_stays_readable(accumulates: bool) -> Non
 
     run()
     programs = training.compilation.programs
-    parts = {name: programs.executable(name, x.shape[0]).part for name in ("forward", "gradient", "update")}
+    parts = {name: programs.executable(name, x.shape[0]).part for name in PASSES}
     planned = memory.plan_passes(programs.program(x.shape[0]).step, parts).total
     measured = peak_of(run)
     assert 0.85 * planned < measured <= 1.02 * planned

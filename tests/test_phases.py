@@ -94,7 +94,7 @@ def test_training_equals_a_plain_pytorch_loop() -> None:
 
 def test_traced_step_equals_the_untraced_reference_bitwise() -> None:
     from stepgraph.compiler.phases import whole
-    from stepgraph.compiler.step import Step, value
+    from stepgraph.compiler.step import KeyKind, Step, value
     from stepgraph.compiler.trace import input_keys, trace
     from stepgraph.compiler.walk import run
     from stepgraph.runtime.executable import Executable
@@ -108,7 +108,7 @@ def test_traced_step_equals_the_untraced_reference_bitwise() -> None:
     arrays = {}
     for key in input_keys(step):
         array = fake(program.inputs[key])
-        is_stream = key.kind == "stream"
+        is_stream = key.kind == KeyKind.STREAM
         arrays[key] = torch.tensor([7, 3]) if is_stream else torch.rand(array.shape, generator=generator)
     keys = list(program.outputs)
     first = {key: array.clone() for key, array in arrays.items()}

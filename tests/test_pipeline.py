@@ -18,7 +18,7 @@ from benchmarks.models import FURTHER, SMALL
 from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.law import check
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, Phase, note, notes
+from stepgraph.compiler.program import Part, PartName, Phase, note, notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
 from tests.fuzz.build import Built
@@ -28,7 +28,7 @@ CPU = sg.Device.cpu()
 LONG = dict.fromkeys(("resnet18", *FURTHER), pytest.mark.deep)
 
 
-def parts(step: Step, name: str) -> Iterator[tuple[str, Part, Part]]:
+def parts(step: Step, name: PartName) -> Iterator[tuple[str, Part, Part]]:
     """A part after each row that applies: the row's name, the part before it, the part after it."""
     program = trace(step)
     every = list(program.outputs)
@@ -43,7 +43,7 @@ def parts(step: Step, name: str) -> Iterator[tuple[str, Part, Part]]:
         yield row.name, before, part
 
 
-def lawful(step: Step, name: str = "step") -> list[str]:
+def lawful(step: Step, name: PartName = PartName.STEP) -> list[str]:
     ran = []
     for row, before, after in parts(step, name):
         check(after, before.results)
@@ -77,7 +77,7 @@ def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
 
 def fused(part: Part, step: Step) -> Iterator[tuple[str, Part]]:
     part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
-    for row in pipeline.rows(pipeline.FUSED, step, "step"):
+    for row in pipeline.rows(pipeline.FUSED, step, PartName.STEP):
         row.run(part.module, step)
         yield row.name, part
 
@@ -88,7 +88,7 @@ def test_results_keep_their_shapes_in_fused_rows(name: str, kind: str) -> None:
     """The rows for a GPU, too: they only look at the graph."""
     training = Stepgraph(SMALL[name], "cpu", dropout=False).training
     step = replace(training.compilation.programs.program(training.declaration.feeds.batch).step, chooses_kernels=False)
-    part = pipeline.settled(phases.whole(pipeline.program(step), training.compilation.kept()), step, "")
+    part = pipeline.settled(phases.whole(pipeline.program(step), training.compilation.kept()), step, None)
     before = part.results
     for row, after in fused(part, replace(step, device=torch.device(kind), fusion=Fusion.FIRST)):
         after.module.graph.lint()

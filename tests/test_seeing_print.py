@@ -12,6 +12,7 @@ import pytest
 
 import stepgraph as sg
 from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import Fusion
 from stepgraph.draw.notebook import html_table
 from stepgraph.runtime.description import described
@@ -80,7 +81,8 @@ def test_recomputing_shows() -> None:
 
 def test_how_far_fusing_has_come_shows() -> None:
     training = digits()
-    program, executable = training.compilation.programs.program(8), training.compilation.programs.executable("step", 8)
+    programs = training.compilation.programs
+    program, executable = programs.program(8), programs.executable(PartName.STEP, 8)
     said = lambda: dict(described(program, executable))["fused"]  # noqa: E731
     object.__setattr__(executable.step, "fusion", Fusion.LATER)
     assert said() == "nothing yet: fusion starts in the background after 10 steps"

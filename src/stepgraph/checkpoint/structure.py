@@ -13,6 +13,7 @@ import torch
 from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, unique
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.compiler.settings import Settings
+from stepgraph.compiler.step import KeyKind
 from stepgraph.declaration import Declaration
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
@@ -114,7 +115,7 @@ class Describer:
         """An output: a result, a gradient of a tensor, or one node's contribution to it."""
         nodes, wired = graph.declaration.nodes, graph.declaration.wired
         key = next((key for key, handle in graph.handles.items() if handle is tensor), None)
-        if key is not None and key.kind == "gradient":
+        if key is not None and key.kind == KeyKind.GRADIENT:
             return {"gradient": self.encoder.tensor(key.owner)}
         if key is not None:
             return {"source_gradient": [nodes.index(key.owner), key.position]}

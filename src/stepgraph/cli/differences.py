@@ -14,6 +14,7 @@ import torch
 from stepgraph import draw
 from stepgraph.checkpoint.structure import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
+from stepgraph.compiler.step import KeyKind
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -167,7 +168,7 @@ def _gradients(graphs: Sequence[Any]) -> Numbers:
     found: dict[Tensor, torch.Tensor] = {}
     for graph in graphs:
         for key, array in graph.gradients.found.items():
-            if key.kind == "gradient":
+            if key.kind == KeyKind.GRADIENT:
                 found[key.owner] = found[key.owner] + array if key.owner in found else array
     declared = [graph.declaration for graph in graphs]
     layers = draw.unique_names(layers_of(declared))

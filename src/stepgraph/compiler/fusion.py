@@ -39,7 +39,7 @@ def fuse(part: Part, step: Step) -> Function:
     module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [fake(node) for node in part.placeholders]
     on_cpu = step.device.type == "cpu"
-    for row in pipeline.rows(pipeline.FUSED, step, ""):
+    for row in pipeline.rows(pipeline.FUSED, step, None):
         row.run(module, step)
     _keep_strides(module.graph, part)
     module.recompile()

@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import measure
-from stepgraph.compiler.program import Phase, Program, fake, notes
+from stepgraph.compiler.program import PartName, Phase, Program, fake, notes
 from stepgraph.compiler.step import Fusion, Step, gradient, value
 
 FIRST, LAST = "channels first", "channels last"
@@ -63,7 +63,7 @@ def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tens
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
     part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
-    part = pipeline.settled(part, step, pipeline.TRIAL)  # the trial must respect the memory limit of the step
+    part = pipeline.settled(part, step, PartName.TRIAL)  # the trial must respect the memory limit of the step
     position = {key: index for index, key in enumerate(program.inputs)}
     changed = frozenset(part.written)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler.program import Part, Phase, fakes, notes, storage, storages
+from stepgraph.compiler.program import Part, PartName, Phase, fakes, notes, storage, storages
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
 
@@ -81,17 +81,17 @@ def plan(step: Step, part: Part) -> MemoryPlan:
     )
 
 
-def plan_passes(step: Step, parts: Mapping[str, Part]) -> MemoryPlan:
+def plan_passes(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
     """The plan of a step that runs in several parts: that of the largest, including what the others leave behind.
 
     The results of the forward pass stay readable until the next one, and gradients during both: passes that
     accumulate add to them.
     """
-    results, gradients = left_behind(parts["forward"]), left_behind(parts["gradient"])
+    results, gradients = left_behind(parts[PartName.FORWARD]), left_behind(parts[PartName.GRADIENT])
     found = []
     for name, part in parts.items():
         own = plan(step, part)
-        earlier = 0 if name == "forward" else results
+        earlier = 0 if name == PartName.FORWARD else results
         more = replace(own, activations=own.activations + earlier, gradients=own.gradients + gradients)
         found.append(more)
     return max(found, key=lambda one: one.total)

@@ -11,7 +11,7 @@ from torch import fx
 
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, Phase, Program, fake, inherit, mutates, notes, storage, storages, writes
-from stepgraph.compiler.step import Key, gradient, value
+from stepgraph.compiler.step import Key, KeyKind, gradient, value
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ def whole(program: Program, wanted: Sequence[Key]) -> Part:
 def split(program: Program) -> Phases:
     """The step as three parts; every result and every computed gradient stays readable."""
     names = _crossing_names(program)
-    computed = [key for key in program.outputs if key.kind in ("gradient", "source gradient")]
+    computed = [key for key in program.outputs if key.kind in (KeyKind.GRADIENT, KeyKind.SOURCE_GRADIENT)]
     backward = extract(program, {Phase.GRADIENT}, computed, names)
     step = program.step
     results = [value(tensor) for node in step.nodes for tensor in node.results]
@@ -102,11 +102,11 @@ def _outside(program: Program, chosen: set[fx.Node], ends: Sequence[fx.Node]) ->
 
 def _crossing_names(program: Program) -> dict[fx.Node, Key]:
     """Keys for what one part may pass to another: the gradient it is, the result it is, or just a number."""
-    known = {node: key for key, node in reversed(program.outputs.items()) if key.kind == "value"}
+    known = {node: key for key, node in reversed(program.outputs.items()) if key.kind == KeyKind.VALUE}
     known |= {
         program.outputs[gradient(t)]: gradient(t) for t in program.step.trainable if gradient(t) in program.outputs
     }
-    return {node: known.get(node, Key("handed on", index)) for index, node in enumerate(program.nodes)}
+    return {node: known.get(node, Key(KeyKind.HANDED_ON, index)) for index, node in enumerate(program.nodes)}
 
 
 def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -23,15 +23,14 @@ from stepgraph.compiler import corrections, held, in_place, join, kernels, memor
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pooling import pool_first
-from stepgraph.compiler.program import Part, Program, has_notes
+from stepgraph.compiler.program import Part, PartName, Program, has_notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import surroundings
 
-WHOLE = ("step", "inference")  # parts that run a whole call
-TRIAL = "trial"  # a part that runs once, for inspection
+WHOLE = (PartName.STEP, PartName.INFERENCE)  # parts that run a whole call
 
 
 class Stage(StrEnum):
@@ -56,37 +55,37 @@ class Pass:
     name: str
     stage: Stage
     run: Callable[[Any, Step], Any]
-    applies: Callable[[Step, str], bool]
+    applies: Callable[[Step, PartName | None], bool]
 
 
-def _always(step: Step, part: str) -> bool:
+def _always(step: Step, part: PartName | None) -> bool:
     return True
 
 
-def _chooses(step: Step, part: str) -> bool:
+def _chooses(step: Step, part: PartName | None) -> bool:
     return step.chooses_kernels
 
 
-def _measures(step: Step, part: str) -> bool:
+def _measures(step: Step, part: PartName | None) -> bool:
     # On the CPU PyTorch's compiler makes its own choices, and does not know all libraries behind our implementations.
     return step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu")
 
 
-def _is_limited(step: Step, part: str) -> bool:
-    return step.memory_limit is not None and part in (*WHOLE, TRIAL)
+def _is_limited(step: Step, part: PartName | None) -> bool:
+    return step.memory_limit is not None and part in (*WHOLE, PartName.TRIAL)
 
 
-def _holds(step: Step, part: str) -> bool:
+def _holds(step: Step, part: PartName | None) -> bool:
     # The memory limit was met without an arena, and PyTorch's compiler plans its own memory.
     unlimited = step.memory_limit is None and step.fusion is not Fusion.FIRST
-    return part == "step" and step.device.type == "cpu" and step.chooses_kernels and unlimited
+    return part == PartName.STEP and step.device.type == "cpu" and step.chooses_kernels and unlimited
 
 
-def _on_cpu(step: Step, part: str) -> bool:
+def _on_cpu(step: Step, part: PartName | None) -> bool:
     return step.device.type == "cpu"
 
 
-def _on_gpu(step: Step, part: str) -> bool:
+def _on_gpu(step: Step, part: PartName | None) -> bool:
     return not _on_cpu(step, part)
 
 
@@ -147,7 +146,7 @@ TABLE: tuple[Pass, ...] = (
 )
 
 
-def rows(stage: Stage, step: Step, part: str) -> Iterator[Pass]:
+def rows(stage: Stage, step: Step, part: PartName | None) -> Iterator[Pass]:
     """The passes of a stage that apply, in order."""
     return (row for row in TABLE if row.stage is stage and row.applies(step, part))
 
@@ -156,12 +155,12 @@ def program(step: Step) -> Program:
     """The recorded step, ready to be split into parts."""
     recorded = trace(step)
     with surroundings.tracing(), step.precision.applied():  # implementations are measured under their runtime settings
-        for row in rows(RECORDED, step, ""):
+        for row in rows(RECORDED, step, None):
             row.run(recorded.module, step)
     return recorded.refreshed()
 
 
-def settled(part: Part, step: Step, name: str) -> Part:
+def settled(part: Part, step: Step, name: PartName | None) -> Part:
     """A part ready to run."""
     for row in rows(PART, step, name):
         part = row.run(part, step)
@@ -200,7 +199,7 @@ class Report:
         return draw.text(self.__rich__(), width=120)
 
 
-def report(step: Step, name: str, cut: Callable[[Program], Part]) -> Report:
+def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report:
     """Reruns the passes for a part of a step and observes each.
 
     Args:
@@ -210,7 +209,7 @@ def report(step: Step, name: str, cut: Callable[[Program], Part]) -> Report:
     """
     recorded = trace(step)
     with surroundings.tracing(), step.precision.applied():
-        found = [_watched(row, recorded.module, step, "") for row in TABLE if row.stage is RECORDED]
+        found = [_watched(row, recorded.module, step, None) for row in TABLE if row.stage is RECORDED]
     part = cut(recorded.refreshed())
     for row in TABLE:
         if row.stage is PART:
@@ -222,7 +221,7 @@ def report(step: Step, name: str, cut: Callable[[Program], Part]) -> Report:
     return Report(tuple(found))
 
 
-def _watched(row: Pass, module: fx.GraphModule, step: Step, name: str) -> Ran:
+def _watched(row: Pass, module: fx.GraphModule, step: Step, name: PartName | None) -> Ran:
     if not row.applies(step, name):
         return Ran(row)
     before, began = _count(module), time.perf_counter()
@@ -230,7 +229,7 @@ def _watched(row: Pass, module: fx.GraphModule, step: Step, name: str) -> Ran:
     return Ran(row, before, _count(module), None, time.perf_counter() - began)
 
 
-def _replaced(row: Pass, part: Part, step: Step, name: str) -> tuple[Ran, Part]:
+def _replaced(row: Pass, part: Part, step: Step, name: PartName | None) -> tuple[Ran, Part]:
     if not row.applies(step, name):
         return Ran(row), part
     before, began = _count(part.module), time.perf_counter()

@@ -30,6 +30,19 @@ class Phase(StrEnum):
     UPDATE = "update"
 
 
+class PartName(StrEnum):
+    """The parts of a step that are compiled. `step` and `inference` run a whole call, `trial` runs for inspection."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+    FORWARD_ONLY = "forward only"
+    INFERENCE = "inference"
+    EVALUATION = "evaluation"
+    TRIAL = "trial"
+
+
 @dataclass(frozen=True, slots=True)
 class Notes:
     """What is known about an operator besides its arguments and its result.

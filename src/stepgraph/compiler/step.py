@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,37 +17,56 @@ from stepgraph.system.surroundings import FULL, Precision
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
+class KeyKind(StrEnum):
+    """What an array is. The texts appear in the argument names of generated code."""
+
+    VALUE = "value"
+    GRADIENT = "gradient"
+    SOURCE_GRADIENT = "source gradient"
+    USER_GRADIENT = "user gradient"
+    STATE = "state"
+    NUMBERS = "numbers"
+    STREAM = "stream"
+    SCALE = "scale"
+    HANDED_ON = "handed on"
+
+
+# Python 3.11 needs as long to look up a member of an enum as to hash a key, and calls make keys.
+_VALUE, _GRADIENT, _STATE = KeyKind.VALUE, KeyKind.GRADIENT, KeyKind.STATE
+_SOURCE_GRADIENT, _USER_GRADIENT = KeyKind.SOURCE_GRADIENT, KeyKind.USER_GRADIENT
+
+
 class Key(NamedTuple):
     """The name of one array that enters or leaves a program."""
 
-    kind: str
+    kind: KeyKind
     owner: Any = None
     position: int = 0
 
 
 def value(tensor: Tensor) -> Key:
     """The array of a tensor."""
-    return Key("value", tensor)
+    return Key(_VALUE, tensor)
 
 
 def gradient(tensor: Tensor) -> Key:
     """The derivative of the loss with respect to a tensor, summed over its readers."""
-    return Key("gradient", tensor)
+    return Key(_GRADIENT, tensor)
 
 
 def source_gradient(node: Node, index: int) -> Key:
     """One node's own contribution to the gradient of one of its sources."""
-    return Key("source gradient", node, index)
+    return Key(_SOURCE_GRADIENT, node, index)
 
 
 def user_gradient(tensor: Tensor) -> Key:
     """A gradient that comes from outside the graph."""
-    return Key("user gradient", tensor)
+    return Key(_USER_GRADIENT, tensor)
 
 
 def state(parameter: Tensor, index: int) -> Key:
     """One optimizer buffer of a parameter."""
-    return Key("state", parameter, index)
+    return Key(_STATE, parameter, index)
 
 
 class Limit(NamedTuple):
@@ -58,9 +77,9 @@ class Limit(NamedTuple):
     what: str
 
 
-NUMBERS = Key("numbers")  # the optimizer's live numbers
-STREAM = Key("stream")  # [seed, step] of the random stream
-SCALE = Key("scale")  # the loss scale, and the finite steps since it last changed
+NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
+STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
+SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
 
 
 class Fusion(Enum):

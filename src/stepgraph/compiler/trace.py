@@ -18,7 +18,7 @@ from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, Step, gradient, state, user_gradient, value
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, Step, gradient, state, user_gradient, value
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
@@ -103,14 +103,14 @@ def input_keys(step: Step) -> list[Key]:
 
 def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) -> tuple[tuple[int, ...], torch.dtype]:
     match key.kind:
-        case "value" | "user gradient":
+        case KeyKind.VALUE | KeyKind.USER_GRADIENT:
             return shapes[key.owner].shape, key.owner.data_type.torch
-        case "state":
+        case KeyKind.STATE:
             return key.owner.shape, key.owner.data_type.torch
-        case "numbers":
+        case KeyKind.NUMBERS:
             assert step.optimizer is not None
             return (len(step.optimizer.live),), kernels.number_type(step.device)
-        case "scale":
+        case KeyKind.SCALE:
             return (2,), torch.float32
         case _:
             return (2,), torch.int64

@@ -11,6 +11,7 @@ import torch
 
 from stepgraph import draw
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
 from stepgraph.compiler.step import Key, Step, gradient, layer_tensors, source_gradient, value
@@ -90,9 +91,9 @@ class Compilation:
         return next((node for node in reversed(self.nodes) if node.is_loss), None)
 
     @cached_property
-    def whole(self) -> str:
+    def whole(self) -> PartName:
         """The name of the part that runs a whole call."""
-        return "step" if self.declaration.trains else "inference"
+        return PartName.STEP if self.declaration.trains else PartName.INFERENCE
 
     @cached_property
     def checks_numerics(self) -> bool:
@@ -266,7 +267,7 @@ class Compilation:
         rows = "" if batch == self.feeds.batch else f" (batch_size={batch})"
         where = f"{self.declaration.kind}.{call}{rows}"
         persistent = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
-        if part != "step":
+        if part != PartName.STEP:
             problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
             whole = "run whole steps with execute, which can recompute results, or raise the limit"
             fix = whole if part in PASSES else "use fewer rows, or raise the limit"

@@ -407,7 +407,8 @@ class CompiledGraph(Graph):
     @property
     def executables(self) -> list[tuple[str, int]]:
         """What has been compiled so far, as (part, batch size); grows only when a call needs something new."""
-        return [] if self.session is None else list(self.session.compilation.programs.executables)
+        made = () if self.session is None else self.session.compilation.programs.executables
+        return [(str(part), batch) for part, batch in made]
 
     def check_numerics(
         self,

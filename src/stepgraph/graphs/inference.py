@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
 from stepgraph.graphs.compilation import Arrays
@@ -90,7 +91,7 @@ class InferenceGraph(CompiledGraph):
             batch = compiled.batch_size(batch_size)
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = session.fed(given, batch, options)
-            binding = session.bound("inference", batch)
+            binding = session.bound(PartName.INFERENCE, batch)
             session.check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Arrays) -> Answer:

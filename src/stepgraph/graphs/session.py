@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.program import Part
+from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.settings import require_options
-from stepgraph.compiler.step import STREAM, Key, value
+from stepgraph.compiler.step import STREAM, Key, KeyKind, value
 from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
@@ -106,7 +106,7 @@ class Session:
         constants = {value(tensor): array for tensor, array in compiled.constants.items()}
         return {**held, **constants, **(self._stream if self.state is None else self.state.arrays)}
 
-    def bound(self, part: str, batch: int) -> Binding:
+    def bound(self, part: PartName, batch: int) -> Binding:
         """A part with the arrays that persist between calls, looked up again if a tensor was bound to other memory."""
         return self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
 
@@ -276,7 +276,7 @@ class Session:
             return {}
         feeds = {value(t): saved[value(t)] for t in self.feeds.tensors}
         arrays = self.arrays() | feeds
-        executable = self.compilation.programs.executable("forward", batch)
+        executable = self.compilation.programs.executable(PartName.FORWARD, batch)
         moving = {key: arrays[key].clone() for key in {STREAM, *executable.part.written}}
         moving[STREAM][1] -= 1
         return feeds | executable(executable.bind(arrays | moving), {})
@@ -318,4 +318,5 @@ def announced(execution: Execution, options: ExecutionOptions, completion: Compl
 
 def results_of(found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
     """The results in `found`, by tensor."""
-    return {key.owner: array for key, array in found.items() if key.kind == "value"}
+    kind = KeyKind.VALUE
+    return {key.owner: array for key, array in found.items() if key.kind == kind}

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
-from stepgraph.compiler.step import gradient, source_gradient
+from stepgraph.compiler.step import KeyKind, gradient, source_gradient
 from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
@@ -300,7 +301,8 @@ class TrainingGraph(CompiledGraph):
                     "a linked graph would not receive the gradients of this one",
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
-            binding = session.bound("evaluation" if evaluating else "step" if learning else "forward only", batch)
+            part = PartName.EVALUATION if evaluating else PartName.STEP if learning else PartName.FORWARD_ONLY
+            binding = session.bound(part, batch)
             if outputs_data:
                 session.check_destinations(outputs_data, binding.executable.part)
 
@@ -339,7 +341,7 @@ class TrainingGraph(CompiledGraph):
             batch = session.compilation.batch_size(batch_size)
             feeds = session.fed({}, batch, options)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            binding = session.bound("evaluation" if evaluating else "forward", batch)
+            binding = session.bound(PartName.EVALUATION if evaluating else PartName.FORWARD, batch)
             session.check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Arrays) -> Answer:
@@ -374,7 +376,7 @@ class TrainingGraph(CompiledGraph):
         with turn(device):
             session = self.refreshed("execute_gradient")
             batch = _forward_batch(session, batch_size)
-            binding = session.bound("gradient", batch)
+            binding = session.bound(PartName.GRADIENT, batch)
             session.check_destinations(outputs_data, binding.executable.part)
             adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
             kept = session.gradients.to_add_to([gradient(t) for t in session.compilation.trainable]) if adding else {}
@@ -407,7 +409,7 @@ class TrainingGraph(CompiledGraph):
                     fix="call execute_forward and execute_gradient first",
                 )
 
-            binding = session.bound("update", session.feeds.batch)
+            binding = session.bound(PartName.UPDATE, session.feeds.batch)
             gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
             for _, key in binding.opened:
                 if key not in gradients:
@@ -451,7 +453,7 @@ class TrainingGraph(CompiledGraph):
             time = None if optimizer is None else optimizer.time_step
             return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
         found, unused = self._state.progress(), {} if self.gradients.used else self.gradients.found
-        found.gradients = {key.owner: array for key, array in unused.items() if key.kind == "gradient"}
+        found.gradients = {key.owner: array for key, array in unused.items() if key.kind == KeyKind.GRADIENT}
         return found
 
     def resume(self, progress: Progress, optimizer: Optimizer | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from stepgraph import draw
 from stepgraph.compiler import memory, phases, pipeline
-from stepgraph.compiler.program import Phase, Program
+from stepgraph.compiler.program import PartName, Phase, Program
 from stepgraph.compiler.step import Fusion, gradient
 from stepgraph.errors import MemoryLimitError
 from stepgraph.graphs.compilation import Compilation
@@ -74,7 +74,7 @@ class Probe:
             step = replace(program.step, fusion=Fusion.NEVER, chooses_kernels=False)  # not worthwhile for a few runs
             wanted = [gradient(t) for t in step.trainable if gradient(t) in program.outputs]
             part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
-            part = pipeline.settled(part, step, pipeline.TRIAL)
+            part = pipeline.settled(part, step, PartName.TRIAL)
             if step.memory_limit is not None:
                 _require_within(step.memory_limit, memory.plan(step, part).total)
             self._made = program, Executable(part, step)

@@ -20,6 +20,7 @@ from stepgraph.compiler.step import (
     SCALE,
     STREAM,
     Key,
+    KeyKind,
     gradient,
     layer_tensors,
     source_gradient,
@@ -33,7 +34,7 @@ from stepgraph.runtime.trial import Trial
 from stepgraph.tensors.tensor import Tensor
 
 _Mark = tuple[Key, bool]  # an array of a trial, before or after the step changed it
-_GRADIENTS = ("gradient", "source gradient", "user gradient")
+_GRADIENTS = (KeyKind.GRADIENT, KeyKind.SOURCE_GRADIENT, KeyKind.USER_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,12 @@ class Search:
         key, after = mark
         if after:
             yield from self._causes_of_change(key)
-        elif key.kind == "value":
+        elif key.kind == KeyKind.VALUE:
             node = self._made_by.get(key.owner)
             yield from self._read(node) if node is not None else ()
-        elif key.kind == "source gradient":
+        elif key.kind == KeyKind.SOURCE_GRADIENT:
             yield from self._differentiated(key.owner)
-        elif key.kind == "gradient":
+        elif key.kind == KeyKind.GRADIENT:
             tensor = key.owner
             yield user_gradient(tensor), False
             for node in self._readers.get(tensor, ()):
@@ -179,7 +180,7 @@ class Search:
     def _node(self, mark: _Mark) -> Node | None:
         """The node that produced an array, or that reads it first if it came from outside."""
         key, _ = mark
-        if key.kind == "source gradient":
+        if key.kind == KeyKind.SOURCE_GRADIENT:
             return key.owner if isinstance(key.owner, Node) else None
         maker = self._made_by.get(key.owner)
         readers = self._readers.get(key.owner, [])
@@ -192,20 +193,23 @@ class Search:
         node, order = self._node(mark), self._order.get(key.owner, 0)
         index = self._index[node] if node is not None else 0
         if after:
-            return (3 * count + index if key.owner in self.step.trainable_set else count), key.kind == "value", order
+            when = 3 * count + index if key.owner in self.step.trainable_set else count
+            return when, key.kind == KeyKind.VALUE, order
         if key.kind in _GRADIENTS:
-            return 2 * count - index + (0.5 if key.kind == "gradient" else 0), 0, order
+            return 2 * count - index + (0.5 if key.kind == KeyKind.GRADIENT else 0), 0, order
         if key.owner in self._made_by:
             return index, 0, 0
-        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind == "state" else 1, order
+        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind == KeyKind.STATE else 1, order
 
     def _described(self, mark: _Mark) -> Origin:
         key, after = mark
         gradients = key.kind in _GRADIENTS
         written = after and key.owner in self.step.trainable_set
-        phase = Phase.UPDATE if written or key.kind == "state" else Phase.GRADIENT if gradients else Phase.FORWARD
-        given = not after and (key.kind in ("state", "user gradient") or (key.kind == "value" and not self._made(key)))
-        return Origin(key, after, self._node(mark), phase, given)
+        phase = Phase.UPDATE if written or key.kind == KeyKind.STATE else Phase.GRADIENT if gradients else Phase.FORWARD
+        return Origin(key, after, self._node(mark), phase, given=not after and self._is_given(key))
 
-    def _made(self, key: Key) -> bool:
-        return key.owner in self._made_by
+    def _is_given(self, key: Key) -> bool:
+        """Whether an array comes from outside the step."""
+        if key.kind == KeyKind.VALUE:
+            return key.owner not in self._made_by
+        return key.kind in (KeyKind.STATE, KeyKind.USER_GRADIENT)

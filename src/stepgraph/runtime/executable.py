@@ -25,7 +25,7 @@ from stepgraph.compiler import fusion, operators
 from stepgraph.compiler.fusion import Function
 from stepgraph.compiler.held import Place, write_there
 from stepgraph.compiler.program import Part, notes
-from stepgraph.compiler.step import NUMBERS, Fusion, Key, Step, value
+from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.block import Block, Places
@@ -61,8 +61,8 @@ class Executable:
     def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
         self.part, self.step = part, step
         self._outputs = tuple(enumerate(part.outputs))
-        self.results = tuple((key.owner, key) for key in part.outputs if key.kind == "value")
-        self.others = tuple(key for key in part.outputs if key.kind != "value")  # mostly gradients
+        self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
+        self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._code = _generated(part)
         self._function: Function = self._first
         held = self._code.places
@@ -276,7 +276,9 @@ class _Capture:
         self.calls = 0
         self.binding: Binding | None = None
         step = executable.step
-        self.given = {key for key in executable.part.inputs if key.kind == "user gradient" or key.owner in step.fed}
+        self.given = {
+            key for key in executable.part.inputs if key.kind == KeyKind.USER_GRADIENT or key.owner in step.fed
+        }
         self.copied: dict[Key, torch.Tensor] = {}
         index = executable.loss_index
         like = None if index is None else executable.part.results[executable.part.outputs[index]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stepgraph.compiler.step import SCALE, Key, Step, gradient, layer_tensors, state, value
+from stepgraph.compiler.step import SCALE, Key, KeyKind, Step, gradient, layer_tensors, state, value
 from stepgraph.errors import NumericsError
 from stepgraph.layers.node import Node
 from stepgraph.runtime.blame import Origin, Search
@@ -126,11 +126,12 @@ class _Telling:
         key, step = self.origin.key, _in_step(self.step)
         of_step = step.replace(" in ", " of ")
         tensor = key.owner if isinstance(key.owner, Tensor) else None
-        if self.origin.given and key.kind == "value" and (key.owner in self.spoken or not self._of_layer(key.owner)):
+        given, is_value = self.origin.given, key.kind == KeyKind.VALUE
+        if given and is_value and (key.owner in self.spoken or not self._of_layer(key.owner)):
             return "input", key.owner.label, f"{kinds} in its data{step}"
-        if self.origin.given and key.kind == "user gradient":
+        if given and key.kind == KeyKind.USER_GRADIENT:
             return "user gradient", key.owner.label, f"{kinds} in the gradient passed for its result{step}"
-        if self.origin.given:
+        if given:
             name = self._parameter(key)
             begins = "the step" if self.step is None else f"step {self.step}"
             return "parameter", name, f"{kinds} in its {name} when {begins} begins; an earlier step produced it"
@@ -139,7 +140,7 @@ class _Telling:
             if self.origin.phase == "forward":
                 return "result", name, f"{kinds} in its new {name}, in the forward pass{of_step}"
             return "update", name, f"{kinds} in its {name} after the update{of_step}"
-        if key.kind == "value":
+        if is_value:
             return "result", "result", f"{kinds} in its result, in the forward pass{of_step}"
         by = f"source {key.position + 1}" if tensor is None else self._parameter(key) or "result"
         return (
@@ -158,7 +159,7 @@ class _Telling:
         name = next((field for field, tensor in fields.items() if tensor is key.owner), "")
         if node is not None and not name and key.owner in node.sources:
             name = f"source {node.sources.index(key.owner) + 1}"
-        if key.kind == "state" and optimizer is not None:
+        if key.kind == KeyKind.STATE and optimizer is not None:
             return f"{optimizer.slots[key.position]} of {name}"
         return name
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from stepgraph.compiler import layout, memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.program import Part, Phase, Program
-from stepgraph.compiler.step import Key, Step, value
+from stepgraph.compiler.program import Part, PartName, Phase, Program
+from stepgraph.compiler.step import Key, KeyKind, Step, value
 from stepgraph.runtime.block import Block
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
-PASSES = ("forward", "gradient", "update")
+PASSES = (PartName.FORWARD, PartName.GRADIENT, PartName.UPDATE)
+WITHOUT_TRAINING = (PartName.INFERENCE, PartName.EVALUATION)  # parts that leave layers in inference mode
 MOST = 32  # batch sizes that stay compiled, besides the first; the least recently used one is evicted
 
 
@@ -33,15 +34,15 @@ class Programs:
         self,
         step: Callable[[int, bool], Step],
         kept: Callable[[], Sequence[Key]],
-        require_fit: Callable[[MemoryPlan, str, int, str], None],
+        require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         channels_last: bool | None = None,
     ) -> None:
         self._step, self._kept, self._require_fit = step, kept, require_fit
         self.channels_last = channels_last
         self.is_recording = False
         self._traced: dict[tuple[int, bool], Program] = {}
-        self.executables: dict[tuple[str, int], Executable] = {}
-        self.plans: dict[tuple[str, int], MemoryPlan] = {}
+        self.executables: dict[tuple[PartName, int], Executable] = {}
+        self.plans: dict[tuple[PartName, int], MemoryPlan] = {}
         self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
         self._last: int | None = None
         self._block = Block()
@@ -71,8 +72,8 @@ class Programs:
         self.channels_last = program.step.channels_last
         return program
 
-    def executable(self, part: str, batch: int, call: str = "execute") -> Executable:
-        """A part of the step: `step`, `forward`, `gradient`, `update`, `forward only`, `inference` or `evaluation`."""
+    def executable(self, part: PartName, batch: int, call: str = "execute") -> Executable:
+        """A part of the step for a batch size; built if it is not there yet."""
         found = self.executables.get((part, batch))
         if found is None:
             if self.executables:
@@ -88,21 +89,21 @@ class Programs:
         """The memory that whole calls need: the maximum over everything compiled so far."""
         return max(self.plans.values(), key=lambda plan: plan.total, default=MemoryPlan())
 
-    def plan_for(self, part: str, batch: int) -> MemoryPlan:
+    def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
         """The memory that a part would need for a batch size; no executable is built."""
-        program = self.program(batch, training=part != "inference")
+        program = self.program(batch, training=part != PartName.INFERENCE)
         return memory.plan(program.step, pipeline.settled(self._parts(part, program)[part], program.step, part))
 
-    def report(self, part: str, batch: int) -> pipeline.Report:
+    def report(self, part: PartName, batch: int) -> pipeline.Report:
         """The passes that ran for a part and their effects; they are rerun for this."""
-        step = self.program(batch, training=part != "inference").step
+        step = self.program(batch, training=part != PartName.INFERENCE).step
         return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
     def handed_on(
         self,
         step: Callable[[int, bool], Step],
         kept: Callable[[], Sequence[Key]],
-        require_fit: Callable[[MemoryPlan, str, int, str], None],
+        require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         anew: bool,
     ) -> Programs:
         """The same programs for another compilation; `anew` gives it its own executables, which keep other results."""
@@ -112,9 +113,9 @@ class Programs:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other
 
-    def _make(self, part: str, batch: int, call: str) -> None:
+    def _make(self, part: PartName, batch: int, call: str) -> None:
         """Plans everything, and rejects it if it does not fit, before building an executable."""
-        program = self.program(batch, training=part not in ("inference", "evaluation"))
+        program = self.program(batch, training=part not in WITHOUT_TRAINING)
         step = program.step
         parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
@@ -137,16 +138,17 @@ class Programs:
             self.executables = {key: one for key, one in self.executables.items() if key[1] != oldest}
             self.plans = {key: one for key, one in self.plans.items() if key[1] != oldest}
 
-    def _parts(self, part: str, program: Program) -> dict[str, Part]:
+    def _parts(self, part: PartName, program: Program) -> dict[PartName, Part]:
         limit = program.step.memory_limit
         match part:
-            case "step" | "inference":
+            case PartName.STEP | PartName.INFERENCE:
                 return {part: phases.whole(program, self._kept())}
-            case "evaluation":
+            case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept())}
-            case "forward only":
-                return {part: phases.extract(program, {Phase.FORWARD}, [k for k in self._kept() if k.kind == "value"])}
+            case PartName.FORWARD_ONLY:
+                results = [key for key in self._kept() if key.kind == KeyKind.VALUE]
+                return {part: phases.extract(program, {Phase.FORWARD}, results)}
             case _:
                 three = phases.split(program)
-                return {"forward": three.forward, "gradient": three.gradient, "update": three.update}
+                return dict(zip(PASSES, (three.forward, three.gradient, three.update), strict=True))

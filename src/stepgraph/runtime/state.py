@@ -9,7 +9,7 @@ from operator import is_
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, state
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
@@ -74,7 +74,7 @@ class TrainingState:
     def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
         """Sets the optimizer; its buffers start as described in `attached`."""
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
-        self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != "state"}
+        self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != KeyKind.STATE}
         place = self.device.torch
         for tensor in trainable:
             for i in range(len(optimizer.slots)):
@@ -142,7 +142,7 @@ class TrainingState:
         if self.optimizer is not None:
             slots = range(len(self.optimizer.slots))
             found.time_step = int(self.arrays[NUMBERS][self.optimizer.live.index("time_step")])
-            owners = dict.fromkeys(key.owner for key in self.arrays if key.kind == "state")
+            owners = dict.fromkeys(key.owner for key in self.arrays if key.kind == KeyKind.STATE)
             found.buffers = {t: tuple(self.arrays[state(t, i)] for i in slots) for t in owners}
         return found
 
@@ -158,7 +158,7 @@ class TrainingState:
         if optimizer is None:
             return
         if progress.stream is None:  # saved before it began: nothing has been learned about any parameter
-            for array in (array for key, array in self.arrays.items() if key.kind == "state"):
+            for array in (array for key, array in self.arrays.items() if key.kind == KeyKind.STATE):
                 array.zero_()
         for tensor, buffers in progress.buffers.items():
             self._resume_buffers(tensor, buffers)

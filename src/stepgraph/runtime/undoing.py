@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
 from stepgraph.errors import NumericsError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.finite import all_finite
 from stepgraph.runtime.numerics import report
-from stepgraph.runtime.programs import Programs
+from stepgraph.runtime.programs import PASSES, WITHOUT_TRAINING, Programs
 from stepgraph.runtime.trial import Trial, replay
 from stepgraph.tensors.tensor import Tensor
 
 Arrays = dict[Key, torch.Tensor]
-_COMPLETE = ("forward", "gradient", "update", "evaluation")  # parts that return everything they compute
+_COMPLETE = (*PASSES, PartName.EVALUATION)  # parts that return everything they compute
 
 
 def undone_unless_finite(
@@ -52,7 +53,7 @@ def tried(programs: Programs, executable: Executable, before: Arrays, found: Arr
     name, batch = next(key for key, one in programs.executables.items() if one is executable)
     if name in _COMPLETE:
         return Trial(executable.step, before, found, after)
-    return replay(programs.program(batch, name not in ("inference", "evaluation")), before)
+    return replay(programs.program(batch, name not in WITHOUT_TRAINING), before)
 
 
 def explained(trial: Trial, kind: str, step: int | None, spoken: Mapping[Tensor, str], changed: bool) -> NumericsError:
