@@ -39,8 +39,8 @@ class Batch:
         return Batch(tuple(parts), self.rows)
 
 
-class Feeds:
-    """The names of a graph's data, and how a user's batch is read as data by name."""
+class BatchReader:
+    """Reads a user's batches as data by name, for the names that a graph declares."""
 
     def __init__(self, graph: CompiledGraph, what: str) -> None:
         feeds = graph.declaration.feeds
@@ -136,14 +136,14 @@ class Rows:
     """Data with indexable rows, shuffled and split into batches here.
 
     Args:
-        feeds: the names of the graph's data.
+        reader: reads a batch as data by name.
         count: number of rows.
         take: returns the item for some rows, given as a slice or an array of indices.
         batch_size: rows of a batch; the last one of an epoch has the remaining rows.
         shuffle: whether each epoch has its own order.
     """
 
-    feeds: Feeds
+    reader: BatchReader
     count: int
     take: Callable[[Any], Any]
     batch_size: int
@@ -162,7 +162,7 @@ class Rows:
         for start in range(skip * self.batch_size, self.count, self.batch_size):
             stop = min(start + self.batch_size, self.count)
             rows = slice(start, stop) if order is None else order[start:stop]
-            yield self.feeds.batch(self.take(rows), only_known=True)
+            yield self.reader.batch(self.take(rows), only_known=True)
 
 
 @dataclass
@@ -170,14 +170,14 @@ class Stream:
     """Data that is already in batches, in its own order.
 
     Args:
-        feeds: the names of the graph's data.
+        reader: reads a batch as data by name.
         open: returns the batches of an epoch, by its number.
         known: the number of batches, if known beforehand.
         repeats: whether there is a second epoch.
         only_known: whether unknown names are ignored, as for columns of a table.
     """
 
-    feeds: Feeds
+    reader: BatchReader
     open: Callable[[int], Iterable[Any]]
     known: int | None = None
     repeats: bool = True
@@ -198,10 +198,10 @@ class Stream:
             self.generator.manual_seed(int(mixed))
         count = skip
         for item in islice(iter(self.open(number)), skip, None):
-            yield self.feeds.batch(item, self.only_known)
+            yield self.reader.batch(item, self.only_known)
             count += 1
         if count == 0:
-            raise DataError(self.feeds.what, f"there are no batches in epoch {number + 1}", fix=GIVE)
+            raise DataError(self.reader.what, f"there are no batches in epoch {number + 1}", fix=GIVE)
         self._walked = count
 
 
@@ -226,12 +226,12 @@ def source(
         what: the name of the data in messages.
         strict: whether to reject a batch size for data that is already in batches.
     """
-    feeds = Feeds(graph, what)
-    size = batch_size or feeds.declared
+    reader = BatchReader(graph, what)
+    size = batch_size or reader.declared
     if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a dataset's table
-        return _checked(Rows(feeds, len(data), lambda rows: _columns(data, rows), size, shuffle, wants_a_thread=True))
+        return _checked(Rows(reader, len(data), lambda rows: _columns(data, rows), size, shuffle, wants_a_thread=True))
     if isinstance(data, Mapping | tuple | np.ndarray | torch.Tensor) or hasattr(data, "__dlpack__"):
-        return _arrays(feeds, data, size, shuffle)
+        return _arrays(reader, data, size, shuffle)
     if hasattr(data, "column_names") and hasattr(data, "iter"):  # a streaming dataset
 
         def opened(epoch: int) -> Any:
@@ -239,7 +239,7 @@ def source(
                 data.set_epoch(epoch)
             return data.iter(batch_size=size)
 
-        return Stream(feeds, opened, only_known=True)
+        return Stream(reader, opened, only_known=True)
     if batch_size is not None and strict:
         kind = type(data).__name__
         raise ArgumentError(what, f"batch_size is {batch_size}, but {kind} is already in batches", fix="leave it out")
@@ -247,38 +247,38 @@ def source(
         kind = type(data).__name__
         raise DataTypeError(what, f"{kind} returns single samples", fix="wrap it: DataLoader(dataset, batch_size=…)")
     if callable(data):
-        return Stream(feeds, data)
+        return Stream(reader, data)
     if not isinstance(data, Iterable):
         raise DataTypeError(what, f"{type(data).__name__} is not data", fix=GIVE)
     repeats = not isinstance(data, Iterator)
-    return Stream(feeds, lambda epoch: data, _length(data), repeats, generator=getattr(data, "generator", None))
+    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=getattr(data, "generator", None))
 
 
-def _arrays(feeds: Feeds, data: Any, batch_size: int, shuffle: bool) -> Rows:
+def _arrays(reader: BatchReader, data: Any, batch_size: int, shuffle: bool) -> Rows:
     """Arrays that hold all rows, checked before the first step instead of at the end of an epoch."""
-    parts = feeds.named(data)
+    parts = reader.named(data)
     found: list[dict[str, Any]] = [{}, {}, {}]
     counts: dict[str, int] = {}
     for kind, part in enumerate(parts):
         for name, values in part.items():
-            tensor, where = feeds.tensor(kind, name), feeds.where(kind, name)
-            if tensor.shape[0] != feeds.declared:
+            tensor, where = reader.tensor(kind, name), reader.where(kind, name)
+            if tensor.shape[0] != reader.declared:
                 raise ShapeError(
                     where,
-                    f"it has {tensor.shape[0]} rows in a batch, but the first input has {feeds.declared}",
+                    f"it has {tensor.shape[0]} rows in a batch, but the first input has {reader.declared}",
                     fix="pass an iterable of batches, or make it a constant in compile",
                 )
             found[kind][name] = array = _whole(values, tensor, where)
             counts[f"{KINDS[kind]} '{name}'"] = len(array)
     if not counts:
-        raise DataError(feeds.what, "there are no arrays", fix=GIVE)
+        raise DataError(reader.what, "there are no arrays", fix=GIVE)
     if len(set(counts.values())) > 1:
-        raise ShapeError(feeds.what, "the arrays have different numbers of rows", fix="pass equally many", **counts)
+        raise ShapeError(reader.what, "the arrays have different numbers of rows", fix="pass equally many", **counts)
 
     def take(rows: Any) -> tuple[dict[str, Any], ...]:
         return tuple({name: _taken(array, rows) for name, array in part.items()} for part in found)
 
-    return _checked(Rows(feeds, next(iter(counts.values())), take, batch_size, shuffle))
+    return _checked(Rows(reader, next(iter(counts.values())), take, batch_size, shuffle))
 
 
 def _whole(values: Any, tensor: Tensor, where: str) -> Any:
@@ -299,7 +299,7 @@ def _whole(values: Any, tensor: Tensor, where: str) -> Any:
 
 def _checked(rows: Rows) -> Rows:
     if rows.count == 0:
-        raise DataError(rows.feeds.what, "there are no rows", fix=GIVE)
+        raise DataError(rows.reader.what, "there are no rows", fix=GIVE)
     return rows
 
 

@@ -457,7 +457,7 @@ def _higher(better: str, watch: str) -> bool:
 def _require_repeating(epochs: int, *sources: Source | None) -> None:
     for one in sources:
         if one is not None and epochs > 1 and not one.repeats:
-            problem = f"the {one.feeds.what} is an iterator, exhausted after one epoch of {epochs}"
+            problem = f"the {one.reader.what} is an iterator, exhausted after one epoch of {epochs}"
             raise ArgumentError("fit", problem, fix="pass a list, or a function of the epoch that returns an iterator")
 
 
