@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import stepgraph as sg
+from stepgraph.cli import device_argument
 from stepgraph.cli import main as cli
-from stepgraph.cli import places
 from tests.cli_graphs import Called, saved_inference
 
 Capture = pytest.CaptureFixture[str]
@@ -126,14 +126,15 @@ def test_a_device_that_is_not_there_is_refused(capsys: Capture, tmp_path: Path) 
 
 def test_devices_as_they_are_spelled() -> None:
     options = sg.GraphCompilationOptions
-    found = places.place("cuda:1:bfloat16:fused:no-tf32")
+    found = device_argument.parse("cuda:1:bfloat16:fused:no-tf32")
     assert (found.name, found.index) == ("cuda", 1)
     assert found.compilation == {"options": options.FUSE_LAYERS, "compute_type": "bfloat16", "tf32": False}
-    assert places.place("cpu").compilation == {}  # as it was saved
-    assert places.place("cpu:default").compilation == {"options": options.NONE}
-    assert places.place("cpu").device() == sg.Device.cpu() and places.place("any").device() == sg.Device.any()
-    every = {name for line in places.SYNTAX.splitlines() for name in re.findall(r"[a-z0-9-]+", line)}
-    assert {*places.NAMES, *places.SETTINGS} <= every, "the help explains all of it"
+    assert device_argument.parse("cpu").compilation == {}  # as it was saved
+    assert device_argument.parse("cpu:default").compilation == {"options": options.NONE}
+    assert device_argument.parse("cpu").device() == sg.Device.cpu()
+    assert device_argument.parse("any").device() == sg.Device.any()
+    every = {name for line in device_argument.SYNTAX.splitlines() for name in re.findall(r"[a-z0-9-]+", line)}
+    assert {*device_argument.NAMES, *device_argument.SETTINGS} <= every, "the help explains all of it"
 
 
 def test_errors_of_the_library_have_no_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.cli import completion, places
+from stepgraph.cli import completion, device_argument
 from stepgraph.cli.main import COMMANDS, parser
 from tests.cli_graphs import Called
 
@@ -45,7 +45,7 @@ CASES = [
     ("stepgraph inspect --batch-sizes |", set()),
     ("stepgraph demo |", set()),
     ("stepgraph demo --device c|", {"cpu", "cuda"}),
-    ("stepgraph demo --device cpu :|", set(places.SETTINGS)),
+    ("stepgraph demo --device cpu :|", set(device_argument.SETTINGS)),
     ("stepgraph demo --device cpu : de|", {"default", "deterministic"}),
     ("stepgraph compare --devices cpu,g|", {"cpu,gpu"}),
     ("stepgraph compare --devices cpu : default,g|", {"default,gpu"}),

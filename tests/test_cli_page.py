@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import stepgraph as sg
-from stepgraph.cli import places, shapes
+from stepgraph.cli import device_argument, shapes
 from stepgraph.cli.main import COMMANDS, EXAMPLES
 from tests.cli_graphs import Called
 
@@ -67,7 +67,7 @@ def test_pictures_keep_to_the_width() -> None:
 
 
 def test_settings_and_exit_codes_are_all_there() -> None:
-    for name in (*places.NAMES, *places.SETTINGS):
+    for name in (*device_argument.NAMES, *device_argument.SETTINGS):
         assert f"`{name}`" in PAGE, name
     codes = re.findall(r"^  (\d+) ", EXAMPLES.partition("exit codes:")[2], re.MULTILINE)
     assert codes == re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == ["0", "1", "2", "130", "141"]

@@ -120,7 +120,7 @@ def test_waiting_waits_for_the_work(stream: str) -> None:
 
 
 def test_losses_stay_when_their_places_on_the_device_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "PLACES", 4)
+    monkeypatch.setattr(losses, "SLOTS", 4)
     net, again = Digits(gpu()), Digits(gpu())
     executions = [net.training.execute({"x": x}, {"y": y}) for x, y in batches(15)]
     early = [again.training.execute({"x": x}, {"y": y}).loss for x, y in batches(15)]

@@ -1,4 +1,4 @@
-"""Memory held for large results: places never meet, numbers stay, and the plan knows of it."""
+"""Memory held for large results: two of them never overlap, numbers stay, and the plan knows of it."""
 
 import weakref
 from types import SimpleNamespace
@@ -60,10 +60,10 @@ LIVES = st.lists(
 
 @given(LIVES)
 def test_what_lives_at_the_same_time_lies_apart(lives: list[held._Life]) -> None:
-    places = list(zip(lives, held._placed(lives), strict=True))
-    for i, (one, place) in enumerate(places):
-        for other, there in places[:i]:
-            apart = place + one.size <= there or there + other.size <= place
+    allocated = list(zip(lives, held._offsets(lives), strict=True))
+    for i, (one, offset) in enumerate(allocated):
+        for other, there in allocated[:i]:
+            apart = offset + one.size <= there or there + other.size <= offset
             assert apart or one.death < other.birth or other.death < one.birth
 
 
@@ -114,18 +114,18 @@ def test_batch_sizes_share_it_and_it_grows() -> None:
     reference = network(OPTIONS.DETERMINISTIC)
     for rows in (BATCH, 2 * BATCH, BATCH, 2 * BATCH):
         assert step(training, rows) == pytest.approx(step(reference, rows), rel=1e-4)
-    memory = training.compilation.programs._block.of(0)
-    assert len(memory) == sizes[2 * BATCH] and training.compilation.programs._block.of(1) is memory
+    memory = training.compilation.programs._arena.of(0)
+    assert len(memory) == sizes[2 * BATCH] and training.compilation.programs._arena.of(1) is memory
 
 
 def test_there_are_never_two_of_it() -> None:
     training = network()
     step(training)
-    small = weakref.ref(training.compilation.programs._block.of(0).untyped_storage())
+    small = weakref.ref(training.compilation.programs._arena.of(0).untyped_storage())
     step(training, 2 * BATCH)
     is_free = small() is None  # not in the assertion, which would write out all its numbers
     assert is_free
-    assert training.compilation.programs._block.of(0).nbytes == bytes_held(training, 2 * BATCH)
+    assert training.compilation.programs._arena.of(0).nbytes == bytes_held(training, 2 * BATCH)
 
 
 def test_the_plan_counts_it() -> None:

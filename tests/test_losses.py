@@ -8,7 +8,7 @@ from stepgraph.runtime.losses import Losses
 
 
 def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "PLACES", 3)
+    monkeypatch.setattr(losses, "SLOTS", 3)
     written, kept = Losses(torch.empty(1), torch.device("cpu")), []
     for step in range(10):
         written.expect()
@@ -18,11 +18,11 @@ def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_places_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "PLACES", 2)
+    monkeypatch.setattr(losses, "SLOTS", 2)
     written = Losses(torch.empty(1), torch.device("cpu"))
-    places = written._places
+    slots = written._slots
     for step in range(5):
         written.expect()
         written.capture(torch.tensor(float(step)))
         written.latest()
-    assert places.tolist() == [4.0, 3.0]
+    assert slots.tolist() == [4.0, 3.0]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.cli import opening, places
+from stepgraph.cli import device_argument, opening
 from stepgraph.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ exit codes:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `compare`."""
-    parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
+    parser.epilog = f"{device_argument.SYNTAX}{EXAMPLES}"
     opening.arguments(parser)
     parser.add_argument(
         "--devices",
         metavar="DEVICE,DEVICE,…",
-        type=places.places,
+        type=device_argument.parse_several,
         required=True,
         help="two or more; the others are compared with the first",
     )
@@ -101,12 +101,12 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
     if arguments.data is not None and arguments.batch_size is not None:
         raise ArgumentError("compare", "--data has its own rows", fix="leave out --batch-size")
     content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
-    for place in arguments.devices:
-        place.device()  # fails before anything is compiled
+    for device in arguments.devices:
+        device.device()  # fails before anything is compiled
     found, data, rows = [], None, 0
-    for place in arguments.devices:
+    for device in arguments.devices:
         set_seed(arguments.seed)  # a graph that was saved before compilation draws its stream now
-        graphs = opening.load(content, custom, place).linked_graphs
+        graphs = opening.load(content, custom, device).linked_graphs
         if data is None and arguments.data is not None:
             data = batch.read(arguments.data, graphs)
             rows = batch.rows_of(data, graphs)
@@ -120,7 +120,7 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
 def _tell(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]) -> None:
     from stepgraph.cli import screen
 
-    first, *others = (place.text for place in arguments.devices)
+    first, *others = (device.text for device in arguments.devices)
     names = [name for other in others for name in (other, "share")]
     title = f"Differences from {first}"
     table = screen.columns("layer or parameter", "", "largest", *names, title=title, numbers=1 + len(names))
@@ -150,7 +150,7 @@ def _tell_json(
 ) -> None:
     from stepgraph.cli import screen
 
-    others = [place.text for place in arguments.devices[1:]]
+    others = [device.text for device in arguments.devices[1:]]
     told = [
         {
             "name": what.name,
@@ -165,5 +165,5 @@ def _tell_json(
         for what, found in rows.items()
     ]
     first = {"name": beyond[0].name, "kind": beyond[0].kind} if beyond else None
-    devices = [place.text for place in arguments.devices]
+    devices = [device.text for device in arguments.devices]
     screen.show_json({"devices": devices, "tolerance": arguments.tolerance, "first_beyond": first, "rows": told})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shlex import quote
 from string import Template
 
-from stepgraph.cli import places
+from stepgraph.cli import device_argument
 
 HELP = "print the completion script for bash, zsh or fish"
 
@@ -159,8 +159,8 @@ def bash(commands: list[Command]) -> str:
         flags = f'if [[ $current == -* ]]; then COMPREPLY=($(compgen -W "{command.flags}" -- "$current"));'
         cases.append(f"        {command.name}) {flags}{rest} fi ;;")
     return _BASH.substitute(
-        names=" ".join(places.NAMES),
-        settings=" ".join(places.SETTINGS),
+        names=" ".join(device_argument.NAMES),
+        settings=" ".join(device_argument.SETTINGS),
         choice="|".join(one.name for one in others),
         values="\n".join(values),
         commands="\n".join(cases),
@@ -207,7 +207,7 @@ def _zsh_arguments(command: Command) -> str:
     found = []
     for one in command.arguments:
         text = "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in one.help)
-        devices = f"_values -s , device {' '.join(places.NAMES)}"
+        devices = f"_values -s , device {' '.join(device_argument.NAMES)}"
         action = {"file": "_files", "devices": devices, "other": " "}.get(one.value, f"({one.words})")
         if not one.flags:
             found.append(quote(f"1:{text}:{action}"))
@@ -229,7 +229,7 @@ def fish(commands: list[Command]) -> str:
 
 
 def _fish_argument(condition: str, one: Argument) -> str:
-    words = " ".join(places.NAMES) if one.value == "devices" else one.words
+    words = " ".join(device_argument.NAMES) if one.value == "devices" else one.words
     flags = "".join(f" {'-l' if flag.startswith('--') else '-s'} {flag.lstrip('-')}" for flag in one.flags)
     choice = f" -a '{words}'" if words else ""
     takes = "" if not one.value else " -F" if one.value == "file" else " -x"  # files, or only the choices

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepgraph.cli import places
+from stepgraph.cli import device_argument
 from stepgraph.errors import StorageError
 
 if TYPE_CHECKING:
@@ -28,9 +28,13 @@ examples:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `demo`."""
-    parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
+    parser.epilog = f"{device_argument.SYNTAX}{EXAMPLES}"
     parser.add_argument(
-        "--device", metavar="DEVICE", type=places.place, default=places.place("any"), help="where to train (any)"
+        "--device",
+        metavar="DEVICE",
+        type=device_argument.parse,
+        default=device_argument.parse("any"),
+        help="where to train (any)",
     )
     parser.add_argument("--epochs", metavar="NUMBER", type=_count, default=5, help="passes over all pictures (5)")
     parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of all random numbers (0)")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepgraph.cli import opening, places
+from stepgraph.cli import device_argument, opening
 from stepgraph.errors import CheckpointError, StepgraphError, StorageError, readable
 
 HELP = "show a saved graph: layers, parameters, memory by batch size, a drawing"
@@ -38,10 +38,14 @@ PLAN = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `inspect`."""
-    parser.epilog = f"{places.SYNTAX}{EXAMPLES}"
+    parser.epilog = f"{device_argument.SYNTAX}{EXAMPLES}"
     opening.arguments(parser)
     parser.add_argument(
-        "--device", metavar="DEVICE", type=places.place, default=places.place("any"), help="plan memory for it (any)"
+        "--device",
+        metavar="DEVICE",
+        type=device_argument.parse,
+        default=device_argument.parse("any"),
+        help="plan memory for it (any)",
     )
     parser.add_argument(
         "--batch-sizes",
@@ -88,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     with understood(content.path):
         found = _Found(saved.header(content), saved.tensors(content))
     is_shown = arguments.no_plan and not arguments.passes and found.header["linked_graphs"] == 1
-    place = None if is_shown else arguments.device
+    device = None if is_shown else arguments.device
     try:
-        graph = opening.load(content, custom, place)
+        graph = opening.load(content, custom, device)
     except CheckpointError:
         _tell(found, arguments)  # it is intact, but cannot be rebuilt here: show what the files contain
         raise

@@ -14,7 +14,7 @@ from stepgraph.errors import ArgumentError, CheckpointError, StorageError, Unkno
 
 if TYPE_CHECKING:
     from stepgraph.checkpoint.files import Content
-    from stepgraph.cli.places import Place
+    from stepgraph.cli.device_argument import DeviceArgument
 
 SAVED = "pass a directory that training.save(path) wrote, or a folder with a series of them"
 
@@ -44,14 +44,14 @@ def read(path: Path) -> Content:
     return files.read(path)
 
 
-def load(content: Content, custom: Sequence[type], place: Place | None = None) -> Any:
-    """The graph of a checkpoint, compiled for a place if one is passed."""
+def load(content: Content, custom: Sequence[type], device: DeviceArgument | None = None) -> Any:
+    """The graph of a checkpoint, compiled for a device if one is passed."""
     from stepgraph import load as rebuilt
 
     try:
-        if place is None:
+        if device is None:
             return rebuilt(content.path, custom=custom)
-        return rebuilt(content.path, place.device(), custom=custom, **place.compilation)
+        return rebuilt(content.path, device.device(), custom=custom, **device.compilation)
     except CheckpointError as error:
         if "pass the class" in (error.fix or ""):
             error.fix = "pass the class: --custom layers.py:Class, with the file that defines it"

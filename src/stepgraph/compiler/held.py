@@ -26,8 +26,8 @@ LEAST = 1 << 22  # minimum total bytes: small steps end before memory is returne
 WORTH = 1.05  # how much more memory a step may need with an arena
 
 
-class Place(NamedTuple):
-    """The position of an array in the arena, described without data."""
+class Allocation(NamedTuple):
+    """An array in the arena: its shape and type, as an array without data, and its offset in bytes."""
 
     like: torch.Tensor
     offset: int
@@ -46,10 +46,10 @@ def hold(part: Part) -> Part:
     lives, enough = _candidates(part), WORTH * memory.peak(part)
     if sum(life.size for life in lives) < LEAST:
         return part
-    places = _placed(lives)
-    for life, place in zip(lives, places, strict=True):
-        note(life.node, offsets={**notes(life.node).offsets, life.storage: place})
-    held = replace(part, held=max(place + life.size for life, place in zip(lives, places, strict=True)))
+    offsets = _offsets(lives)
+    for life, offset in zip(lives, offsets, strict=True):
+        note(life.node, offsets={**notes(life.node).offsets, life.storage: offset})
+    held = replace(part, held=max(offset + life.size for life, offset in zip(lives, offsets, strict=True)))
     if memory.peak(held) <= enough:
         return held
     for life in lives:
@@ -69,34 +69,34 @@ def _candidates(part: Part) -> list[_Life]:
     return sorted(found, key=lambda life: -life.size)[:MOST]
 
 
-def _placed(lives: Sequence[_Life]) -> list[int]:
+def _offsets(lives: Sequence[_Life]) -> list[int]:
     """Offsets, in order: for each, the lowest that is free during its lifetime."""
-    places: list[int] = []
+    offsets: list[int] = []
     for life in lives:
-        others = ((place, place + one.size) for one, place in zip(lives, places, strict=False) if _meet(one, life))
+        taken = ((start, start + one.size) for one, start in zip(lives, offsets, strict=False) if _overlap(one, life))
         lowest = 0
-        for start, end in sorted(others):
+        for start, end in sorted(taken):
             if start - lowest >= life.size:
                 break
             lowest = max(lowest, end)
-        places.append(lowest)
-    return places
+        offsets.append(lowest)
+    return offsets
 
 
-def _meet(one: _Life, other: _Life) -> bool:
+def _overlap(one: _Life, other: _Life) -> bool:
     return one.birth <= other.death and other.birth <= one.death
 
 
-def write_there(graph: fx.Graph) -> dict[str, Place]:
-    """Makes operators write into the arena; returns the positions by attribute name."""
-    names: dict[str, Place] = {}
+def write_into_arena(graph: fx.Graph) -> dict[str, Allocation]:
+    """Makes operators write into the arena; returns the allocations by attribute name."""
+    names: dict[str, Allocation] = {}
     for node in list(graph.nodes):
         if not notes(node).offsets:
             continue
         given: list[fx.Node | None] = []
         for one, array in zip(storages(node), fakes(node), strict=True):
             offset = notes(node).offsets.get(one)
-            given.append(None if offset is None else _name(node, Place(array, offset), names))
+            given.append(None if offset is None else _name(node, Allocation(array, offset), names))
         out = operator(node).out
         assert out is not None
         there = given if isinstance(fake(node), tuple | list) else given[0]
@@ -104,8 +104,8 @@ def write_there(graph: fx.Graph) -> dict[str, Place]:
     return names
 
 
-def _name(node: fx.Node, place: Place, names: dict[str, Place]) -> fx.Node:
-    names[name := f"held_{len(names)}"] = place
+def _name(node: fx.Node, allocation: Allocation, names: dict[str, Allocation]) -> fx.Node:
+    names[name := f"held_{len(names)}"] = allocation
     with node.graph.inserting_before(node):
         return node.graph.get_attr(name)
 

@@ -111,7 +111,7 @@ def fit(
     _require_repeating(epochs, train, test)
     recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
     loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
-    loop.place.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
+    loop.position.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
     if resume:
         _check_notes(settings.folder, named)
         loop.go_on()
@@ -159,7 +159,7 @@ class _Settings:
 
 
 @dataclass
-class _Place:
+class _Position:
     """The position of a run: what a checkpoint needs, besides the graph's own state, to continue bit for bit."""
 
     origin: int  # position of the graph's random stream when the run began: a second run uses another order
@@ -191,7 +191,7 @@ class _Run:
         self.metrics, self.screen, self.recorder = metrics, screen, recorder
         self.optimizer = graph.optimizer
         self.seed, origin = graph.stream
-        self.place, self.history, self.tally = _Place(origin), History(), Tally(metrics)
+        self.position, self.history, self.tally = _Position(origin), History(), Tally(metrics)
         self.unread: list[_Unread] = []
         self.pointed_out = False
         self.read_at = time.perf_counter()
@@ -202,13 +202,13 @@ class _Run:
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Runs epochs until the last one, until nothing improves, or until interrupted."""
         self._begin_record()
-        self.screen.begin(self.place.step)
+        self.screen.begin(self.position.step)
         try:
-            while self.place.epoch < self.settings.epochs and not self._gave_up():
-                began = time.perf_counter() - self.place.seconds
+            while self.position.epoch < self.settings.epochs and not self._gave_up():
+                began = time.perf_counter() - self.position.seconds
                 self._train_epoch(interrupted)
                 tally = None if interrupted() else self._validate(interrupted)
-                self.place.seconds = time.perf_counter() - began
+                self.position.seconds = time.perf_counter() - began
                 if interrupted():
                     self._stop()
                     return
@@ -217,27 +217,27 @@ class _Run:
         finally:
             self.screen.end()
             self.graph.release()
-            self.recorder.end(self.place.step, self.history.stopped or "failed")
+            self.recorder.end(self.position.step, self.history.stopped or "failed")
 
     def _train_epoch(self, interrupted: Callable[[], bool]) -> None:
-        place, settings = self.place, self.settings
+        position, settings = self.position, self.settings
         self.recorder.epoch_begins()
-        epoch = self.train.epoch(place.epoch, (self.seed, place.origin), place.batch)
+        epoch = self.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
         with self.graph.fed(epoch, self.train, settings.prefetch) as batches:
             coming = until(batches, interrupted)
             while group := list(islice(coming, settings.accumulate)):
                 if interrupted() and len(group) < settings.accumulate:
                     break  # no partial updates
                 if self.schedule is not None:
-                    self._set_rate(self.schedule(place.step))
-                if place.step + 1 == self.recorder.next_look:
-                    self.recorder.look(place.step + 1, group[0])
+                    self._set_rate(self.schedule(position.step))
+                if position.step + 1 == self.recorder.next_look:
+                    self.recorder.look(position.step + 1, group[0])
                 tally = self.tally if self.metrics else None
                 losses = self.graph.update(group, tally)
-                place.step, place.batch = place.step + 1, place.batch + len(group)
-                self.unread.append(_Unread(place.step, self.optimizer.learning_rate, losses))
+                position.step, position.batch = position.step + 1, position.batch + len(group)
+                self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
-                if settings.save_every and place.step % settings.save_every == 0:
+                if settings.save_every and position.step % settings.save_every == 0:
                     self._save()
         self._read_losses()
 
@@ -247,18 +247,18 @@ class _Run:
         return self.graph.evaluated(self.test, self.metrics, self.settings.prefetch, interrupted)
 
     def _close_epoch(self, tested: Tally | None) -> None:
-        place, folder = self.place, self.settings.folder
+        position, folder = self.position, self.settings.folder
         found = {} if tested is None else {f"validation {name}": value for name, value in tested.values().items()}
-        times = {"rate": self.optimizer.learning_rate, "seconds": place.seconds}
-        row = {"epoch": place.epoch + 1, "step": place.step, **self.tally.values(), **found, **times}
+        times = {"rate": self.optimizer.learning_rate, "seconds": position.seconds}
+        row = {"epoch": position.epoch + 1, "step": position.step, **self.tally.values(), **found, **times}
         self.history.epochs.append(row)
         value = row[self._watched]
         is_best = self._is_better(value)
         if is_best:
-            place.best, place.waited, self.history.best_epoch = value, 0, row["epoch"]
+            position.best, position.waited, self.history.best_epoch = value, 0, row["epoch"]
         else:
-            place.waited += 1
-        place.epoch, place.batch, place.seconds, self.tally = place.epoch + 1, 0, 0.0, Tally(self.metrics)
+            position.waited += 1
+        position.epoch, position.batch, position.seconds, self.tally = position.epoch + 1, 0, 0.0, Tally(self.metrics)
         # Before the checkpoint: a run that resumes from it does not repeat the epoch.
         self.recorder.epoch(row)
         if folder is not None and is_best:
@@ -273,19 +273,19 @@ class _Run:
 
     def _is_better(self, value: float) -> bool:
         """Whether this is the best value so far. NaN never is, nor is an infinity of the wrong sign."""
-        best, higher = self.place.best, self.settings.higher
+        best, higher = self.position.best, self.settings.higher
         if best is None or isnan(best):
             best = -inf if higher else inf
         return value > best if higher else value < best
 
     def _gave_up(self) -> bool:
-        return self.settings.patience is not None and self.place.waited >= self.settings.patience
+        return self.settings.patience is not None and self.position.waited >= self.settings.patience
 
     def _stop(self) -> None:
         self.history.stopped = "interrupted"
         self._save()
         where = "" if self.settings.folder is None else f", saved in {self.settings.folder}"
-        self.screen.line(f"interrupted in epoch {self.place.epoch + 1} after step {self.place.step}{where}")
+        self.screen.line(f"interrupted in epoch {self.position.epoch + 1} after step {self.position.step}{where}")
 
     def _set_rate(self, rate: float) -> None:
         if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
@@ -301,7 +301,7 @@ class _Run:
             def numbers() -> dict[str, Any]:
                 return {**self.tally.values(), "loss": recent, "rate": rate}
 
-            self.screen.step(self.place.epoch + 1, self.place.step, self._total(), numbers)
+            self.screen.step(self.position.epoch + 1, self.position.step, self._total(), numbers)
 
     def _read_losses(self) -> float:
         """Reads all pending losses; returns their mean."""
@@ -344,9 +344,9 @@ class _Run:
 
     def _begin_record(self) -> None:
         settings = {**asdict(self.settings), "schedule": self.schedule, "metrics": list(self.metrics)}
-        settings |= {"optimizer": self.optimizer, "batches": self.train.batches, **self.place.shape}
+        settings |= {"optimizer": self.optimizer, "batches": self.train.batches, **self.position.shape}
         settings["better"] = "higher" if settings.pop("higher") else "lower"
-        self.recorder.begin(self.place.step, self.place.epoch, self._total(), self.resumed, settings)
+        self.recorder.begin(self.position.step, self.position.epoch, self._total(), self.resumed, settings)
 
     def _save(self) -> None:
         if self.settings.folder is not None:
@@ -354,7 +354,7 @@ class _Run:
             self.graph.training.save(self.settings.folder, keep=self.settings.keep, notes=self._notes())
 
     def _notes(self) -> dict[str, Any]:
-        state = {"place": asdict(self.place), "tally": self.tally.state()}
+        state = {"place": asdict(self.position), "tally": self.tally.state()}
         return {"fit": {**plain(state), "history": self.history.state(), "watched": self._watched_how()}}
 
     def _watched_how(self) -> list[str]:
@@ -362,7 +362,7 @@ class _Run:
 
     def go_on(self) -> None:
         """Restores the latest checkpoint, if there is one."""
-        folder, shape = self.settings.folder, self.place.shape
+        folder, shape = self.settings.folder, self.position.shape
         if folder is None:
             raise ArgumentError("fit", "resume needs checkpoints to continue from", fix="pass checkpoints=folder")
         if latest(folder) is None:
@@ -370,20 +370,20 @@ class _Run:
         notes = read(folder).description["notes"].get("fit")
         if notes is None:
             raise CheckpointError(f"{folder}", "its latest checkpoint was not saved by fit", fix="pass another folder")
-        place = _Place(**real(notes["place"]))
-        if place.batch and place.shape != shape:
+        position = _Position(**real(notes["place"]))
+        if position.batch and position.shape != shape:
             raise CheckpointError(
                 f"{folder}",
                 f"it was saved within an epoch, which cannot continue with other batches: {shape}",
-                saved=place.shape,
+                saved=position.shape,
                 fix="pass the same batch_size, shuffle and accumulate",
             )
         self.graph.training.restore(folder)
         self.seed, _ = self.graph.stream
-        self.place, self.history = place, History.from_state(notes["history"])
-        self.place.shape, self.resumed = shape, True
+        self.position, self.history = position, History.from_state(notes["history"])
+        self.position.shape, self.resumed = shape, True
         if notes.get("watched", self._watched_how()) != self._watched_how():
-            self.place.best, self.place.waited = None, 0  # they belong to another number
+            self.position.best, self.position.waited = None, 0  # they belong to another number
         self.tally.resume(real(notes["tally"]))
 
 
@@ -469,9 +469,10 @@ def _check_notes(folder: Path | None, metrics: Mapping[str, Metric]) -> None:
     with understood(path):
         notes = read_description(path)["notes"].get("fit")
         if notes is not None:  # otherwise another program saved it, which is reported when it is read
-            place, history = _Place(**real(notes["place"])), History.from_state(notes["history"])
+            position, history = _Position(**real(notes["place"])), History.from_state(notes["history"])
             Tally(metrics).resume(real(notes["tally"]))
-            for number in (place.origin, place.epoch, place.batch, place.step, place.waited, history.every):
-                of_kind(int, number)
+            for name in ("origin", "epoch", "batch", "step", "waited"):
+                of_kind(int, getattr(position, name))
+            of_kind(int, history.every)
             for row in history.epochs:
                 of_kind(int, row["epoch"])

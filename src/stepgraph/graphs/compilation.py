@@ -41,7 +41,7 @@ class Compilation:
         held: parameters, statistics and constants of the layers.
         handles: gradients that are read through tensors.
         group: the compilations of all linked graphs, including this one.
-        place: its index in the group.
+        index: its index in the group.
         channels_last: the layout of images, if earlier programs of the graph have decided it.
     """
 
@@ -52,7 +52,7 @@ class Compilation:
     held: tuple[Tensor, ...]
     handles: Mapping[Key, Tensor]
     group: list[Compilation]
-    place: int
+    index: int
     channels_last: bool | None = None
 
     @cached_property
@@ -63,7 +63,7 @@ class Compilation:
     def renewed(self, group: list[Compilation], declaration: Declaration) -> Compilation:
         """The same with other details of the declaration, in a new group, which it joins."""
         layout = self.programs.channels_last
-        new = replace(self, declaration=declaration, group=group, place=len(group), channels_last=layout)
+        new = replace(self, declaration=declaration, group=group, index=len(group), channels_last=layout)
         group.append(new)
         return new
 
@@ -200,12 +200,12 @@ class Compilation:
     @property
     def others(self) -> list[Compilation]:
         """The compilations of the graphs linked with this one."""
-        return [one for place, one in enumerate(self.group) if place != self.place]
+        return [one for index, one in enumerate(self.group) if index != self.index]
 
     @property
     def _owned_elsewhere(self) -> set[Tensor]:
         """Parameters that an earlier graph of a linked group updates."""
-        earlier = self.group[: self.place]
+        earlier = self.group[: self.index]
         return {t for one in earlier for node in one.nodes for t in node.layer.parameters.values()}
 
     def seeded(self) -> tuple[Tensor, ...]:

@@ -172,7 +172,7 @@ class CompiledGraph(Graph):
         """Adopts a declaration that needs no new programs."""
         assert self.session is not None
         with Uninterrupted():
-            compilation.group[compilation.place] = compilation
+            compilation.group[compilation.index] = compilation
             self.session.compilation, self._declared = compilation, declared
 
     # Saving

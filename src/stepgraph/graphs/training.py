@@ -466,8 +466,8 @@ class TrainingGraph(CompiledGraph):
             session.state.resume(progress)
             session.forget_passes()
             if progress.gradients:
-                place = session.device.torch
-                self.gradients.replace({gradient(t): a.to(place) for t, a in progress.gradients.items()})
+                device = session.device.torch
+                self.gradients.replace({gradient(t): a.to(device) for t, a in progress.gradients.items()})
 
     @property
     def _state(self) -> TrainingState | None:

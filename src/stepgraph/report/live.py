@@ -32,14 +32,14 @@ class _Bounded(ThreadingHTTPServer):
     def __init__(self, *settings: Any) -> None:
         self._open: dict[socket.socket, float] = {}  # start times, the oldest first
         self._changing = threading.Lock()
-        self._places = threading.Semaphore(CONNECTIONS)
+        self._free_slots = threading.Semaphore(CONNECTIONS)
         super().__init__(*settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection in its own thread; if none is free, it replaces the oldest one."""
-        if not self._places.acquire(blocking=False):
+        if not self._free_slots.acquire(blocking=False):
             self._disconnect(longer_than=0.0, at_most=1)
-            if not self._places.acquire(timeout=1.0):
+            if not self._free_slots.acquire(timeout=1.0):
                 self.shutdown_request(request)
                 return
         with self._changing:
@@ -60,7 +60,7 @@ class _Bounded(ThreadingHTTPServer):
     def _leave(self, request: socket.socket) -> None:
         with self._changing:
             self._open.pop(request, None)
-        self._places.release()
+        self._free_slots.release()
 
     def service_actions(self) -> None:
         """Called between requests: closes connections that have exceeded their time."""

@@ -23,12 +23,12 @@ import torch
 
 from stepgraph.compiler import fusion, operators
 from stepgraph.compiler.fusion import Function
-from stepgraph.compiler.held import Place, write_there
+from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
-from stepgraph.runtime.block import Block, Places
+from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.losses import Loss, Losses
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import surroundings, torch_private
@@ -58,15 +58,15 @@ class Binding(NamedTuple):
 class Executable:
     """Runs a part: arrays in, arrays by key out."""
 
-    def __init__(self, part: Part, step: Step, block: Block | None = None) -> None:
+    def __init__(self, part: Part, step: Step, arena: Arena | None = None) -> None:
         self.part, self.step = part, step
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._code = _generated(part)
         self._function: Function = self._first
-        held = self._code.places
-        self._places = Places(block or Block(), part.held, held, part.module) if part.held else None
+        held = self._code.allocations
+        self._views = ArenaViews(arena or Arena(), part.held, held, part.module) if part.held else None
         self._surroundings = step.device.type, part.is_open_to_switches
         self._bound: tuple[list[Any], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
@@ -199,8 +199,8 @@ class Executable:
 
     def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator."""
-        if self._places is not None:
-            self._places.prepare()
+        if self._views is not None:
+            self._views.prepare()
         if getattr(self._function, "is_direct", False):  # no operator is called: no modes needed
             return self._function(*given)
         if surroundings.reach(*self._surroundings):
@@ -234,11 +234,11 @@ class Executable:
 
 @dataclass(frozen=True)
 class _Code:
-    """A part as Python code: its lines, the names they use, and the offsets of results in preallocated memory."""
+    """A part as Python code: its lines, the names they use, and the results that are in the arena."""
 
     source: str
     names: dict[str, Any]
-    places: dict[str, Place]
+    allocations: dict[str, Allocation]
 
     def function(self, part: Part, source: str, layouts: strides.Layouts) -> Function:
         """A variant of the code, as a function of the part's arrays."""
@@ -250,7 +250,7 @@ class _Code:
 def _generated(part: Part) -> _Code:
     """The code of a part; it calls operators without their Python wrapper."""
     graph = operators.call_directly(part.module.graph)
-    places = write_there(graph)
+    allocations = write_into_arena(graph)
     code = graph.python_code("self")
     names = dict(code.globals)
 
@@ -260,7 +260,7 @@ def _generated(part: Part) -> _Code:
         names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op
         return name
 
-    return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, places)
+    return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, allocations)
 
 
 class _Capture:
@@ -297,7 +297,7 @@ class _Capture:
                 if self.executable.tries:
                     algorithms.load(self.executable.part, self.executable.step.device)
                 return self.executable.run(binding.filled(others))
-        moved = [key for key, place in self.in_place.items() if others[key].data_ptr() != place]
+        moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.orders:
             moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:

@@ -35,8 +35,8 @@ class _Turns(dict[torch.device | None, threading.RLock]):
     `setdefault` keeps one lock where two threads ask for a device at the same time.
     """
 
-    def __missing__(self, place: torch.device | None) -> threading.RLock:
-        return self.setdefault(place, threading.RLock())
+    def __missing__(self, device: torch.device | None) -> threading.RLock:
+        return self.setdefault(device, threading.RLock())
 
 
 _turns = _Turns()
@@ -60,8 +60,8 @@ def _has_several_gpus() -> bool:
 
 
 @contextmanager
-def _elsewhere(place: torch.device) -> Iterator[None]:
-    with _turns[place], torch.cuda.device(place):
+def _elsewhere(device: torch.device) -> Iterator[None]:
+    with _turns[device], torch.cuda.device(device):
         yield
 
 
@@ -76,7 +76,7 @@ class Execution:
     """
 
     __slots__ = (
-        "_elapsed", "_events", "_found", "_like", "_loss", "_place", "_result", "_started", "_stream", "_timed",
+        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_result", "_started", "_stream", "_timed",
         "error", "profile",
     )  # fmt: skip
 
@@ -92,13 +92,13 @@ class Execution:
         self._events: list[torch.cuda.Event] = []
         # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
         self._stream: int | None = None
-        self._place = place = device.torch
+        self._device = device.torch
         if device.is_cuda:
             if timed or announced:  # the first marks when the work began, the last when it ended
                 self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
                 self._events[0].record()
             else:
-                self._stream = torch_private.raw_stream(place.index)
+                self._stream = torch_private.raw_stream(self._device.index)
         self._started = time.perf_counter() if timed else 0.0
 
     def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:
@@ -141,8 +141,8 @@ class Execution:
         if self._stream is None:
             return None
         # PyTorch treats 0, the default stream, as no stream and creates a new one.
-        named = torch.cuda.ExternalStream(self._stream, self._place) if self._stream else None
-        return named or torch.cuda.default_stream(self._place)
+        named = torch.cuda.ExternalStream(self._stream, self._device) if self._stream else None
+        return named or torch.cuda.default_stream(self._device)
 
     def wait(self) -> Execution:
         """Waits until the work is done, on a GPU including later calls so far; raises the error that made it fail."""
@@ -171,7 +171,7 @@ class Execution:
     def result(self) -> Tensor | None:
         """The loss, or the last result of a graph without one; None if the call failed or returns none."""
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
-            with _turns[self._place]:
+            with _turns[self._device]:
                 array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
             descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
             self._result = Tensor(descriptor, label=self._like.label)
@@ -185,7 +185,7 @@ class Execution:
         self.wait()
         if self._loss is None:
             return None
-        with _turns[self._place]:  # another thread's call may overwrite it
+        with _turns[self._device]:  # another thread's call may overwrite it
             loss = self._loss if isinstance(self._loss, torch.Tensor) else self._loss.array
             return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-PLACES = 1024
+SLOTS = 1024
 
 
 class _Written:
@@ -22,15 +22,15 @@ class _Written:
 class Loss:
     """One number on the device, read on demand."""
 
-    __slots__ = ("_among", "_place", "_shape")
+    __slots__ = ("_among", "_slot", "_shape")
 
-    def __init__(self, among: _Written, place: int, shape: torch.Size) -> None:
-        self._among, self._place, self._shape = among, place, shape
+    def __init__(self, among: _Written, slot: int, shape: torch.Size) -> None:
+        self._among, self._slot, self._shape = among, slot, shape
 
     @property
     def array(self) -> torch.Tensor:
         """The number in its current memory: read it before the next call."""
-        return self._among.array[self._place]
+        return self._among.array[self._slot]
 
     def own(self) -> torch.Tensor:
         """The number in the step's shape, in memory that is never overwritten."""
@@ -42,22 +42,22 @@ class Losses:
 
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         self._shape = like.shape
-        self._places = torch.zeros(PLACES, dtype=like.dtype, device=device)
+        self._slots = torch.zeros(SLOTS, dtype=like.dtype, device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
-        self._written, self._count = _Written(self._places), 0
+        self._written, self._count = _Written(self._slots), 0
 
     def capture(self, loss: torch.Tensor) -> None:
         """Records how a replay stores its loss; called during capture."""
         with torch.inference_mode():
-            self._places.index_copy_(0, self._next, loss.reshape(1))
+            self._slots.index_copy_(0, self._next, loss.reshape(1))
             self._next.add_(1)
 
     def expect(self) -> None:
         """Must be called before each replay, which must not overwrite what may still be read."""
-        if self._count == PLACES:
-            self._written.array = self._places.clone()
+        if self._count == SLOTS:
+            self._written.array = self._slots.clone()
             self._next.zero_()
-            self._written, self._count = _Written(self._places), 0
+            self._written, self._count = _Written(self._slots), 0
         self._count += 1
 
     def latest(self) -> Loss:

@@ -10,7 +10,7 @@ from stepgraph.compiler import layout, memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
 from stepgraph.compiler.step import Key, KeyKind, Step, value
-from stepgraph.runtime.block import Block
+from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
 
@@ -45,7 +45,7 @@ class Programs:
         self.plans: dict[tuple[PartName, int], MemoryPlan] = {}
         self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
         self._last: int | None = None
-        self._block = Block()
+        self._arena = Arena()
 
     def program(self, batch: int, training: bool = True) -> Program:
         """The traced step for a batch size."""
@@ -108,7 +108,7 @@ class Programs:
     ) -> Programs:
         """The same programs for another compilation; `anew` gives it its own executables, which keep other results."""
         other = Programs(step, kept, require_fit, self.channels_last)
-        other._traced, other._recent, other._block = self._traced, self._recent, self._block
+        other._traced, other._recent, other._arena = self._traced, self._recent, self._arena
         if not anew:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other
@@ -120,7 +120,7 @@ class Programs:
         parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
         self._require_fit(plan, part, batch, call)
-        made = {(name, batch): Executable(one, step, self._block) for name, one in parts.items()}
+        made = {(name, batch): Executable(one, step, self._arena) for name, one in parts.items()}
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan
         self.executables |= made

@@ -75,16 +75,16 @@ class TrainingState:
         """Sets the optimizer; its buffers start as described in `attached`."""
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
         self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != KeyKind.STATE}
-        place = self.device.torch
+        device = self.device.torch
         for tensor in trainable:
             for i in range(len(optimizer.slots)):
                 if state(tensor, i) not in self.arrays:
-                    zeros = torch.zeros(tensor.shape, dtype=tensor.data_type.torch, device=place)
+                    zeros = torch.zeros(tensor.shape, dtype=tensor.data_type.torch, device=device)
                     self.arrays[state(tensor, i)] = zeros
         self._trainable = tuple(trainable)
         if self.optimizer is not optimizer:
             count = len(optimizer.live)
-            self.arrays[NUMBERS] = torch.zeros(count, dtype=number_type(place), device=place)
+            self.arrays[NUMBERS] = torch.zeros(count, dtype=number_type(device), device=device)
             self.optimizer, self._seen, self._updates = optimizer, (-1, -1), 0
         for tensor in trainable:
             self._take_bound(tensor)

@@ -41,7 +41,7 @@ devices:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceArgument:
     """A device and how to compile for it, as written on the command line."""
 
     text: str
@@ -82,7 +82,7 @@ class Place:
         )
 
 
-def place(text: str) -> Place:
+def parse(text: str) -> DeviceArgument:
     """One device, as `argparse` reads it."""
     name, *rest = text.split(":")
     if name not in NAMES:
@@ -98,12 +98,12 @@ def place(text: str) -> Place:
         if kind in decided:
             raise argparse.ArgumentTypeError(f"{text!r}: {decided[kind]} and {setting} cannot be combined")
         decided[kind] = setting
-    return Place(text, name, index, tuple(decided.values()))
+    return DeviceArgument(text, name, index, tuple(decided.values()))
 
 
-def places(text: str) -> list[Place]:
+def parse_several(text: str) -> list[DeviceArgument]:
     """Two or more devices separated by commas, as `argparse` reads them."""
-    found = [place(one.strip()) for one in text.split(",")]
+    found = [parse(one.strip()) for one in text.split(",")]
     if len(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} names one device, but a comparison needs two: cpu,gpu")
     return found

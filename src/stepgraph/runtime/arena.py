@@ -8,45 +8,45 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.held import Place
+from stepgraph.compiler.held import Allocation
 
 
-class Block:
-    """One block of memory for all batch sizes, since only one step runs at a time; it grows if necessary."""
+class Arena:
+    """One piece of memory for all batch sizes, since only one step runs at a time; it grows if necessary."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
-        self.users: weakref.WeakSet[Places] = weakref.WeakSet()
+        self.users: weakref.WeakSet[ArenaViews] = weakref.WeakSet()
 
     def of(self, size: int) -> torch.Tensor:
         """At least `size` bytes, the same memory as long as it suffices."""
         if self._memory is None or len(self._memory) < size:
-            for user in self.users:  # so that two blocks never exist at once
+            for user in self.users:  # so that the old and the new memory never exist at once
                 user.forget()
             self._memory = None
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory
 
 
-class Places:
-    """The offsets of one executable's results in a block, as attributes of the module that its function reads."""
+class ArenaViews:
+    """One executable's results as views of an arena: attributes of the module that its function reads."""
 
-    def __init__(self, block: Block, size: int, places: Mapping[str, Place], module: Any) -> None:
-        self._block, self._size, self._places, self._module = block, size, places, module
+    def __init__(self, arena: Arena, size: int, allocations: Mapping[str, Allocation], module: Any) -> None:
+        self._arena, self._size, self._allocations, self._module = arena, size, allocations, module
         self._memory: torch.Tensor | None = None
-        block.users.add(self)
+        arena.users.add(self)
 
     def forget(self) -> None:
         """Releases the memory until the next call."""
         self._memory = None
-        for name in self._places:
+        for name in self._allocations:
             setattr(self._module, name, None)
 
     def prepare(self) -> None:
-        """Creates the attributes, again if the block has grown."""
-        memory = self._block.of(self._size)
+        """Creates the attributes, again if the arena has grown."""
+        memory = self._arena.of(self._size)
         if memory is self._memory:
             return
-        for name, (like, offset) in self._places.items():
+        for name, (like, offset) in self._allocations.items():
             setattr(self._module, name, memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape))
         self._memory = memory
