@@ -8,7 +8,7 @@ import pytest
 
 import stepgraph as sg
 from stepgraph import draw
-from stepgraph.draw.layout import BEND, Edge, layered
+from stepgraph.draw.placement import BEND, Edge, layered
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -101,7 +101,7 @@ from stepgraph.fitting.metrics import ConfusionMatrix as ConfusionMatrix, TopK a
 from stepgraph.fitting.schedule import WarmupCosine as WarmupCosine
 from stepgraph.graphs.portable import load as load, save as save
 from stepgraph.checkpoint.files import latest as latest
-from stepgraph.checkpoint.report import RestoreReport as RestoreReport
+from stepgraph.checkpoint.restore_report import RestoreReport as RestoreReport
 from stepgraph.errors import (
     ArgumentError as ArgumentError,
     CheckpointError as CheckpointError,

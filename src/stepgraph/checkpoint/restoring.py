@@ -12,9 +12,7 @@ import torch
 
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Encoder, Numbered
-from stepgraph.checkpoint.kept import Kept
-from stepgraph.checkpoint.report import Mismatch, RestoreReport
-from stepgraph.checkpoint.structure import (
+from stepgraph.checkpoint.graph_json import (
     layers_of,
     named_tensors,
     read_array,
@@ -23,6 +21,8 @@ from stepgraph.checkpoint.structure import (
     read_optimizer,
     read_progress,
 )
+from stepgraph.checkpoint.kept import Kept
+from stepgraph.checkpoint.restore_report import Mismatch, RestoreReport
 from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.draw import unique_names

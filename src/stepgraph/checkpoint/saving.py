@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from stepgraph.checkpoint import files
+from stepgraph.checkpoint.graph_json import Describer
 from stepgraph.checkpoint.kept import Kept
-from stepgraph.checkpoint.structure import Describer
 from stepgraph.errors import DataTypeError, reason
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stepgraph import draw
-from stepgraph.checkpoint.structure import layers_of, named_tensors
+from stepgraph.checkpoint.graph_json import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
 from stepgraph.compiler.step import KeyKind
 from stepgraph.tensors.tensor import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.checkpoint.codec import of_kind
-from stepgraph.checkpoint.structure import read_notes
+from stepgraph.checkpoint.graph_json import read_notes
 from stepgraph.types import GraphCompilationOptions
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def measured(name: str, array: torch.Tensor) -> dict[str, Any]:
 
 def roles(graphs: Iterable[Any]) -> dict[str, str]:
     """Which tensors are trained, by name, according to the rebuilt graphs."""
-    from stepgraph.checkpoint.structure import named_tensors
+    from stepgraph.checkpoint.graph_json import named_tensors
 
     group = list(graphs)
     nodes = [node for graph in group for node in graph.shown_nodes()]

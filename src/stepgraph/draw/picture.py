@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from stepgraph.draw.layout import Edge, Layout, layered, spread
 from stepgraph.draw.names import extents, flows, kind, unique_names, variant
+from stepgraph.draw.placement import Edge, Placement, layered, spread
 from stepgraph.errors import readable
 from stepgraph.tensors.tensor import Tensor
 
@@ -103,8 +103,8 @@ def svg(nodes: Sequence[Node], stopped: Collection[Tensor] = (), names: Mapping[
         for index, node in enumerate(nodes)
         for tensor in _sources(node)
     )
-    layout = layered([box.width for box in boxes], list(edges), [box.is_input for box in boxes])
-    return "\n".join(_drawn(boxes, list(edges), layout))
+    placement = layered([box.width for box in boxes], list(edges), [box.is_input for box in boxes])
+    return "\n".join(_drawn(boxes, list(edges), placement))
 
 
 def _sources(node: Node) -> list[Tensor]:
@@ -140,10 +140,10 @@ def family(layer: Layer) -> str:
     return _FAMILY.get(type(layer).__module__, "own")
 
 
-def _drawn(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str]:
-    right = max((x + box.width / 2 for x, box in zip(layout.x, boxes, strict=False)), default=0)
-    width = max(right, max(layout.x, default=0)) + 2 * _MARGIN
-    height = _ROW * len(layout.rows) - (_ROW - _HEIGHT) * bool(layout.rows) + 2 * _MARGIN
+def _drawn(boxes: list[_Box], edges: list[Edge], placement: Placement) -> Iterator[str]:
+    right = max((x + box.width / 2 for x, box in zip(placement.x, boxes, strict=False)), default=0)
+    width = max(right, max(placement.x, default=0)) + 2 * _MARGIN
+    height = _ROW * len(placement.rows) - (_ROW - _HEIGHT) * bool(placement.rows) + 2 * _MARGIN
     count = sum(not box.is_input for box in boxes)
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="stepgraph-drawing" role="img" aria-label="Graph of {count} '
@@ -152,8 +152,8 @@ def _drawn(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str
     )
     yield f"<style>{_STYLE}</style>"
     yield f'<g transform="translate({_MARGIN} {_MARGIN})">'
-    yield from _paths(boxes, edges, layout)
-    for box, x, rank in zip(boxes, layout.x, layout.rank, strict=False):
+    yield from _paths(boxes, edges, placement)
+    for box, x, rank in zip(boxes, placement.x, placement.rank, strict=False):
         yield _box(box, x - box.width / 2, rank * _ROW)
     yield "</g>\n</svg>\n"
 
@@ -172,33 +172,33 @@ def _box(box: _Box, left: float, top: float) -> str:
     )
 
 
-def _paths(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str]:
+def _paths(boxes: list[_Box], edges: list[Edge], placement: Placement) -> Iterator[str]:
     """Edges from bottom to top of boxes. A path shared by several edges is drawn once, with the longest of them."""
     arriving: dict[int, list[Edge]] = {}
     for edge in edges:
         arriving.setdefault(edge.target, []).append(edge)
     ports: dict[Edge, float] = {}
     for target, some in arriving.items():
-        some.sort(key=lambda edge: layout.x[_last(edge, layout)])
+        some.sort(key=lambda edge: placement.x[_last(edge, placement)])
         room = boxes[target].width / 2 - 12
-        low, high = layout.x[target] - room, layout.x[target] + room
-        wants = [min(max(layout.x[_last(edge, layout)], low), high) for edge in some]
-        weights = [1e-3 if layout.bends[edge] else 1.0 for edge in some]
+        low, high = placement.x[target] - room, placement.x[target] + room
+        wants = [min(max(placement.x[_last(edge, placement)], low), high) for edge in some]
+        weights = [1e-3 if placement.bends[edge] else 1.0 for edge in some]
         gap = min(16.0, 2 * room / len(some))
         for edge, port in zip(some, spread(wants, weights, [gap] * (len(some) - 1)), strict=True):
             ports[edge] = min(max(port, low), high)
     drawn: set[int] = set()
-    for edge in sorted(edges, key=lambda edge: -len(layout.bends[edge])):
-        bends = layout.bends[edge]
+    for edge in sorted(edges, key=lambda edge: -len(placement.bends[edge])):
+        bends = placement.bends[edge]
         fresh = [bend for bend in bends if bend not in drawn]
         drawn.update(fresh)
         old = bends[: len(bends) - len(fresh)]
         start = old[-1] if old else edge.origin
-        points = [(layout.x[start], layout.rank[start] * _ROW + _HEIGHT)]
+        points = [(placement.x[start], placement.rank[start] * _ROW + _HEIGHT)]
         for bend in fresh:
-            top = layout.rank[bend] * _ROW
-            points += [(layout.x[bend], top), (layout.x[bend], top + _HEIGHT)]
-        points.append((ports[edge], layout.rank[edge.target] * _ROW))
+            top = placement.rank[bend] * _ROW
+            points += [(placement.x[bend], top), (placement.x[bend], top + _HEIGHT)]
+        points.append((ports[edge], placement.rank[edge.target] * _ROW))
         named = f'data-from="{_xml(boxes[edge.origin].name)}" data-to="{_xml(boxes[edge.target].name)}"'
         dashed = ' stroke-dasharray="4 4"' if edge.stopped else ""
         yield (
@@ -207,9 +207,9 @@ def _paths(boxes: list[_Box], edges: list[Edge], layout: Layout) -> Iterator[str
         )
 
 
-def _last(edge: Edge, layout: Layout) -> int:
+def _last(edge: Edge, placement: Placement) -> int:
     """The last point before the target of an edge."""
-    return layout.bends[edge][-1] if layout.bends[edge] else edge.origin
+    return placement.bends[edge][-1] if placement.bends[edge] else edge.origin
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:

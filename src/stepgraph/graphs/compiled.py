@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from stepgraph.checkpoint import restoring, saving
 from stepgraph.checkpoint.kept import Kept
-from stepgraph.checkpoint.report import RestoreReport
+from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.pipeline import Report
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen

@@ -13,8 +13,8 @@ import torch
 
 from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Numbered, by_name, of_kind
+from stepgraph.checkpoint.graph_json import read_optimizer, read_progress, read_tensor
 from stepgraph.checkpoint.restoring import check_buffers, understood
-from stepgraph.checkpoint.structure import read_optimizer, read_progress, read_tensor
 from stepgraph.compiler.settings import limited, mixed, require_options
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device

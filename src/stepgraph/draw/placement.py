@@ -30,7 +30,7 @@ class Edge:
 
 
 @dataclass
-class Layout:
+class Placement:
     """Boxes and bends: their rows, their centers, and the bends that an edge passes through."""
 
     rank: list[int]
@@ -53,7 +53,7 @@ class _Mesh:
         self.above[lower].append((upper, weight))
 
 
-def layered(widths: Sequence[float], edges: Sequence[Edge], is_input: Sequence[bool]) -> Layout:
+def layered(widths: Sequence[float], edges: Sequence[Edge], is_input: Sequence[bool]) -> Placement:
     """Places boxes of these widths; an input is placed next to its first reader, in any row."""
     rank = _ranks(len(widths), edges, is_input)
     mesh = _Mesh(list(widths), rank, [[] for _ in widths], [[] for _ in widths])
@@ -62,7 +62,7 @@ def layered(widths: Sequence[float], edges: Sequence[Edge], is_input: Sequence[b
     for vertex, row in enumerate(rank):
         rows[row].append(vertex)
     rows = _ordered(mesh, rows)
-    return Layout(rank, _positions(mesh, rows, chains), bends, rows)
+    return Placement(rank, _positions(mesh, rows, chains), bends, rows)
 
 
 def _ranks(count: int, edges: Sequence[Edge], is_input: Sequence[bool]) -> list[int]:
