@@ -1,4 +1,4 @@
-"""Chosen kernels: every way gives PyTorch's numbers, the choice is remembered, and it can be turned off."""
+"""Chosen kernels: every implementation gives PyTorch's numbers, the choice is remembered, and it can be turned off."""
 
 import json
 
@@ -38,32 +38,32 @@ LAYOUTS = {"first": (channels_first, torch.contiguous_format), "last": (channels
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_forward_ways_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
+def test_forward_implementations_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
     x, w, b, stride, padding = arrays(shape)
     wanted = torch.nn.functional.conv2d(x, w, b, stride, padding)
-    ways, order = LAYOUTS[layout]
+    kernels, order = LAYOUTS[layout]
     x, w = (one.contiguous(memory_format=order) for one in (x, w))
-    for way in conv.forward_ways(ways, x).values():
-        close(way(x, w, b, stride, padding), wanted, order)
-        close(way(x, w, None, stride, padding), wanted - b[:, None, None], order)
+    for function in conv.forward_implementations(kernels, x).values():
+        close(function(x, w, b, stride, padding), wanted, order)
+        close(function(x, w, None, stride, padding), wanted - b[:, None, None], order)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_ways_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
+def test_gradient_implementations_equal_pytorch(layout: str, shape: tuple[int, ...]) -> None:
     x, w, _, stride, padding = arrays(shape)
     x.requires_grad_()
     w.requires_grad_()
     y = torch.nn.functional.conv2d(x, w, None, stride, padding)
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     of_x, of_w = torch.autograd.grad(y, (x, w), g)
-    ways, order = LAYOUTS[layout]
+    kernels, order = LAYOUTS[layout]
     with torch.no_grad():
         g, x, w = (one.contiguous(memory_format=order) for one in (g, x, w))
-        for way in conv.data_ways(ways, x, w, stride, padding).values():
-            close(way(g, list(x.shape), w, stride, padding), of_x, order)
-        for way in conv.weights_ways(ways, x, w, stride).values():
-            close(way(g, x, w, stride, padding), of_w, order)
+        for function in conv.data_implementations(kernels, x, w, stride, padding).values():
+            close(function(g, list(x.shape), w, stride, padding), of_x, order)
+        for function in conv.weights_implementations(kernels, x, w, stride).values():
+            close(function(g, x, w, stride, padding), of_w, order)
 
 
 STATISTICS = torch.tensor([[0.5, 2.0], [1.0, -1.0], [0.1, -0.2], [0.3, 0.4]])  # γ, β, means, inverse deviations
@@ -93,7 +93,7 @@ DATA = (
 def test_every_choice_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, data: str, kernel: str) -> None:
     plain = network(sg.GraphCompilationOptions.DETERMINISTIC)
     wanted = {"convolution": "gemm", "convolution data": data, "convolution weights": kernel}
-    monkeypatch.setattr(conv, "fastest", lambda what, ways, _: wanted[what] if wanted[what] in ways else "pytorch")
+    monkeypatch.setattr(conv, "fastest", lambda what, known, _: wanted[what] if wanted[what] in known else "pytorch")
     chosen = network()
     for _ in range(20):
         assert chosen.execute(*DATA).loss == pytest.approx(plain.execute(*DATA).loss, rel=1e-4)
@@ -108,20 +108,20 @@ def test_deterministic_keeps_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert asked
 
 
-def test_a_wrong_way_is_never_chosen() -> None:
+def test_a_wrong_implementation_is_never_chosen() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not this shape")
 
-    ways = {"right": lambda x: x + 1, "wrong": torch.zeros_like, "broken": broken}
-    assert measure.measure(ways, (torch.empty(2, 3),), torch.device("cpu")) == "right"
+    implementations = {"right": lambda x: x + 1, "wrong": torch.zeros_like, "broken": broken}
+    assert measure.measure(implementations, (torch.empty(2, 3),), torch.device("cpu")) == "right"
 
 
 @pytest.mark.parametrize(("seconds", "gain", "chosen"), [(0.8, 0.9, "b"), (0.95, 0.9, "a"), (1.03, 1.05, "b")])
-def test_another_way_is_chosen_by_its_gain(
+def test_another_implementation_is_chosen_by_its_gain(
     monkeypatch: pytest.MonkeyPatch, seconds: float, gain: float, chosen: str
 ) -> None:
     times = {"a": 1.0, "b": seconds}
-    monkeypatch.setattr(measure, "_timed", lambda way, *_: (torch.ones(1), times[way]))
+    monkeypatch.setattr(measure, "_timed", lambda name, *_: (torch.ones(1), times[name]))
     assert measure.measure({name: name for name in times}, (), torch.device("cpu"), gain=gain) == chosen
 
 
@@ -130,7 +130,7 @@ def test_the_choice_is_remembered_in_the_cache_folder(
 ) -> None:
     monkeypatch.setattr(measure, "file", lambda: tmp_path / "stepgraph" / "kernels.json")
     measured = []
-    monkeypatch.setattr(measure, "measure", lambda ways, *_: measured.append(1) or "pytorch")
+    monkeypatch.setattr(measure, "measure", lambda implementations, *_: measured.append(1) or "pytorch")
     for _ in range(2):
         measure._choices.cache_clear()
         network()
@@ -153,7 +153,7 @@ def test_a_damaged_cache_is_measured_again(
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
+def test_other_implementations_of_single_operators_equal_pytorch(approximate: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = (3 * torch.randn(40, 50, generator=generator) for _ in range(2))
     arguments = {
@@ -180,23 +180,23 @@ def test_other_ways_of_single_operators_equal_pytorch(approximate: str) -> None:
             {},
         ),
     }
-    for operator, ways in operators.WAYS.items():
+    for operator, implementations in operators.IMPLEMENTATIONS.items():
         given, settings = arguments[operator.overloadpacket.__name__]
         wanted = operator(*given, **settings)
-        for way in ways.values():
-            found = way(*given, **settings)
+        for function in implementations.values():
+            found = function(*given, **settings)
             for one, other in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
                 close(one.float(), other.float())
     assert operators.sum_by_product(x, [0]).shape == (50,)
 
 
-@pytest.mark.parametrize("way", [-1, 1, 0], ids=["last", "other", "pytorch"])
-def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+@pytest.mark.parametrize("index", [-1, 1, 0], ids=["last", "other", "pytorch"])
+def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     asked: list[str] = []
 
-    def pick(operator: str, ways: dict[str, object], _: object, **rules: object) -> str:
+    def pick(operator: str, implementations: dict[str, object], _: object, **rules: object) -> str:
         asked.append(operator)
-        return list(ways)[way]
+        return list(implementations)[index]
 
     def perceptron(options: sg.GraphCompilationOptions) -> list[float]:
         sg.set_seed(4)
@@ -235,10 +235,10 @@ def test_half_precision_by_way_of_float32_is_rounded_once(kind: torch.dtype) -> 
         "convolution": (x, w, drawn(4), *settings),
         "convolution_backward": (g, x, w, [4], *settings, [True, True, False]),
     }
-    for operator, way in half.WAYS.items():
+    for operator, function in half.IMPLEMENTATIONS.items():
         given = arguments[operator.overloadpacket.__name__]
         exact = operator(*(one.double() if isinstance(one, torch.Tensor) else one for one in given))
-        found = way(*given)
+        found = function(*given)
         for one, other in zip(found, exact, strict=True) if isinstance(exact, tuple) else [(found, exact)]:
             assert (one is None) == (other is None)
             if one is not None:
@@ -248,8 +248,8 @@ def test_half_precision_by_way_of_float32_is_rounded_once(kind: torch.dtype) -> 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_half_precision_trains_alike_by_either_way(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def losses(way: str) -> tuple[list[float], int]:
-        monkeypatch.setattr(half, "fastest", lambda operator, ways, _: asked.append(operator) or way)
+    def losses(name: str) -> tuple[list[float], int]:
+        monkeypatch.setattr(half, "fastest", lambda operator, known, _: asked.append(operator) or name)
         sg.set_seed(2)
         x, y, graph = sg.Tensor.image(12, 12, 3, 8), sg.Tensor((8,), "int64"), sg.Graph()
         hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.ConvolutionLayer.create(3, 8, 3), x))

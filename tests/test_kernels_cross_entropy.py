@@ -24,8 +24,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 7), (40, 300), (3, 5, 4, 6)], ids=str)
 @pytest.mark.parametrize("reduction", [NONE, MEAN, SUM], ids=["none", "mean", "sum"])
-@pytest.mark.parametrize("way", cross_entropy.WAYS)
-def test_ways_equal_pytorch(way: str, reduction: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", cross_entropy.IMPLEMENTATIONS)
+def test_implementations_equal_pytorch(name: str, reduction: int, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = 4 * torch.randn(shape, generator=generator) + 3
     labels = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=generator)
@@ -34,7 +34,7 @@ def test_ways_equal_pytorch(way: str, reduction: int, shape: tuple[int, ...]) ->
     some = torch.where(torch.arange(labels.numel()).view_as(labels) % 3 == 0, -100, labels)
     for t, left_out in ((labels, cross_entropy.NO_LABEL), (labels, -100), (some, -100), (labels, 2)):
         for factors in (None, weights):
-            found = cross_entropy.WAYS[way](x, g, t, factors, reduction, left_out)
+            found = cross_entropy.IMPLEMENTATIONS[name](x, g, t, factors, reduction, left_out)
             wanted = cross_entropy._pytorch(x.double(), g.double(), t, _double(factors), reduction, left_out)
             for one, other in zip(found, wanted, strict=True):
                 close(one, other.float())
@@ -44,12 +44,13 @@ def _double(array: torch.Tensor | None) -> torch.Tensor | None:
     return None if array is None else array.double()
 
 
-@pytest.mark.parametrize("way", cross_entropy.WAYS)
-def test_extreme_logits_give_what_pytorch_gives(way: str) -> None:
+@pytest.mark.parametrize("name", cross_entropy.IMPLEMENTATIONS)
+def test_extreme_logits_give_what_pytorch_gives(name: str) -> None:
     x = torch.tensor([[300.0, -300.0, 0.0], [1e4, 0.0, 1e4], [-torch.inf, 1.0, 2.0], [5.0, 5.0, 5.0]])
     for labels in ([0, 0, 1, 2], [1, 1, 2, 0]):
         arguments = x, torch.tensor(1.0), torch.tensor(labels), None, SUM, cross_entropy.NO_LABEL
-        for one, other in zip(cross_entropy.WAYS[way](*arguments), cross_entropy._pytorch(*arguments), strict=True):
+        found = cross_entropy.IMPLEMENTATIONS[name](*arguments)
+        for one, other in zip(found, cross_entropy._pytorch(*arguments), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
@@ -60,11 +61,11 @@ def test_a_left_out_label_may_have_an_impossible_class_behind_it() -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("way", cross_entropy.WAYS)
-def test_a_label_that_is_no_class_raises(way: str) -> None:
+@pytest.mark.parametrize("name", cross_entropy.IMPLEMENTATIONS)
+def test_a_label_that_is_no_class_raises(name: str) -> None:
     x, g = torch.zeros(2, 3), torch.tensor(1.0)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        cross_entropy.WAYS[way](x, g, torch.tensor([0, 3]), None, MEAN, cross_entropy.NO_LABEL)
+        cross_entropy.IMPLEMENTATIONS[name](x, g, torch.tensor([0, 3]), None, MEAN, cross_entropy.NO_LABEL)
 
 
 Built = tuple[sg.TrainingGraph, dict[str, np.ndarray], tuple[dict[str, np.ndarray], ...]]
@@ -90,10 +91,10 @@ def build(
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[set[object]]]:
-    """Lets a way be chosen; the list gets the operators of each graph that is traced."""
+    """Lets an implementation be chosen; the list gets the operators of each graph that is traced."""
 
-    def choosing(way: str) -> list[set[object]]:
-        monkeypatch.setattr(cross_entropy, "fastest", lambda what, ways, *_, **__: way if way in ways else "pytorch")
+    def choosing(name: str) -> list[set[object]]:
+        monkeypatch.setattr(cross_entropy, "fastest", lambda _, known, *__, **___: name if name in known else "pytorch")
         return found
 
     found: list[set[object]] = []
@@ -107,7 +108,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[set[object]]
     return choosing
 
 
-GONE = {  # what each way leaves out
+GONE = {  # what each implementation leaves out
     "gradient": {aten.nll_loss_backward.default, LOG_SOFTMAX_BACKWARD},
     "softmax": {
         aten.nll_loss_backward.default, LOG_SOFTMAX_BACKWARD, aten._log_softmax.default, aten.nll_loss_forward.default,
@@ -117,15 +118,15 @@ GONE = {  # what each way leaves out
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "label weights"])
 @pytest.mark.parametrize("reduction", ["MEAN", "SUM"])
-@pytest.mark.parametrize("way", GONE)
+@pytest.mark.parametrize("name", GONE)
 def test_graphs_train_alike_with_it(
-    traced: Callable[[str], list[set[object]]], way: str, reduction: str, weighted: bool
+    traced: Callable[[str], list[set[object]]], name: str, reduction: str, weighted: bool
 ) -> None:
-    operators = traced(way)
+    operators = traced(name)
     settings = {"reduction": reduction, "weighted": weighted}
     (plain, data, labels), (chosen, *_) = build(OPTIONS.DETERMINISTIC, **settings), build(**settings)
-    assert len(operators) == 1 and not operators[0] & GONE[way]
-    assert f"cross entropy: {way}" in str(chosen)
+    assert len(operators) == 1 and not operators[0] & GONE[name]
+    assert f"cross entropy: {name}" in str(chosen)
     for _ in range(20):
         assert chosen.execute(data, *labels).loss == pytest.approx(plain.execute(data, *labels).loss, rel=1e-6)
 
@@ -134,9 +135,9 @@ def tensors(training: sg.TrainingGraph) -> dict[str, sg.Tensor]:
     return {**training.inputs, **training.loss_labels}
 
 
-@pytest.mark.parametrize("way", GONE)
-def test_phases_and_gradients_are_those_of_the_whole(traced: Callable[[str], list[set[object]]], way: str) -> None:
-    traced(way)
+@pytest.mark.parametrize("name", GONE)
+def test_phases_and_gradients_are_those_of_the_whole(traced: Callable[[str], list[set[object]]], name: str) -> None:
+    traced(name)
     (whole, data, labels), (parts, *_) = build(), build()
     for _ in range(3):
         loss = whole.execute(data, *labels).loss

@@ -30,31 +30,31 @@ def close(found: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: fl
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("padding", [-1, 0, 4])
-@pytest.mark.parametrize("way", embedding.WAYS)
-def test_embedding_gradients_sum_repeated_words(way: str, padding: int, kind: torch.dtype) -> None:
+@pytest.mark.parametrize("name", embedding.IMPLEMENTATIONS)
+def test_embedding_gradients_sum_repeated_words(name: str, padding: int, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     g = torch.randn(6, 50, 16, generator=generator)
     for indices in (torch.randint(0, 9, (6, 50), generator=generator), torch.full((6, 50), 4)):
-        found = embedding.WAYS[way](g, indices.to(kind), 12, padding, False)
+        found = embedding.IMPLEMENTATIONS[name](g, indices.to(kind), 12, padding, False)
         wanted = torch.zeros(12, 16, dtype=torch.float64)
         for row, word in zip(g.double().reshape(-1, 16), indices.flatten().tolist(), strict=True):
             wanted[word] += row * (word != padding)
         close(found, wanted.float(), 1e-6)
         turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # the same numbers in another order in memory
-        close(embedding.WAYS[way](turned, indices.to(kind), 12, padding, False), found, 1e-6)
+        close(embedding.IMPLEMENTATIONS[name](turned, indices.to(kind), 12, padding, False), found, 1e-6)
 
 
 def test_indices_are_measured_all_over_the_vocabulary() -> None:
     seen: list[torch.Tensor] = []
 
-    def way(g: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def function(g: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         seen.append(indices)
         return g
 
     arguments = torch.empty(500, 2), torch.empty(500, dtype=torch.int64)
-    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"), below=100)
+    measure.measure({"one": function, "other": function}, arguments, torch.device("cpu"), below=100)
     assert seen[0].min() >= 0 and seen[0].max() < 100 and len(seen[0].unique()) > 90
-    measure.measure({"one": way, "other": way}, arguments, torch.device("cpu"))
+    measure.measure({"one": function, "other": function}, arguments, torch.device("cpu"))
     assert not seen[-1].any()
 
 
@@ -102,17 +102,17 @@ def test_constant_and_missing_numbers_do_as_with_pytorch() -> None:
 # Products
 
 
-@pytest.mark.parametrize("way", [products.added_after, products.sum_by_convolution])  # by processor one of them is used
+@pytest.mark.parametrize("function", [products.added_after, products.sum_by_convolution])  # the processor decides
 @torch.inference_mode()
-def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory(way: Callable[..., torch.Tensor]) -> None:
+def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory(function: Callable[..., torch.Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     biases, source, weights = (torch.randn(shape, generator=generator) for shape in ((60,), (50, 70), (60, 70)))
     whole = torch.randn(50, 90, generator=generator)
     for left in (source, source[:1], whole[:, 20:]):  # the last one's rows are parts of longer ones
         wanted = torch.addmm(biases, left, weights.t())
         given = torch.full_like(wanted, float("nan"))
-        close(way(biases, left, weights.t()), wanted, 1e-6)
-        assert way(biases, left, weights.t(), out=given) is given
+        close(function(biases, left, weights.t()), wanted, 1e-6)
+        assert function(biases, left, weights.t(), out=given) is given
         close(given, wanted, 1e-6)
 
 
@@ -137,13 +137,14 @@ def test_a_sum_by_convolution_needs_no_more_than_its_result() -> None:
 
 
 @torch.inference_mode()
-def test_ways_need_what_they_say() -> None:
+def test_implementations_need_what_they_say() -> None:
     g, x, gamma, beta = images(0.0, 16, 8, 20, 20)
     statistics = x.mean((0, 2, 3)), torch.ones(8)
     rows, indices = torch.randn(1000, 4, 32), torch.randint(0, 50, (1000, 4))
     turned = rows.transpose(0, 1).contiguous().transpose(0, 1)
     wide = torch.randn(300, 200)
     bias, square = torch.randn(300), torch.randn(300, 300)
+    gradients = list(embedding.IMPLEMENTATIONS.values())[1:]
     calls = [
         (products.turned, (square.t(), wide.t().contiguous().t())),
         (products.turned_sum, (bias[:200], square.t(), wide.t().contiguous().t())),
@@ -151,7 +152,7 @@ def test_ways_need_what_they_say() -> None:
         (products.added_after, (bias, wide, wide.t().contiguous())),
         (products.sum_by_convolution, (bias, wide, wide.t())),
         (operators.sum_by_product, (torch.randn(20_000, 4), [0])),
-        (operators.WAYS[aten.tanh.default]["sigmoid"], (wide,)),
+        (operators.IMPLEMENTATIONS[aten.tanh.default]["sigmoid"], (wide,)),
         (operators.gelu_backward_by_parts, (square, square)),
         (partial(operators.gelu_backward_by_parts, approximate="tanh"), (square, square)),
         (operators.max_pool_channels_last, (x, [2, 2], [2, 2], [0, 0])),
@@ -161,24 +162,27 @@ def test_ways_need_what_they_say() -> None:
         (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.normalize_by_rows, (x + 20, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.gradients_by_rows, (g, x, gamma, None, None, *statistics, True, EPSILON, [True] * 3)),
-        *((way, (one, indices, 50, -1, False)) for one in (rows, turned) for way in list(embedding.WAYS.values())[1:]),
+        *((function, (one, indices, 50, -1, False)) for one in (rows, turned) for function in gradients),
     ]
 
     def nothing(*_: object) -> int:
         return 0
 
-    alternatives = {way for ways in operators.WAYS.values() for name, way in ways.items() if name != "pytorch"}
-    assert alternatives <= {way for way, _ in calls}
-    for way, arguments in calls:
-        way(*arguments)
+    known = [pair for one in operators.IMPLEMENTATIONS.values() for pair in one.items()]
+    alternatives = {function for name, function in known if name != "pytorch"}
+    assert alternatives <= {function for function, _ in calls}
+    for function, arguments in calls:
+        function(*arguments)
         arrays = [one for one in arguments if isinstance(one, torch.Tensor)]
         found: list[object] = []
-        measured = measured_peak(lambda way=way, arguments=arguments, found=found: found.append(way(*arguments)))
+        call = partial(function, *arguments)
+        measured = measured_peak(lambda call=call, found=found: found.append(call()))
         results = sum(one.nbytes for one in (found[0] if isinstance(found[0], tuple) else found))
-        row = TABLE.get(way.func if isinstance(way, partial) else way, Operator())
+        row = TABLE.get(function.func if isinstance(function, partial) else function, Operator())
         said = results + (row.workspace or nothing)(arrays, results)
         block = 4 * 60 * 60  # PyTorch transposes a matrix block by block
-        assert measured - block <= said <= 1.1 * measured + 8 * 5 * indices.numel(), way  # sorting allocates unseen
+        unseen = 8 * 5 * indices.numel()  # what sorting allocates
+        assert measured - block <= said <= 1.1 * measured + unseen, function
 
 
 # In graphs
@@ -227,7 +231,7 @@ def test_graphs_use_what_is_chosen(
     choice: dict[str, str],
     functions: set[object],
 ) -> None:
-    def pick(operator: str, ways: dict[str, object], *_: object, **__: object) -> str:
+    def pick(operator: str, implementations: dict[str, object], *_: object, **__: object) -> str:
         return choice.get(operator.split(".")[1], "pytorch")
 
     used: set[object] = set()

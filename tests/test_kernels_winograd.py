@@ -1,4 +1,4 @@
-"""Winograd's way to the gradient of a 3×3 kernel: PyTorch's numbers, in the memory that the plan says."""
+"""Winograd's algorithm for the gradient of a 3×3 kernel: PyTorch's numbers, in the memory that the plan says."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def arrays(shape: tuple, order: torch.memory_format, kind: torch.dtype = torch.f
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", winograd.WAYS)
+@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, way: str, shape: tuple) -> None:
-    ways, order = LAYOUTS[layout]
+def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, name: str, shape: tuple) -> None:
+    kernels, order = LAYOUTS[layout]
     arguments = (*arrays(shape, order), (1, 1), shape[-1])
     wanted = channels_first.weights_pytorch(*arguments)
-    function = ways.WEIGHTS[way]
+    function = kernels.WEIGHTS[name]
     found = [function(*arguments)]
     monkeypatch.setattr(winograd, "_even", lambda total, _: min(total, 3))  # three images and outputs at a time
     found.append(function(*arguments))
@@ -51,23 +51,25 @@ def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, 
         assert (one - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("way", winograd.WAYS)
-def test_float32_stays_far_within_the_tolerance(way: str) -> None:
+@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+def test_float32_stays_far_within_the_tolerance(name: str) -> None:
     arguments = (*arrays((8, 32, 32, 32, 32, (1, 1)), torch.channels_last, torch.float32), (1, 1), (1, 1))
     exact = channels_first.weights_pytorch(*(one.double() for one in arguments[:3]), *arguments[3:])
-    found = channels_last.WEIGHTS[way](*arguments)
+    found = channels_last.WEIGHTS[name](*arguments)
     assert (found - exact).abs().max() <= 2e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_offered_for_3x3_and_stride_1_only(layout: str) -> None:
-    ways, _ = LAYOUTS[layout]
+    kernels, _ = LAYOUTS[layout]
     plain = {"pytorch", "gemm"}
-    for channels, way in ((8, "winograd"), (64, "winograd 4")):
+    for channels, name in ((8, "winograd"), (64, "winograd 4")):
         x = torch.empty(2, channels, 8, 8)
-        assert set(convolution.weights_ways(ways, x, torch.empty(4, channels, 3, 3), (1, 1))) == plain | {way}
+        offered = convolution.weights_implementations(kernels, x, torch.empty(4, channels, 3, 3), (1, 1))
+        assert set(offered) == plain | {name}
         for kernel, stride in (((5, 5), (1, 1)), ((3, 1), (1, 1)), ((3, 3), (2, 2)), ((3, 3), (1, 2))):
-            assert set(convolution.weights_ways(ways, x, torch.empty(4, channels, *kernel), stride)) == plain
+            offered = convolution.weights_implementations(kernels, x, torch.empty(4, channels, *kernel), stride)
+            assert set(offered) == plain
 
 
 MEMORY = [  # of several portions, of one, of many channels: products are kept, or made for some outputs at a time
@@ -79,36 +81,36 @@ MEMORY = [  # of several portions, of one, of many channels: products are kept, 
 
 
 @pytest.mark.parametrize("shape", MEMORY, ids=str)
-@pytest.mark.parametrize("way", winograd.WAYS)
+@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_workspace_is_the_measured_one(layout: str, way: str, shape: tuple) -> None:
-    ways, order = LAYOUTS[layout]
+def test_the_workspace_is_the_measured_one(layout: str, name: str, shape: tuple) -> None:
+    kernels, order = LAYOUTS[layout]
     g, x, w = arrays(shape, order, torch.float32)
     with torch.inference_mode():
-        ways.WEIGHTS[way](g, x, w, (1, 1), shape[-1])
-        peak = measured_peak(lambda: ways.WEIGHTS[way](g, x, w, (1, 1), shape[-1]))
-    planned = convolution.workspace(ways, way, x, w, (1, 1), shape[-1])
+        kernels.WEIGHTS[name](g, x, w, (1, 1), shape[-1])
+        peak = measured_peak(lambda: kernels.WEIGHTS[name](g, x, w, (1, 1), shape[-1]))
+    planned = convolution.workspace(kernels, name, x, w, (1, 1), shape[-1])
     assert peak - w.nbytes == pytest.approx(planned, rel=0.02)
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(convolution, "fastest", lambda _, ways, __: way if way in ways else "pytorch")
-    monkeypatch.setattr(convolution, "MANY", 1 if way == "winograd 4" else 1 << 30)
+def chosen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(convolution, "fastest", lambda _, known, __: name if name in known else "pytorch")
+    monkeypatch.setattr(convolution, "MANY", 1 if name == "winograd 4" else 1 << 30)
 
 
-@pytest.mark.parametrize("way", winograd.WAYS)
-def test_the_plan_counts_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    chosen(monkeypatch, way)
+@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+def test_the_plan_counts_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    chosen(monkeypatch, name)
     net = Stepgraph(MODELS["cnn"], "cpu", dropout=True)
     net.step()
     assert net.training.memory_plan.intermediates == pytest.approx(measured_peak(net.step), rel=0.1)
 
 
-@pytest.mark.parametrize("way", winograd.WAYS)
-def test_it_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+def test_it_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plain = network(sg.GraphCompilationOptions.DETERMINISTIC)
-    chosen(monkeypatch, way)
+    chosen(monkeypatch, name)
     other = network()
-    assert f"convolution weights: {way} ×1" in str(other)
+    assert f"convolution weights: {name} ×1" in str(other)
     for _ in range(20):
         assert other.execute(*DATA).loss == pytest.approx(plain.execute(*DATA).loss, rel=1e-4)

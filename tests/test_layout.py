@@ -20,12 +20,12 @@ IMAGES, LABELS = RNG.standard_normal((BATCH, 3, 24, 24)).astype(np.float32), np.
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What measuring is to find, by operator; PyTorch's own way where nothing is said."""
+    """What measuring is to find, by operator; PyTorch's own implementation where nothing is said."""
     wanted: dict[str, str] = {}
 
-    def fastest(operator: str, ways: Mapping[str, object], _: object, **__: object) -> str:
+    def fastest(operator: str, implementations: Mapping[str, object], _: object, **__: object) -> str:
         name = operator.split(" ", maxsplit=1)[0] if operator.startswith("layout") else operator
-        return wanted[name] if wanted.get(name) in ways else next(iter(ways))
+        return wanted[name] if wanted.get(name) in implementations else next(iter(implementations))
 
     for module in (convolution, cross_entropy, operators, measure):
         monkeypatch.setattr(module, "fastest", fastest)
@@ -110,11 +110,11 @@ def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: p
 def test_both_orders_are_timed_on_the_same_work(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
 
-    def fastest(operator: str, ways: Mapping[str, Callable], arguments: list[torch.Tensor], **_: object) -> str:
+    def fastest(_: str, implementations: Mapping[str, Callable], arguments: list[torch.Tensor], **__: object) -> str:
         generator = torch.Generator().manual_seed(0)
         arrays = [measure._filled(one, generator, 1) for one in arguments]
         before = [array.clone() for array in arrays]
-        found.update({name: way(*arrays) for name, way in ways.items()})
+        found.update({name: function(*arrays) for name, function in implementations.items()})
         assert all(map(torch.equal, arrays, before))  # what it is given stays
         return LAST
 

@@ -65,7 +65,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peak(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["demo", "cnn"])
 def test_the_plan_counts_the_workspace_of_chosen_kernels(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(convolution, "fastest", lambda _, ways, __: "gemm" if "gemm" in ways else "pytorch")
+    monkeypatch.setattr(convolution, "fastest", lambda _, known, __: "gemm" if "gemm" in known else "pytorch")
     network = Stepgraph(MODELS[name], "cpu", dropout=True)
     network.step()
     assert network.training.memory_plan.intermediates == pytest.approx(measured_peak(network.step), rel=0.15)

@@ -45,7 +45,7 @@ def told(graph: sg.TrainingGraph | sg.InferenceGraph) -> dict[str, str]:
 
 
 def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure", lambda ways, *_: list(ways)[-1])  # the last way is the fastest
+    monkeypatch.setattr(measure, "measure", lambda known, *_: list(known)[-1])  # the last is the fastest
     monkeypatch.setattr(measure, "_choices", dict)
     training = digits()
     lines = told(training)

@@ -34,8 +34,8 @@ def traced(step: Step) -> Program:
     if known == FIRST:
         return first
     last = pipeline.program(replace(step, channels_last=True))
-    ways = {FIRST: _losses_and_gradients(first), LAST: _losses_and_gradients(last)}
-    chosen = measure.fastest(operator, ways, arguments, gain=GAIN, tolerance=TOLERANCE, warm=True)
+    implementations = {FIRST: _losses_and_gradients(first), LAST: _losses_and_gradients(last)}
+    chosen = measure.fastest(operator, implementations, arguments, gain=GAIN, tolerance=TOLERANCE, warm=True)
     return last if chosen == LAST else first
 
 

@@ -57,8 +57,8 @@ def _kernels(program: Program) -> list[str]:
     chosen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node in program.nodes:
         if found := notes(node).implementation:
-            operator, way = found
-            chosen[operator][way].append(notes(node).layer)
+            operator, name = found
+            chosen[operator][name].append(notes(node).layer)
     aten = torch.ops.aten
     on_gpu = program.step.device.type == "cuda"
     if on_gpu and any(node.target is aten.convolution.default for node in program.nodes):
@@ -67,20 +67,20 @@ def _kernels(program: Program) -> list[str]:
         ]
     if not chosen:
         return ["PyTorch's own; no operator here has an alternative"]
-    lines = [f"{operator}: {_ways(ways, WIDTH - len(operator))}" for operator, ways in chosen.items()]
+    lines = [f"{operator}: {_implementations(found, WIDTH - len(operator))}" for operator, found in chosen.items()]
     hidden = len(lines) - MOST
     return lines if hidden <= 0 else [*lines[: MOST - 1], f"and {hidden + 1} more operators with alternatives"]
 
 
-def _ways(ways: dict[str, list[str]], room: int) -> str:
+def _implementations(implementations: dict[str, list[str]], room: int) -> str:
     """Implementations with their layers, the most used first, as many as fit on a line."""
     parts = []
-    for way, layers in sorted(ways.items(), key=lambda item: -len(item[1])):
+    for name, layers in sorted(implementations.items(), key=lambda item: -len(item[1])):
         names, shown = list(dict.fromkeys(layers)), ""
         for count in range(len(names), 0, -1):
             more = f" and {len(names) - count} more" if count < len(names) else ""
-            shown = f"{way} ×{len(layers)} ({', '.join(names[:count])}{more})"
-            if len(shown) <= room // len(ways) - 2:
+            shown = f"{name} ×{len(layers)} ({', '.join(names[:count])}{more})"
+            if len(shown) <= room // len(implementations) - 2:
                 break
         parts.append(shown)
     return "; ".join(parts)

@@ -6,19 +6,18 @@ add a function and an entry in `FORWARD`, `DATA` or `WEIGHTS`; the first there i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from stepgraph.compiler.kernels import winograd
+from stepgraph.compiler.kernels.measure import Implementation
 from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once, spare
 from stepgraph.system.torch_private import nnpack_convolution, slow_convolution_gradient
 
 aten = torch.ops.aten
 Array = torch.Tensor
-Way = Callable[..., Any]
 
 
 # Forward: functions of (x, weights, biases, stride, padding)
@@ -96,9 +95,9 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
     return total.view(w.shape)
 
 
-FORWARD: dict[str, Way] = {"pytorch": pytorch, "nnpack": nnpack, "gemm": _gemm}
-DATA: dict[str, Way] = {"pytorch": data_pytorch, "native": data_native, "flipped": data_flipped}
-WEIGHTS: dict[str, Way] = {
+FORWARD: dict[str, Implementation] = {"pytorch": pytorch, "nnpack": nnpack, "gemm": _gemm}
+DATA: dict[str, Implementation] = {"pytorch": data_pytorch, "native": data_native, "flipped": data_flipped}
+WEIGHTS: dict[str, Implementation] = {
     "pytorch": weights_pytorch,
     "gemm": _weights_gemm,
     "winograd": winograd.first_rows,

@@ -6,7 +6,7 @@ result is a pixel. Implementations that support only channels first convert imag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import fx
 
 from stepgraph.compiler.kernels import channels_first as first
 from stepgraph.compiler.kernels import winograd
+from stepgraph.compiler.kernels.measure import Implementation
 from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with, taps
 from stepgraph.compiler.program import fake, inherit, set_fake
 
@@ -104,15 +105,14 @@ def _weights_taps(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> 
     return total.t().reshape(w.shape).contiguous(memory_format=LAST)
 
 
-Way = Callable[..., Any]
-FORWARD: dict[str, Way] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm, "taps": _taps}
-DATA: dict[str, Way] = {
+FORWARD: dict[str, Implementation] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm, "taps": _taps}
+DATA: dict[str, Implementation] = {
     "pytorch": _data_pytorch,
     "native": _data_native,
     "flipped": _data_flipped,
     "flipped gemm": _data_gemm,
 }
-WEIGHTS: dict[str, Way] = {
+WEIGHTS: dict[str, Implementation] = {
     "pytorch": first.weights_pytorch,
     "gemm": _weights_gemm,
     "taps": _weights_taps,

@@ -19,7 +19,7 @@ CHOICES: dict[Any, Callable[[fx.Node], None]] = {
 }
 ON_CPU = {  # a GPU fuses these
     **CHOICES,
-    **dict.fromkeys(operators.WAYS, operators.choose),
+    **dict.fromkeys(operators.IMPLEMENTATIONS, operators.choose),
     torch_private.log_softmax_gradient.default: cross_entropy.choose,
     aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
     aten.threshold_backward.default: channels_last.turn_gradient,

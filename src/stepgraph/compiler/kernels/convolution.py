@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -12,13 +12,12 @@ from torch import fx
 
 from stepgraph.compiler.kernels import channels_first, channels_last, winograd
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
-from stepgraph.compiler.kernels.measure import FEWEST, fastest
+from stepgraph.compiler.kernels.measure import FEWEST, Implementation, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, spare, windows
 from stepgraph.compiler.program import fake, inherit, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
-Way = Callable[..., Any]
 FEW, MANY = 4, 64  # channels
 ENOUGH = 1 << 18  # numbers in the images used for measurement
 
@@ -31,15 +30,15 @@ def choose_forward(node: fx.Node) -> None:
         return
     result = _turned_around(node) or node
     layout = _layout(fake(result))
-    ways = forward_ways(layout, source)
+    known = forward_implementations(layout, source)
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
-    way = fastest(f"convolution{_spoken(layout)}", ways, arguments)
-    note(node, implementation=("convolution", way))
-    if way == "pytorch":
+    name = fastest(f"convolution{_spoken(layout)}", known, arguments)
+    note(node, implementation=("convolution", name))
+    if name == "pytorch":
         return
     inherit(result, node, fake(result))
-    result.target, result.args, result.kwargs = ways[way], (x, w, b, stride, padding), {}
-    note(result, workspace=workspace(layout, way, source, weights, stride, padding))
+    result.target, result.args, result.kwargs = known[name], (x, w, b, stride, padding), {}
+    note(result, workspace=workspace(layout, name, source, weights, stride, padding))
     if result is not node:
         node.graph.erase_node(node)
 
@@ -60,10 +59,10 @@ def choose_backward(node: fx.Node) -> None:
     layout = _layout(gradient)
     count = _enough(source)
     some, rest = gradient[:count], (weights, stride, padding)
-    of_data, spoken = data_ways(layout, source, *rest), _spoken(layout)
+    of_data, spoken = data_implementations(layout, source, *rest), _spoken(layout)
     size = [count, *source.shape[1:]]
     data = fastest(f"convolution data{spoken}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
-    of_weights, arguments = weights_ways(layout, source, weights, stride), (some, source[:count], *rest)
+    of_weights, arguments = weights_implementations(layout, source, weights, stride), (some, source[:count], *rest)
     kernel = fastest(f"convolution weights{spoken}", of_weights, arguments) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
         others = (w, stride, padding)
@@ -92,14 +91,14 @@ def _spoken(layout: ModuleType) -> str:
     return ", channels last" if layout is channels_last else ""
 
 
-def separate(node: fx.Node, calls: dict[int, tuple[Way, tuple[Any, ...]]]) -> dict[int, fx.Node]:
+def separate(node: fx.Node, calls: dict[int, tuple[Implementation, tuple[Any, ...]]]) -> dict[int, fx.Node]:
     """One operator per gradient instead of one for all: what only one of them reads is freed earlier."""
     found = {}
     results = {user.args[1]: user for user in node.users}
-    for index, (way, arguments) in calls.items():
+    for index, (function, arguments) in calls.items():
         if index in results and fake(node)[index] is not None:
             with node.graph.inserting_before(node):
-                found[index] = node.graph.call_function(way, arguments)
+                found[index] = node.graph.call_function(function, arguments)
             inherit(found[index], node, fake(node)[index])
             results[index].replace_all_uses_with(found[index])
     for user in results.values():
@@ -135,38 +134,40 @@ def bias_gradient(g: Array) -> Array:
     return g.sum((0, 2, 3))
 
 
-def forward_ways(layout: Any, x: Array) -> dict[str, Way]:
+def forward_implementations(layout: Any, x: Array) -> dict[str, Implementation]:
     """Implementations of the forward pass; the first is PyTorch's own."""
     usable = {"nnpack": not x.is_cuda and torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
-    return {name: way for name, way in layout.FORWARD.items() if usable.get(name, True)}
+    return {name: function for name, function in layout.FORWARD.items() if usable.get(name, True)}
 
 
-def data_ways(layout: Any, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> dict[str, Way]:
+def data_implementations(
+    layout: Any, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]
+) -> dict[str, Implementation]:
     """Implementations of the gradient of the source."""
     if x.is_cuda:
         return {"pytorch": channels_first.data_pytorch}
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
     turns = fits and all(step == 1 for step in stride)
     usable = {"flipped": turns and torch.backends.nnpack.is_available(), "flipped gemm": turns}
-    return {name: way for name, way in layout.DATA.items() if usable.get(name, True)}
+    return {name: function for name, function in layout.DATA.items() if usable.get(name, True)}
 
 
-def weights_ways(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Way]:
+def weights_implementations(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Implementation]:
     """Implementations of the gradient of the weights; Winograd is for 3×3 and stride 1, taps for few channels."""
     filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
     many = x.shape[1] >= MANY  # squares were never fastest with fewer channels, rows never with more
     usable = {"winograd": filters and not many, "winograd 4": filters and many, "taps": x.shape[1] <= FEW}
-    return {name: way for name, way in layout.WEIGHTS.items() if usable.get(name, True)}
+    return {name: function for name, function in layout.WEIGHTS.items() if usable.get(name, True)}
 
 
-def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
+def workspace(layout: Any, name: str, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
     """Workspace of an implementation in bytes, besides its arguments and its result."""
     outputs, channels = w.shape[:2]
-    if way == "nnpack" and layout is channels_last:  # copies of the images and the result in the other layout
+    if name == "nnpack" and layout is channels_last:  # copies of the images and the result in the other layout
         return x.nbytes + 4 * len(x) * windows(x, w, stride, padding) * outputs
-    if way in winograd.WAYS:
-        return winograd.workspace(way, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
-    if way not in ("gemm", "taps"):
+    if name in winograd.IMPLEMENTATIONS:
+        return winograd.workspace(name, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
+    if name not in ("gemm", "taps"):
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)
     channels += spare(x)
@@ -180,11 +181,11 @@ def workspace(layout: Any, way: str, x: Array, w: Array, stride: Sequence[int], 
     return 4 * max(count * (seen + max(padded, places * outputs)), again)
 
 
-def _data_workspace(layout: Any, way: str, g: Array, x: Array, w: Array, padding: Sequence[int]) -> int:
+def _data_workspace(layout: Any, name: str, g: Array, x: Array, w: Array, padding: Sequence[int]) -> int:
     """The same for the gradient of the source."""
     if layout is channels_first:
         return 0
-    if way != "flipped gemm":  # converted to the other layout and back, here or inside PyTorch
+    if name != "flipped gemm":  # converted to the other layout and back, here or inside PyTorch
         return g.nbytes + x.nbytes
     rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
     return workspace(layout, "gemm", g, w.transpose(0, 1), (1, 1), rest) + w.nbytes

@@ -2,7 +2,7 @@
 
 PyTorch computes the log softmax for the loss, exponentiates it for the gradient, and fills an array of
 zeros with one number per row. The gradient is `(softmax(x) - onehot(t)) s`, with `s` the weight of the row's loss.
-To add an implementation, add a function to `WAYS` and one to `REPLACE` that inserts it into a graph.
+To add an implementation, add a function to `IMPLEMENTATIONS` and one to `REPLACE` that inserts it into a graph.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ def choose(node: fx.Node) -> None:
     x, labels = fake(found.x), fake(found.settings[0])
     seed = fake(cast(fx.Node, found.inner.args[0]))
     seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be a single expanded number
-    ways = WAYS if found.is_closed else {name: way for name, way in WAYS.items() if name != "softmax"}
+    known = dict(IMPLEMENTATIONS)
+    if not found.is_closed:
+        del known["softmax"]
     arguments = (x, seed, labels, None, *found.settings[2:])
-    way = fastest("cross entropy", ways, arguments, below=x.shape[1])
-    note(node, implementation=("cross entropy", way))
-    if way != "pytorch":
-        REPLACE[way](found)
+    name = fastest("cross entropy", known, arguments, below=x.shape[1])
+    note(node, implementation=("cross entropy", name))
+    if name != "pytorch":
+        REPLACE[name](found)
 
 
 def _match(outer: fx.Node) -> _Loss | None:
@@ -200,7 +202,7 @@ def _by_softmax(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Ar
     return losses(x, p, t, *settings), gradient_of_softmax(g, p, t, *settings)
 
 
-WAYS: dict[str, Callable[..., tuple[Array, Array]]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pytorch": _pytorch,
     "gradient": _by_gradient,
     "softmax": _by_softmax,

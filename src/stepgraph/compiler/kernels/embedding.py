@@ -36,7 +36,7 @@ def _without(padding: int, found: Array) -> Array:
     return found
 
 
-WAYS: dict[str, Callable[..., Array]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "pytorch": aten.embedding_dense_backward.default,
     "index": by_index,
     "scatter": by_scatter,

@@ -2,7 +2,7 @@
 
 PyTorch emulates it there, one number at a time, which can take a hundred times as long. The sources are already
 rounded; multiplied and summed in float32 and rounded once at the end, they match the matrix units of a GPU.
-To add an implementation, add a function and an entry in `WAYS`; `measure` decides for each shape.
+To add an implementation, add a function and an entry in `IMPLEMENTATIONS`; `measure` decides for each shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGE = 1 << 10  # elements of a source from which an alternative can matter
 
 def applies(node: fx.Node) -> bool:
     """Whether a node multiplies enough numbers in half precision to be worth replacing."""
-    if node.target not in WAYS or node.kwargs:
+    if node.target not in IMPLEMENTATIONS or node.kwargs:
         return False
     arrays = [fake(one) for one in node.all_input_nodes]
     return all(a.dtype in HALF for a in arrays) and max(a.numel() for a in arrays) >= LARGE
@@ -32,11 +32,11 @@ def applies(node: fx.Node) -> bool:
 
 def choose(node: fx.Node) -> None:
     """Replaces the operator with its fastest implementation."""
-    own, other = cast(Any, node.target), WAYS[cast(Any, node.target)]
+    own, other = cast(Any, node.target), IMPLEMENTATIONS[cast(Any, node.target)]
     settings = [fake(one) if isinstance(one, fx.Node) else one for one in node.args]
-    way = fastest(str(own), {"pytorch": own, "float32": other}, settings)
-    note(node, implementation=(str(own).split(".")[1], way))
-    if way == "float32":
+    name = fastest(str(own), {"pytorch": own, "float32": other}, settings)
+    note(node, implementation=(str(own).split(".")[1], name))
+    if name == "float32":
         node.target = other
         arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
         note(node, workspace=2 * sum(one.nbytes for one in arrays))  # a copy of each, twice as wide
@@ -67,7 +67,7 @@ def _convolution_backward(g: Array, x: Array, w: Array, *settings: Any) -> tuple
     return tuple(None if one is None else one.to(g.dtype) for one in found)
 
 
-WAYS: dict[Any, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product,
     aten.addmm.default: _product_and_sum,
     aten.bmm.default: _products,

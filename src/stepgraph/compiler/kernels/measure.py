@@ -29,35 +29,36 @@ DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long 
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
 LARGEST = 2**26  # maximum size of the file of choices in bytes; one takes about 200
-Way = Callable[..., Any]
+Implementation = Callable[..., Any]
+Implementations = Mapping[str, Implementation]  # by name; the first is the reference
 
 
-def fastest(operator: str, ways: Mapping[str, Way], arguments: Sequence[Any], **rules: Any) -> str:
+def fastest(operator: str, implementations: Implementations, arguments: Sequence[Any], **rules: Any) -> str:
     """The name of the fastest implementation for arguments like these; the first one is the reference.
 
     Args:
         operator: the name of the operator.
-        ways: functions of `arguments`, all with the same result.
+        implementations: functions of `arguments`, all with the same result.
         arguments: arrays, of which only shape, type and device matter, and settings.
         rules: how to compare them, as for `measure`.
     """
-    key, choices = _key(operator, ways, arguments), _choices()
-    if choices.get(key) not in ways:
-        choices[key] = measure(ways, arguments, _device(arguments), **rules)
+    key, choices = _key(operator, implementations, arguments), _choices()
+    if choices.get(key) not in implementations:
+        choices[key] = measure(implementations, arguments, _device(arguments), **rules)
         _remember(choices)
     return choices[key]
 
 
-def remembered(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str | None:
+def remembered(operator: str, implementations: Iterable[str], arguments: Sequence[Any]) -> str | None:
     """The previous choice, or None."""
-    names = list(ways)
+    names = list(implementations)
     found = _choices().get(_key(operator, names, arguments))
     return found if found in names else None
 
 
-def _key(operator: str, ways: Iterable[str], arguments: Sequence[Any]) -> str:
+def _key(operator: str, implementations: Iterable[str], arguments: Sequence[Any]) -> str:
     described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    return json.dumps([operator, sorted(ways), described, _place(_device(arguments))], default=str)
+    return json.dumps([operator, sorted(implementations), described, _place(_device(arguments))], default=str)
 
 
 def _device(arguments: Sequence[Any]) -> torch.device:
@@ -73,7 +74,7 @@ def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:
 
 @torch.inference_mode()
 def measure(
-    ways: Mapping[str, Way],
+    implementations: Implementations,
     arguments: Sequence[Any],
     device: torch.device,
     *,
@@ -85,7 +86,7 @@ def measure(
     """Times all implementations in turn, so that interference affects them alike; the minimum time counts.
 
     Args:
-        ways: functions of `arguments`; the first is the reference.
+        implementations: functions of `arguments`; the first is the reference.
         arguments: arrays, which are filled with random numbers, and settings.
         device: where to measure.
         below: integers, which are indices, are drawn from 0 to here.
@@ -95,21 +96,21 @@ def measure(
     """
     generator = torch.Generator(device).manual_seed(0)
     real = [_filled(a, generator, below) if isinstance(a, torch.Tensor) else a for a in arguments]
-    reference, *others = ways
+    reference, *others = implementations
     if not others:
         return reference
-    for way in ways.values() if warm else ():
-        way(*real)
-    right, seconds = _timed(ways[reference], real, device)
+    for function in implementations.values() if warm else ():
+        function(*real)
+    right, seconds = _timed(implementations[reference], real, device)
     best = {reference: seconds}
     for name in others:
         try:
-            found, seconds = _timed(ways[name], real, device)
+            found, seconds = _timed(implementations[name], real, device)
         except RuntimeError:  # not every library supports every shape
             continue
         if _agree(found, right, tolerance or TOLERANCE[device.type]):
             best[name] = seconds
-    _repeat(ways, real, device, best)
+    _repeat(implementations, real, device, best)
     winner = min((name for name in best if name != reference), key=best.__getitem__, default=reference)
     return winner if best[winner] < gain * best[reference] else reference
 
@@ -129,13 +130,15 @@ def _agree(found: Any, right: Any, tolerance: float) -> bool:
     return bool((found - right).abs().max() <= tolerance * right.abs().max())
 
 
-def _repeat(ways: Mapping[str, Way], arguments: Sequence[Any], device: torch.device, best: dict[str, float]) -> None:
+def _repeat(
+    implementations: Implementations, arguments: Sequence[Any], device: torch.device, best: dict[str, float]
+) -> None:
     """Reruns the candidates for the fastest: a first run may have had cold caches or interference."""
     quick = [name for name in best if best[name] <= max(LONG, SLOW * min(best.values()))]
     began = time.perf_counter()
     for _ in range(ROUNDS if len(quick) > 1 else 0):
         for name in quick:
-            best[name] = min(best[name], _timed(ways[name], arguments, device)[1])
+            best[name] = min(best[name], _timed(implementations[name], arguments, device)[1])
         if time.perf_counter() - began > BUDGET:
             break
 
@@ -155,10 +158,10 @@ def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torc
     return made
 
 
-def _timed(way: Way, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:
+def _timed(function: Implementation, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:
     _wait(device)
     start = time.perf_counter()
-    found = way(*arguments)
+    found = function(*arguments)
     _wait(device)
     return found, time.perf_counter() - start
 
@@ -210,7 +213,7 @@ def _stored() -> dict[str, str]:
         found = None if path is None else json.loads(read_regular(path, LARGEST, StorageError))
     except (OSError, ValueError, RecursionError):  # missing or unreadable: measure again
         return {}
-    return {key: way for key, way in found.items() if isinstance(way, str)} if isinstance(found, dict) else {}
+    return {key: name for key, name in found.items() if isinstance(name, str)} if isinstance(found, dict) else {}
 
 
 def _remember(choices: dict[str, str]) -> None:

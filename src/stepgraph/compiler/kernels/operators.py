@@ -1,7 +1,7 @@
 """Alternative implementations of single operators, built from what PyTorch provides.
 
-An implementation takes the operator's own arguments. To add one, add a function and an entry in `WAYS` under the
-operator it replaces; the first one there is PyTorch's own. `measure` decides for each shape.
+An implementation takes the operator's own arguments. To add one, add a function and an entry in `IMPLEMENTATIONS`
+under the operator it replaces; the first one there is PyTorch's own. `measure` decides for each shape.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import embedding, normalization, products
-from stepgraph.compiler.kernels.measure import GAIN, fastest, fewer
+from stepgraph.compiler.kernels.measure import GAIN, Implementation, fastest, fewer
 from stepgraph.compiler.program import fake, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
-Way = Callable[..., Any]
 LARGE = 1 << 14  # elements from which an alternative can matter
 
 
@@ -30,14 +29,14 @@ def choose(node: fx.Node) -> None:
     if not real or max(a.numel() for a in arrays) < LARGE or not _fits(node):
         return
     settings = tuple(fake(one) if isinstance(one, fx.Node) else one for one in node.args)
-    ways = {name: _with(way, **node.kwargs) for name, way in WAYS[operator].items()}
+    known = {name: _with(function, **node.kwargs) for name, function in IMPLEMENTATIONS[operator].items()}
     below = INDICES[operator](settings) if operator in INDICES else 1
     settings = FEWER[operator](settings) if operator in FEWER else settings
     gain = GAINS[operator](settings) if operator in GAINS else GAIN
-    way = fastest(str(operator), ways, (*settings, *node.kwargs.values()), below=below, gain=gain)
-    note(node, implementation=(str(operator).split(".")[1], way))
-    if way != next(iter(ways)):  # the operator itself needs no wrapper, and other passes know it
-        node.target = WAYS[operator][way]
+    name = fastest(str(operator), known, (*settings, *node.kwargs.values()), below=below, gain=gain)
+    note(node, implementation=(str(operator).split(".")[1], name))
+    if name != next(iter(known)):  # the operator itself needs no wrapper, and other passes know it
+        node.target = IMPLEMENTATIONS[operator][name]
 
 
 # Sums over the first of two axes, such as bias gradients
@@ -82,7 +81,7 @@ def max_pool_channels_last(x: Array, *window: Any) -> tuple[Array, Array]:
     return y.contiguous(), indices.contiguous()
 
 
-WAYS: dict[Any, dict[str, Way]] = {
+IMPLEMENTATIONS: dict[Any, dict[str, Implementation]] = {
     aten.mm.default: products.PRODUCTS,
     aten.addmm.default: products.SUMS,
     aten.sum.dim_IntList: {"pytorch": aten.sum.dim_IntList, "product": sum_by_product},
@@ -92,7 +91,7 @@ WAYS: dict[Any, dict[str, Way]] = {
         "pytorch": aten.max_pool2d_with_indices.default,
         "channels last": max_pool_channels_last,
     },
-    aten.embedding_dense_backward.default: embedding.WAYS,
+    aten.embedding_dense_backward.default: embedding.IMPLEMENTATIONS,
     aten.native_batch_norm.default: normalization.FORWARD,
     aten.native_batch_norm_backward.default: normalization.BACKWARD,
 }
@@ -130,6 +129,8 @@ def _fits(node: fx.Node) -> bool:
     return node.target is not aten.max_pool2d_with_indices.default or (array.ndim == 4 and array.is_contiguous())
 
 
-def _with(way: Way, **settings: Any) -> Way:
+def _with(function: Implementation, **settings: Any) -> Implementation:
     """The implementation for `measure`, which knows no names: settings are repeated at the end of its arguments."""
-    return (lambda *arguments: way(*arguments[: len(arguments) - len(settings)], **settings)) if settings else way
+    if not settings:
+        return function
+    return lambda *arguments: function(*arguments[: len(arguments) - len(settings)], **settings)

@@ -128,7 +128,7 @@ SQUARES = Filtering(
         (0, -1 / 6, 1 / 6, 1 / 6, -1 / 6, 1),
     ),
 )
-WAYS = {"winograd": ROWS, "winograd 4": SQUARES}
+IMPLEMENTATIONS = {"winograd": ROWS, "winograd 4": SQUARES}
 
 
 class _Plan:
@@ -193,9 +193,9 @@ def _even(total: int, most: int) -> int:
     return next(exact, -(-total // -(-total // most)))
 
 
-def workspace(way: str, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> int:
+def workspace(name: str, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> int:
     """Workspace of an implementation in bytes, besides its arguments and its result."""
-    return _Plan(WAYS[way], x, w, padding, order).workspace()
+    return _Plan(IMPLEMENTATIONS[name], x, w, padding, order).workspace()
 
 
 class _Buffers:

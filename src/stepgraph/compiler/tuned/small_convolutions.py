@@ -29,10 +29,10 @@ PIXELS = 4  # of a pool's window
 
 def spell_out_small_convolutions(graph: fx.Graph) -> None:
     """Replaces convolutions with small windows by sums; before a pool, also the gradient of their weights."""
-    ways = channels_first.FORWARD.values()
+    known = channels_first.FORWARD.values()
     for node in list(graph.nodes):
         settings = node.args[5:7] + node.args[8:9] if node.target is aten.convolution.default else ()
-        if (settings or node.target in ways) and _is_small(*node.args[:2], *settings):
+        if (settings or node.target in known) and _is_small(*node.args[:2], *settings):
             node.target, node.args = convolve, node.args[:5]
             _drop_reordering(node)
     for node in list(graph.nodes):
