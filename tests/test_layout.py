@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import layout, recompute
+from stepgraph.compiler import pipeline, recompute
 from stepgraph.compiler.kernels import convolution, cross_entropy, measure, operators
 from stepgraph.compiler.layout import FIRST, LAST
 
@@ -98,11 +98,8 @@ def test_where_there_is_nothing_to_gain_nothing_is_tried(
 def test_a_known_order_is_not_tried_again(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "remembered", lambda *_: FIRST)
     orders = []
-    monkeypatch.setattr(
-        layout.pipeline,
-        "program",
-        lambda step, program=layout.pipeline.program: orders.append(step.channels_last) or program(step),
-    )
+    program = pipeline.program
+    monkeypatch.setattr(pipeline, "program", lambda step: orders.append(step.channels_last) or program(step))
     network()
     assert orders == [False]
 
@@ -134,3 +131,22 @@ def test_trying_keeps_to_a_memory_limit(chosen: dict[str, str], monkeypatch: pyt
     limited = network(memory_limit=limit)
     assert fitted == [limit] * 3  # both orders, and the step itself
     assert limited.compilation.programs.channels_last and losses(limited) == losses(plain)
+
+
+def test_the_pipeline_shows_the_layout_if_it_was_open(chosen: dict[str, str]) -> None:
+    chosen["layout"] = LAST
+    row = "choose the layout of images"
+    found = {one.row.name: one.decision for one in network().pipeline.ran}
+    assert found[row] == LAST and LAST in str(network().pipeline)
+    fixed = network(sg.GraphCompilationOptions.DETERMINISTIC)
+    assert {one.row.name: one.decision for one in fixed.pipeline.ran}[row] == ""
+
+
+def test_small_images_do_not_wait_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "remembered", lambda *_: pytest.fail("the layout was looked up"))
+    x = sg.Tensor.image(8, 8, 1, 2)
+    graph = sg.Graph()
+    graph.node(sg.PoolingLayer.max(2), graph.node(sg.ConvolutionLayer.create(1, 2, 3), x))
+    inference = sg.InferenceGraph([graph])
+    inference.compile(sg.Device.cpu())
+    assert inference.compilation.programs.channels_last is False

@@ -7,17 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from stepgraph.compiler import layout, pipeline
-from stepgraph.compiler.program import Program
-from stepgraph.compiler.step import Step
+from stepgraph.compiler import pipeline
 
 
 @contextmanager
 def channels_last() -> Iterator[None]:
     """What is compiled inside has its channels last, wherever measuring would have put them."""
 
-    def traced(step: Step) -> Program:
-        return pipeline.program(replace(step, channels_last=True))
-
-    with patch.object(layout, "traced", traced):
+    with patch.object(pipeline, "decided", lambda step: replace(step, channels_last=True)):
         yield

@@ -13,57 +13,81 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.compiler import phases, pipeline
+from stepgraph.compiler import phases
 from stepgraph.compiler.kernels import measure
-from stepgraph.compiler.program import PartName, Phase, Program, fake, notes
+from stepgraph.compiler.kernels.operators import LARGE
+from stepgraph.compiler.program import Part, Phase, Program
 from stepgraph.compiler.step import Fusion, Step, gradient, value
+from stepgraph.compiler.trace import arguments
+from stepgraph.layers.convolution import ConvolutionLayer, ConvolutionType
+from stepgraph.layers.node import Node
+from stepgraph.layers.pooling import PoolingLayer, PoolingType
 
 FIRST, LAST = "channels first", "channels last"
 GAIN = 0.96  # for a whole step, even this is a large gain
 TOLERANCE = 1e-2  # rounding decides which of two nearly equal pixels a pool selects, and so where its gradient goes
+Record = Callable[[Step], Program]
+Settle = Callable[[Part, Step], Part]
 
 
-def traced(step: Step) -> Program:
-    """The step as a program in its faster layout; if either is possible, both are tried."""
-    first = pipeline.program(step)
-    if not _is_open(first):
-        return first
-    operator = f"layout {_digest(first)}"
-    arguments = [fake(node) for node in first.inputs.values()]
-    known = measure.remembered(operator, (FIRST, LAST), arguments)
-    if known == FIRST:
-        return first
-    last = pipeline.program(replace(step, channels_last=True))
-    implementations = {FIRST: _losses_and_gradients(first), LAST: _losses_and_gradients(last)}
-    chosen = measure.fastest(operator, implementations, arguments, gain=GAIN, tolerance=TOLERANCE, warm=True)
-    return last if chosen == LAST else first
-
-
-def _digest(program: Program) -> str:
-    """Distinguishes a program from others with the same inputs: its operators, with the shapes of their results."""
-    found = (fake(node) for node in program.nodes)
-    shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in found]
-    targets = [getattr(node.target, "__qualname__", str(node.target)) for node in program.nodes]
-    return hashlib.sha256(repr(list(zip(targets, shapes, strict=True))).encode()).hexdigest()[:16]
-
-
-def _is_open(program: Program) -> bool:
+def is_open(step: Step) -> bool:
     """Whether the layout can matter: convolutions in float32 with pooling between them, and nothing else decides."""
-    step = program.step
-    if step.device.type != "cpu" or not step.chooses_kernels or step.fusion is Fusion.FIRST or step.channels_last:
+    decided = step.device.type != "cpu" or step.channels_last or step.compute_type is not None
+    if decided or not step.chooses_kernels or step.fusion is Fusion.FIRST:
         return False
-    names = [(notes(node).implementation or ("",))[0] for node in program.nodes]
-    return step.compute_type is None and "convolution" in names and "max_pool2d_with_indices" in names
+    return any(map(_has_implementations, step.nodes)) and any(_is_large_pool(node, step) for node in step.nodes)
 
 
-def _losses_and_gradients(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
+def choose(step: Step, record: Record, settle: Settle) -> Step:
+    """The step in its faster layout; both are tried, unless the choice is known.
+
+    Args:
+        step: a step for which the layout is open.
+        record: the passes that turn a step into a program.
+        settle: the passes that turn a part into what runs.
+    """
+    steps = {FIRST: step, LAST: replace(step, channels_last=True)}
+    operator, given = f"layout {_digest(step)}", arguments(step)
+    chosen = measure.remembered(operator, steps, given)
+    if chosen is None:
+        trials = {name: _losses_and_gradients(record(one), settle) for name, one in steps.items()}
+        chosen = measure.fastest(operator, trials, given, gain=GAIN, tolerance=TOLERANCE, warm=True)
+    return steps[chosen]
+
+
+def _has_implementations(node: Node) -> bool:
+    """Whether this is a convolution of which other implementations than PyTorch's exist."""
+    if not isinstance(node.layer, ConvolutionLayer):
+        return False
+    settings = node.layer.descriptor
+    plain = settings.type is ConvolutionType.STANDARD and settings.group_count == 1
+    return plain and settings.dilation_rate_in_x == settings.dilation_rate_in_y == 1
+
+
+def _is_large_pool(node: Node, step: Step) -> bool:
+    if not isinstance(node.layer, PoolingLayer) or node.layer.descriptor.type is not PoolingType.MAX:
+        return False
+    rows = step.batch[1] / step.batch[0]  # the declared shape has the declared batch
+    return rows * node.sources[0].descriptor.element_count >= LARGE
+
+
+def _digest(step: Step) -> str:
+    """Distinguishes a step from others with the same inputs: its layers, with their settings and shapes."""
+    layers = [
+        (type(node.layer).__name__, repr(getattr(node.layer, "descriptor", "")), [t.shape for t in node.results])
+        for node in step.nodes
+    ]
+    return hashlib.sha256(repr((layers, step.batch, step.differentiates)).encode()).hexdigest()[:16]
+
+
+def _losses_and_gradients(program: Program, settle: Settle) -> Callable[..., Sequence[torch.Tensor]]:
     """Forward and gradient pass as a function of everything the program reads, which it does not change."""
     step = program.step
     results = [value(node.results[0]) for node in step.losses or step.nodes[-1:]]
     gradients = [gradient(tensor) for tensor in step.trainable]
     wanted = [key for key in (*results, *gradients) if key in program.outputs]
     part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, wanted)
-    part = pipeline.settled(part, step, PartName.TRIAL)  # the trial must respect the memory limit of the step
+    part = settle(part, step)  # the trial must respect the memory limit of the step
     position = {key: index for index, key in enumerate(program.inputs)}
     changed = frozenset(part.written)
 

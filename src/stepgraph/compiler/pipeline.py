@@ -1,7 +1,8 @@
 """The passes that turn a recorded step into what runs, in order, from top to bottom.
 
-A pass is a function; a row defines the steps it applies to. Nothing else transforms programs. `recorded` rows see
-the whole step once, `part` rows each part of it, `fused` rows the operators passed to PyTorch's compiler.
+A pass is a function; a row defines the steps it applies to. Nothing else transforms programs. `step` rows decide how
+a step is recorded, `recorded` rows see the whole step once, `part` rows each part of it, `fused` rows the operators
+passed to PyTorch's compiler.
 
 To add a pass, add a row here and a function in its own module.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,7 +20,18 @@ from rich.console import RenderableType
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler import corrections, held, in_place, join, kernels, memory, operators, recompute, simplification
+from stepgraph.compiler import (
+    corrections,
+    held,
+    in_place,
+    join,
+    kernels,
+    layout,
+    memory,
+    operators,
+    recompute,
+    simplification,
+)
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pooling import pool_first
@@ -36,6 +48,7 @@ WHOLE = (PartName.STEP, PartName.INFERENCE)  # parts that run a whole call
 class Stage(StrEnum):
     """What a pass works on."""
 
+    STEP = "step"
     RECORDED = "recorded"
     PART = "part"
     FUSED = "fused"
@@ -47,7 +60,7 @@ class Pass:
 
     Args:
         name: a short description.
-        stage: what it works on; a part is replaced, graphs of the other stages are changed in place.
+        stage: what it works on; steps and parts are replaced, graphs of the other stages are changed in place.
         run: the pass, a function of what it works on and the step.
         applies: whether it runs for a step, and a part of it by name.
     """
@@ -111,14 +124,19 @@ def _fit(part: Part, step: Step) -> Part:
     return recompute.fit(step, part, step.memory_limit)
 
 
+def _lay_out(step: Step, _: Step) -> Step:
+    return layout.choose(step, program, lambda part, of: settled(part, of, PartName.TRIAL))
+
+
 def _fused(row: Tuned) -> Pass:
     """A row of the manifest of tuned code as a pass."""
     assert row.run is not None
     return Pass(row.name, Stage.FUSED, _graph(row.run), lambda step, part: row.applies(step))
 
 
-RECORDED, PART, FUSED = Stage.RECORDED, Stage.PART, Stage.FUSED
+STEP, RECORDED, PART, FUSED = Stage.STEP, Stage.RECORDED, Stage.PART, Stage.FUSED
 TABLE: tuple[Pass, ...] = (
+    Pass("choose the layout of images", STEP, _lay_out, lambda step, part: layout.is_open(step)),
     Pass("remove no-ops and duplicates", RECORDED, _simplify, _always),
     Pass(
         "work around incorrect operators",
@@ -151,6 +169,13 @@ def rows(stage: Stage, step: Step, part: PartName | None) -> Iterator[Pass]:
     return (row for row in TABLE if row.stage is stage and row.applies(step, part))
 
 
+def decided(step: Step) -> Step:
+    """The step as it will be recorded."""
+    for row in rows(STEP, step, None):
+        step = row.run(step, step)
+    return step
+
+
 def program(step: Step) -> Program:
     """The recorded step, ready to be split into parts."""
     recorded = trace(step)
@@ -171,7 +196,8 @@ def settled(part: Part, step: Step, name: PartName | None) -> Part:
 class Ran:
     """The effect of one pass: operators before and after it, bytes of intermediates after it, and its time.
 
-    Bytes are None before parts exist; everything is None if the pass does not apply.
+    Bytes are None before parts exist; everything is None if the pass does not apply. `decision` is what a pass decided
+    before there were operators.
     """
 
     row: Pass
@@ -179,6 +205,7 @@ class Ran:
     after: int | None = None
     intermediates: int | None = None
     seconds: float | None = None
+    decision: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,9 +234,10 @@ def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report
         name: the part.
         cut: extracts the part from the recorded step.
     """
+    found = [_decision(row, step) for row in TABLE if row.stage is STEP]
     recorded = trace(step)
     with surroundings.tracing(), step.precision.applied():
-        found = [_watched(row, recorded.module, step, None) for row in TABLE if row.stage is RECORDED]
+        found += [_watched(row, recorded.module, step, None) for row in TABLE if row.stage is RECORDED]
     part = cut(recorded.refreshed())
     for row in TABLE:
         if row.stage is PART:
@@ -219,6 +247,12 @@ def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report
     module = Module(part.module, copy.deepcopy(part.module.graph))
     found += [_watched(row, module, step, name) if fuses else Ran(row) for row in TABLE if row.stage is FUSED]
     return Report(tuple(found))
+
+
+def _decision(row: Pass, step: Step) -> Ran:
+    """What was decided before; the step no longer says whether anything was open."""
+    was_open = row.applies(replace(step, channels_last=False), None)
+    return Ran(row, decision=(layout.LAST if step.channels_last else layout.FIRST) if was_open else "")
 
 
 def _watched(row: Pass, module: fx.GraphModule, step: Step, name: PartName | None) -> Ran:
@@ -244,7 +278,7 @@ def _count(module: fx.GraphModule) -> int:
 
 def _row(one: Ran) -> Sequence[str]:
     if one.before is None or one.seconds is None:
-        return (one.row.stage, one.row.name, "–", "", "")
+        return (one.row.stage, one.row.name, one.decision or "–", "", "")
     changed = str(one.before) if one.before == one.after else f"{one.before} → {one.after}"
     size = "" if one.intermediates is None else draw.size(one.intermediates)
     return (one.row.stage, one.row.name, changed, size, f"{1e3 * one.seconds:.1f} ms")

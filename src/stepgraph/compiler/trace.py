@@ -40,19 +40,14 @@ def trace(step: Step) -> Program:
 
 def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key]]:
     """The operators of one iteration, and their outputs in order."""
-    shapes, outputs = step.check(), list[Key]()
+    outputs = list[Key]()
 
     def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
         results = run(step, dict(zip(keys, arrays, strict=True)))
         outputs[:] = results
         return list(results.values())
 
-    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        fakes = [
-            torch.empty(shape, dtype=dtype, device=step.device)
-            for shape, dtype in (_signature(step, shapes, k) for k in keys)
-        ]
+    fakes = arguments(step)
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         recorded = make_fx(function, tracing_mode="fake")(*fakes)
     forget_source(recorded)
@@ -99,6 +94,14 @@ def input_keys(step: Step) -> list[Key]:
         if step.scales_loss:
             keys.append(SCALE)
     return keys
+
+
+def arguments(step: Step) -> list[torch.Tensor]:
+    """What a step reads, in the order of `input_keys`, as arrays without memory."""
+    shapes = step.check()
+    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        signatures = (_signature(step, shapes, key) for key in input_keys(step))
+        return [torch.empty(shape, dtype=dtype, device=step.device) for shape, dtype in signatures]
 
 
 def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) -> tuple[tuple[int, ...], torch.dtype]:

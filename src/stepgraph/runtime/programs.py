@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stepgraph.compiler import layout, memory, phases, pipeline
+from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
 from stepgraph.compiler.step import Key, KeyKind, Step, value
@@ -66,11 +66,9 @@ class Programs:
             self.is_recording = False
 
     def _recorded(self, step: Step) -> Program:
-        if self.channels_last is not None:
-            return pipeline.program(replace(step, channels_last=self.channels_last))
-        program = layout.traced(step)  # the first program decides for all others
-        self.channels_last = program.step.channels_last
-        return program
+        if self.channels_last is None:  # the first program decides for all others
+            self.channels_last = pipeline.decided(step).channels_last
+        return pipeline.program(replace(step, channels_last=self.channels_last))
 
     def executable(self, part: PartName, batch: int, call: str = "execute") -> Executable:
         """A part of the step for a batch size; built if it is not there yet."""
