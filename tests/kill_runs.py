@@ -20,7 +20,7 @@ def distance(prediction: torch.Tensor, labels: torch.Tensor) -> float:
     return float((prediction - labels).abs().mean())
 
 
-def recorded(folder: Path, told: Path, epochs: int) -> None:
+def recorded(folder: Path, results: Path, epochs: int) -> None:
     """Trains to the end, from the latest checkpoint if there is one; then writes down what it knows, bit for bit."""
     training = compiled(network())
     settings: dict[str, Any] = {"accumulate": 2, "save_every": 2, "keep": 2, "metrics": [distance]}
@@ -35,7 +35,7 @@ def recorded(folder: Path, told: Path, epochs: int) -> None:
         **settings,
     )
     known = {"stopped": history.stopped, "steps": history.steps, "best": history.best_epoch}
-    told.write_text(json.dumps({**known, "epochs": timeless(history.epochs), "mark": repr(mark(training))}))
+    results.write_text(json.dumps({**known, "epochs": timeless(history.epochs), "mark": repr(mark(training))}))
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

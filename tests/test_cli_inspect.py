@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_network(tmp_path_factory.mktemp("saved") / "net")
 
 
-def told(capsys: Capture, *given: str | Path) -> dict[str, Any]:
+def inspected(capsys: Capture, *given: str | Path) -> dict[str, Any]:
     called = Called(capsys, "inspect", *given, "--json")
     assert called.code == 0, called.err
     return json.loads(called.out)
@@ -55,7 +55,7 @@ def test_everything_is_told(saved: Path, capsys: Capture) -> None:
 
 
 def test_numbers_are_those_of_the_graph(saved: Path, capsys: Capture) -> None:
-    found = told(capsys, saved, "--device", "cpu")  # and batches as they are by default
+    found = inspected(capsys, saved, "--device", "cpu")  # and batches as they are by default
     graph = sg.load(saved, CPU)
     tensors = {one["name"]: one for one in found["tensors"]}
     weights = graph.layers[0].weights.numpy()
@@ -73,8 +73,8 @@ def test_numbers_are_those_of_the_graph(saved: Path, capsys: Capture) -> None:
 
 
 def test_passes_are_shown(saved: Path, capsys: Capture) -> None:
-    assert told(capsys, saved, "--no-plan")["passes"] == []
-    (passes,) = told(capsys, saved, "--no-plan", "--passes", "--device", "cpu")["passes"]
+    assert inspected(capsys, saved, "--no-plan")["passes"] == []
+    (passes,) = inspected(capsys, saved, "--no-plan", "--passes", "--device", "cpu")["passes"]
     by_name = {one["name"]: one for one in passes}
     first, in_place = by_name["remove no-ops and duplicates"], by_name["write in place"]
     assert first["stage"] == "recorded" and first["operators"][0] > first["operators"][1] and first["seconds"] > 0
@@ -84,7 +84,7 @@ def test_passes_are_shown(saved: Path, capsys: Capture) -> None:
 
 
 def test_settings_of_the_device_change_the_plan(saved: Path, capsys: Capture) -> None:
-    plain, half = (told(capsys, saved, "--device", one, "--batch-sizes", "6") for one in ("cpu", "cpu:bfloat16"))
+    plain, half = (inspected(capsys, saved, "--device", one, "--batch-sizes", "6") for one in ("cpu", "cpu:bfloat16"))
     activations = [one["memory"][0]["by_batch_size"]["6"]["activations"] for one in (plain, half)]
     assert activations[0] != activations[1]
 
@@ -146,7 +146,7 @@ def test_a_run_that_ended_in_nan_is_told(tmp_path: Path, capsys: Capture) -> Non
 
 
 def test_inference_and_linked_graphs(capsys: Capture, tmp_path: Path) -> None:
-    found = told(capsys, saved_inference(tmp_path / "inference"), "--batch-sizes", "4,400")
+    found = inspected(capsys, saved_inference(tmp_path / "inference"), "--batch-sizes", "4,400")
     assert found["kind"] == "inference graph" and found["compiled"] == "not yet" and found["optimizers"] == []
     plans = found["memory"][0]["by_batch_size"]
     assert plans["400"]["activations"] == 100 * plans["4"]["activations"] and plans["4"]["optimizer_state"] == 0
@@ -167,7 +167,7 @@ def test_a_loss_that_has_no_labels_yet(capsys: Capture, tmp_path: Path) -> None:
     called = Called(capsys, "inspect", tmp_path / "net", "--no-plan", "--dot", tmp_path / "net.dot")
     assert called.code == 0 and "dense" in called.out, called.err
     assert "dense" in (tmp_path / "net.dot").read_text()
-    assert [one["name"] for one in told(capsys, tmp_path / "net", "--no-plan")["layers"][0]] == ["dense"]
+    assert [one["name"] for one in inspected(capsys, tmp_path / "net", "--no-plan")["layers"][0]] == ["dense"]
 
 
 def test_a_graph_that_takes_one_batch_size_says_so(capsys: Capture, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
 from stepgraph.compiler.tuned.replay import Replay
-from stepgraph.compiler.tuned.small_products import spell_out_small_products
+from stepgraph.compiler.tuned.small_products import expand_small_products
 
 OPTIONS = sg.GraphCompilationOptions
 aten = torch.ops.aten
@@ -258,7 +258,7 @@ def attention(layers: int, options: OPTIONS = OPTIONS.DETERMINISTIC) -> sg.Train
 JOINED = (2 + 2) + (2 + 2 + 2) + (1 + 1 + 1)
 
 
-@pytest.mark.parametrize(("change", "fewer"), [(join_products, JOINED), (spell_out_small_products, 27)])
+@pytest.mark.parametrize(("change", "fewer"), [(join_products, JOINED), (expand_small_products, 27)])
 def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], None], fewer: int) -> None:
     check_changed(change, fewer)
 

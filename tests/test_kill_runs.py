@@ -31,7 +31,7 @@ def processes() -> Processes:
 
 def _life(processes: Processes, folder: Path, epochs: int, lines: int | None = None, wait: float = 0.0) -> int | None:
     """One process that trains, killed a moment after so many lines of its record; its exit status."""
-    process = processes.Process(target=recorded, args=(folder / "run", folder / "told.json", epochs))
+    process = processes.Process(target=recorded, args=(folder / "run", folder / "results.json", epochs))
     before = _lines(folder)
     process.start()
     deadline = time.monotonic() + 120
@@ -49,8 +49,8 @@ def _lines(folder: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def _told(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "told.json").read_text())
+def _results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
 
 
 def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs: int) -> None:
@@ -65,7 +65,7 @@ def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs
         reached.append(max((step for step, _, _ in Run(killed / "run").steps), default=0))  # readable at once
     assert _life(processes, killed, epochs) == 0
     print(f"{times} kills with seed {SEED}, at steps {reached} of {UPDATES * epochs}")
-    assert _told(killed) == _told(whole) and _told(whole)["stopped"] == "finished"
+    assert _results(killed) == _results(whole) and _results(whole)["stopped"] == "finished"
     assert record(killed / "run") == record(whole / "run")
     assert [step for step, _, _ in record(killed / "run")["steps"]] == list(range(1, UPDATES * epochs + 1))
     assert len(Run(killed / "run").begins) == times + 1

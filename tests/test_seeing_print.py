@@ -34,7 +34,7 @@ def digits(options: OPTIONS = OPTIONS.NONE, **settings: object) -> sg.TrainingGr
     return training
 
 
-def told(graph: sg.TrainingGraph | sg.InferenceGraph) -> dict[str, str]:
+def printed(graph: sg.TrainingGraph | sg.InferenceGraph) -> dict[str, str]:
     """The lines of `How it runs`, by name; a line without one goes on with the one before."""
     lines = str(graph).split("How it runs\n")[1].splitlines()
     found: dict[str, str] = {}
@@ -48,7 +48,7 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(measure, "measure", lambda known, *_: list(known)[-1])  # the last is the fastest
     monkeypatch.setattr(measure, "_choices", dict)
     training = digits()
-    lines = told(training)
+    lines = printed(training)
     assert lines["batch"] == "8" and lines["precision"] == "float32"
     assert lines["optimizer"] == "AdamOptimizer, learning rate 0.002"
     assert "convolution: gemm ×2 (edges, shapes)" in lines["kernels"]
@@ -57,11 +57,11 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines["runs as"].startswith("traced, ") and "again" not in lines["runs as"]
     assert len(str(training).split("How it runs")[1].splitlines()) <= 15
     training.optimizer.learning_rate = 0.5
-    assert told(training)["optimizer"].endswith("rate 0.5")
+    assert printed(training)["optimizer"].endswith("rate 0.5")
 
 
 def test_options_show_in_how_it_runs() -> None:
-    lines = told(digits(OPTIONS.DETERMINISTIC, compute_type="bfloat16"))
+    lines = printed(digits(OPTIONS.DETERMINISTIC, compute_type="bfloat16"))
     assert lines["precision"] == "float32, layers compute in bfloat16"
     assert lines["kernels"] == "PyTorch's own, none chosen by measurement (DETERMINISTIC)"
     assert lines["fused"] == "nothing"
@@ -74,9 +74,9 @@ def test_recomputing_shows() -> None:
     graph.node(sg.ReductionLayer.mean((0, 1)), x)
     training = sg.TrainingGraph([graph], None, sg.SGDOptimizer(learning_rate=0.1))
     training.compile(CPU)
-    assert "again" not in told(training)["runs as"]
+    assert "again" not in printed(training)["runs as"]
     training.compile(CPU, memory_limit=int(0.8 * training.memory_plan.total))
-    assert "recomputed to save memory" in told(training)["runs as"]
+    assert "recomputed to save memory" in printed(training)["runs as"]
 
 
 def test_how_far_fusing_has_come_shows() -> None:
@@ -103,7 +103,7 @@ def test_many_kernels_stay_a_few_lines() -> None:
     inference.compile(CPU)
     lines = str(inference).split("How it runs")[1].splitlines()
     assert len(lines) <= 10 and max(map(len, lines)) <= 112
-    assert " more)" in told(inference)["kernels"]
+    assert " more)" in printed(inference)["kernels"]
 
 
 # Notebooks

@@ -7,9 +7,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from stepgraph.compiler import simplification
 from stepgraph.compiler.pooling import POOL_GRADIENT, RELU, pool_first
 from stepgraph.compiler.tuned.gpus import OFF
-from stepgraph.compiler.tuned.pool_gradients import compare_places, spread
+from stepgraph.compiler.tuned.pool_gradients import compare_positions, spread
 from stepgraph.compiler.tuned.small_convolution_sums import convolve, convolve_and_pool, pooled_gradients
-from stepgraph.compiler.tuned.small_convolutions import spell_out_small_convolutions
+from stepgraph.compiler.tuned.small_convolutions import expand_small_convolutions
 
 aten = torch.ops.aten
 CASES = [
@@ -70,8 +70,8 @@ def rewritten(*given):
     simplification.simplify(module)
     pool_first(module.graph)
     module.graph.eliminate_dead_code()
-    spell_out_small_convolutions(module.graph)
-    compare_places(module.graph)
+    expand_small_convolutions(module.graph)
+    compare_positions(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -85,14 +85,14 @@ def test_a_forward_pass_alone():
     module = make_fx(function, tracing_mode="fake")(*given)
     pool_first(module.graph)
     module.graph.eliminate_dead_code()
-    spell_out_small_convolutions(module.graph)
+    expand_small_convolutions(module.graph)
     module.recompile()
     assert convolve_and_pool in [node.target for node in module.graph.nodes]
     torch.testing.assert_close(module(*given), function(*given))
 
 
 @pytest.mark.parametrize("size", [16, 15])
-def test_a_step_with_everything_spelled_out(size):
+def test_a_step_with_everything_expanded(size):
     torch.manual_seed(0)
     given = torch.randn(2, 1, size, size), torch.randn(4, 1, 3, 3), torch.randn(4), torch.randn(6, 4, 3, 3)
     module = rewritten(*given)
@@ -110,7 +110,7 @@ def test_a_pool_whose_source_is_read_elsewhere_stays():
 
     given = torch.randn(2, 1, 10, 10), torch.randn(4, 1, 3, 3)
     module = make_fx(function, tracing_mode="fake")(*given)
-    spell_out_small_convolutions(module.graph)
+    expand_small_convolutions(module.graph)
     targets = [node.target for node in module.graph.nodes]
     assert convolve in targets and convolve_and_pool not in targets
 
@@ -125,7 +125,7 @@ def test_a_relu_whose_source_is_read_elsewhere_stays():
     module = make_fx(function, tracing_mode="fake")(*given)
     simplification.simplify(module)
     module.graph.eliminate_dead_code()
-    spell_out_small_convolutions(module.graph)
+    expand_small_convolutions(module.graph)
     module.recompile()
     (joined,) = (node for node in module.graph.nodes if node.target is convolve_and_pool)
     assert joined.args[-1] is False

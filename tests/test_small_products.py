@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.tuned.narrow_products import by_columns, by_terms, spell_out_narrow_products
+from stepgraph.compiler.tuned.narrow_products import by_columns, by_terms, expand_narrow_products
 
 aten = torch.ops.aten
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 def changed(function, *arrays) -> list[object]:
     """What a function consists of, after its numbers were compared."""
     module = make_fx(function, tracing_mode="fake")(*arrays)
-    spell_out_narrow_products(module.graph)
+    expand_narrow_products(module.graph)
     module.recompile()
     for found, right in zip(module(*arrays), function(*arrays), strict=True):
         torch.testing.assert_close(found, right)

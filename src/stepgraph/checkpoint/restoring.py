@@ -94,8 +94,8 @@ def understood(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # a hostile description can make any code raise anything
-        said = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
-        problem = f"its description is invalid ({type(error).__name__}: {said})"
+        message = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
+        problem = f"its description is invalid ({type(error).__name__}: {message})"
         raise CheckpointError(f"{path}", problem, fix=OTHER) from error
 
 

@@ -62,8 +62,8 @@ def read(path: Path, graphs: Sequence[Any]) -> Batch:
             file = np.load(stream, allow_pickle=False)
             found: Batch | None = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        said = getattr(error, "strerror", None) or reason(error)
-        problem = f"it contains no readable arrays: {said}"
+        message = getattr(error, "strerror", None) or reason(error)
+        problem = f"it contains no readable arrays: {message}"
         raise StorageError(f"{path}", problem, fix="write it with numpy.savez") from None
     if found is None:
         raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")

@@ -87,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
     rows = {what: [one[what] for one in compared] for what in first}
     beyond = [what for what, found in rows.items() if any(one.share > arguments.tolerance for one in found)]
     if arguments.json:
-        _tell_json(arguments, rows, beyond)
+        _show_json(arguments, rows, beyond)
     else:
-        _tell(arguments, rows, beyond)
+        _show(arguments, rows, beyond)
     return 1 if beyond else 0
 
 
@@ -117,7 +117,7 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
     return found
 
 
-def _tell(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]) -> None:
+def _show(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]) -> None:
     from stepgraph.cli import screen
 
     first, *others = (device.text for device in arguments.devices)
@@ -145,13 +145,13 @@ def _short(number: float) -> str:
     return "0" if number == 0 else f"{number:.2e}" if math.isfinite(number) else "not finite"
 
 
-def _tell_json(
+def _show_json(
     arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]
 ) -> None:
     from stepgraph.cli import screen
 
     others = [device.text for device in arguments.devices[1:]]
-    told = [
+    shown = [
         {
             "name": what.name,
             "kind": what.kind,
@@ -166,4 +166,4 @@ def _tell_json(
     ]
     first = {"name": beyond[0].name, "kind": beyond[0].kind} if beyond else None
     devices = [device.text for device in arguments.devices]
-    screen.show_json({"devices": devices, "tolerance": arguments.tolerance, "first_beyond": first, "rows": told})
+    screen.show_json({"devices": devices, "tolerance": arguments.tolerance, "first_beyond": first, "rows": shown})

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     right = history["validation accuracy"][-1]
     screen.show("", f"It recognizes {right:.1%} of the other {UNSEEN:,}, unseen in training. Four of them:", "")
     screen.show(_guesses(training, unseen), "", f"{time.perf_counter() - began:.1f} s in total, on {device}.")
-    _tell_next(training, arguments.save)
+    _show_next(training, arguments.save)
     return 0
 
 
@@ -120,17 +120,17 @@ def _require_new(folder: Path | None) -> None:
         raise StorageError(f"{folder}", "it exists and is not an empty folder", fix="use a new folder")
 
 
-def _tell_next(training: TrainingGraph, folder: Path | None) -> None:
+def _show_next(training: TrainingGraph, folder: Path | None) -> None:
     from stepgraph.cli import screen
 
     if folder is None:
         screen.show("", "Next: `stepgraph demo --save FOLDER` keeps the graph for other commands.")
         return
     saved = training.save(folder, notes={"made by": "stepgraph demo"})
-    told = {
+    commands = {
         f"stepgraph inspect {saved}": "its layers, parameters and memory by batch size",
         f"stepgraph inspect {saved} --no-plan --svg demo.svg": "a drawing for your browser",
         f"stepgraph report {saved} --open": "how training went: curves, gradients, time and memory by layer",
         f"stepgraph compare --devices cpu:deterministic,cpu:default {saved}": "chosen kernels against PyTorch's own",
     }
-    screen.show("", f"Saved in {saved}. Next:", *(f"  {command}\n      {what}" for command, what in told.items()))
+    screen.show("", f"Saved in {saved}. Next:", *(f"  {command}\n      {what}" for command, what in commands.items()))

@@ -61,7 +61,7 @@ def _missing(missing: list[dict[str, str]]) -> list[Any]:
 
     if not missing:
         return ["Nothing is missing."]
-    told: list[Any] = ["Missing"]
+    lines: list[Any] = ["Missing"]
     for one in missing:
-        told += [f"  {one['what']}", screen.facts({"": one["fix"]})]
-    return told
+        lines += [f"  {one['what']}", screen.facts({"": one["fix"]})]
+    return lines

@@ -96,14 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         graph = opening.load(content, custom, device)
     except CheckpointError:
-        _tell(found, arguments)  # it is intact, but cannot be rebuilt here: show what the files contain
+        _show(found, arguments)  # it is intact, but cannot be rebuilt here: show what the files contain
         raise
     found.graphs = list(graph.linked_graphs)
     if not arguments.no_plan:
         _plan(found, arguments.batch_sizes)
     if arguments.passes:
         found.passes = [graph.pipeline for graph in found.graphs]
-    _tell(found, arguments)
+    _show(found, arguments)
     _draw(found.graphs, arguments)
     return 0
 
@@ -129,31 +129,31 @@ def _plan(found: _Found, asked: Sequence[int] | None) -> None:
 # Showing
 
 
-def _tell(found: _Found, arguments: argparse.Namespace) -> None:
+def _show(found: _Found, arguments: argparse.Namespace) -> None:
     from stepgraph.checkpoint.restoring import understood
     from stepgraph.cli import screen
 
     with understood(Path(found.header["path"])):
-        told = _as_json(found) if arguments.json else _told(found)
+        shown = _as_json(found) if arguments.json else _as_text(found)
     if arguments.json:
-        screen.show_json(told)
+        screen.show_json(shown)
     else:
-        screen.show(*told)
+        screen.show(*shown)
 
 
-def _told(found: _Found) -> list[Any]:
-    told: list[Any] = [*_header(found.header)]
+def _as_text(found: _Found) -> list[Any]:
+    shown: list[Any] = [*_header(found.header)]
     for number, graph in enumerate(found.graphs):
-        told += ["", _layers(graph, number, len(found.graphs))]
+        shown += ["", _layers(graph, number, len(found.graphs))]
     if found.tensors:
-        told += ["", _tensors(_with_roles(found))]
+        shown += ["", _tensors(_with_roles(found))]
     for graph, plans in zip(found.graphs, found.plans, strict=False):
-        told += ["", _plans(graph, plans)]
+        shown += ["", _plans(graph, plans)]
     for report in found.passes:
-        told += ["", report]
+        shown += ["", report]
     if found.unplanned:
-        told.append(f"Other batch sizes cannot be planned: {found.unplanned}.")
-    return told
+        shown.append(f"Other batch sizes cannot be planned: {found.unplanned}.")
+    return shown
 
 
 def _header(header: Mapping[str, Any]) -> list[Any]:

@@ -117,7 +117,7 @@ def is_of_fit(name: str, note: Any) -> bool:
 
 def fit_notes(notes: Mapping[str, Any]) -> str:
     """The notes of `fit`, on one line."""
-    from stepgraph.fitting.progress import told
+    from stepgraph.fitting.progress import one_line
     from stepgraph.system.storage import real
 
     place, history = notes["place"], notes["history"]
@@ -125,5 +125,5 @@ def fit_notes(notes: Mapping[str, Any]) -> str:
     if history["epochs"]:
         row = real(history["epochs"][-1])
         last = {name: one for name, one in row.items() if name not in ("epoch", "step", "seconds")}
-        line += f"; last epoch: {told(last)}; best epoch: {history['best_epoch']}"
+        line += f"; last epoch: {one_line(last)}; best epoch: {history['best_epoch']}"
     return line

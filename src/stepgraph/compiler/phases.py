@@ -35,8 +35,8 @@ def split(program: Program) -> Phases:
     backward = extract(program, {Phase.GRADIENT}, computed, names)
     step = program.step
     results = [value(tensor) for node in step.nodes for tensor in node.results]
-    handed_on = [key for key in backward.inputs if key not in program.inputs]
-    forward = extract(program, {Phase.FORWARD}, list(dict.fromkeys([*results, *handed_on])), names)
+    passed_on = [key for key in backward.inputs if key not in program.inputs]
+    forward = extract(program, {Phase.FORWARD}, list(dict.fromkeys([*results, *passed_on])), names)
     return Phases(forward, backward, extract(program, {Phase.UPDATE}, [], names))
 
 
@@ -53,7 +53,7 @@ def extract(
     outside = _outside(program, chosen, ends)
     for node in outside:
         inputs.append(keys[node] if node in keys else crossing[node])
-        copies[node] = graph.placeholder(f"{_spoken(inputs[-1])}_{len(inputs)}")
+        copies[node] = graph.placeholder(f"{_argument_name(inputs[-1])}_{len(inputs)}")
         inherit(copies[node], node)
     for node in program.module.graph.nodes:
         if node in chosen:
@@ -120,6 +120,6 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
         return inherit(copy, node, fake(node).clone(), layer=notes(node).layer or "copies of inputs")
 
 
-def _spoken(key: Key) -> str:
+def _argument_name(key: Key) -> str:
     label = getattr(key.owner, "label", key.owner)
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in f"{key.kind}_{label}_{key.position}")

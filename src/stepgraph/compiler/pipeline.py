@@ -160,7 +160,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
-    Pass("expand updates", FUSED, _graph(kernels.take_apart), _always),
+    Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
 )
 
 

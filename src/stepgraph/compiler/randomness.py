@@ -29,7 +29,7 @@ def refuse_random(graph: fx.Graph, step: Step) -> None:
             where = next((one.where for one in step.nodes if step.names.get(one.layer, one.layer.label) == name), name)
             raise ArgumentError(
                 where,
-                f"its forward calls PyTorch's random operator {_spoken(node.target)}, which a step cannot reproduce",
+                f"its forward calls PyTorch's random operator {_name(node.target)}, which a step cannot reproduce",
                 fix="draw from the graph's stream: scope.keep_mask(x, rate), or scope.random(shape) for [0, 1)",
             )
 
@@ -52,5 +52,5 @@ def _arguments(target: OpOverload, node: fx.Node) -> Mapping[str, Any]:
     return defaults | {one.name: value for one, value in zip(declared, node.args, strict=False)} | node.kwargs
 
 
-def _spoken(target: Any) -> str:
+def _name(target: Any) -> str:
     return str(target).rpartition(".")[0]

@@ -259,9 +259,9 @@ def _described(twin: fx.Node, node: fx.Node) -> Any:
         arguments, settings = fx.map_arg((twin.args, twin.kwargs), fake)
         with fake(node).fake_mode:
             return node.target(*arguments, **settings)  # type: ignore[operator]
-    return torch_private.tree_map_only(torch.Tensor, _anew, fake(node))
+    return torch_private.tree_map_only(torch.Tensor, _same_layout, fake(node))
 
 
-def _anew(array: Any) -> torch.Tensor:
+def _same_layout(array: Any) -> torch.Tensor:
     with array.fake_mode:
         return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=array.device)

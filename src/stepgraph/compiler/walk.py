@@ -261,8 +261,8 @@ class _Walk:
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
         # PyTorch's compiler fuses small updates with what precedes them; large ones have a kernel.
-        spelled_out = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
-        found: dict[str, Any] = {"norm": norm, "finite": finite, "spelled_out": spelled_out}
+        expanded = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
+        found: dict[str, Any] = {"norm": norm, "finite": finite, "expanded": expanded}
         with _tagged(name, Phase.UPDATE), torch.no_grad():
             numbers = self.arrays[NUMBERS]
             kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, **found)

@@ -56,7 +56,7 @@ class Quiet:
         """Reports the end of an epoch."""
         numbers = {name: value for name, value in row.items() if name not in ("epoch", "step", "seconds")}
         self.line(
-            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {told(numbers)}  {row['seconds']:.1f} s"
+            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {one_line(numbers)}  {row['seconds']:.1f} s"
         )
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class Plain(Quiet):
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
         of = "" if total is None else f"/{total}"
-        parts = (f"epoch {epoch}/{self.epochs}", f"step {step}{of}", told(numbers), self.left(step, total))
+        parts = (f"epoch {epoch}/{self.epochs}", f"step {step}{of}", one_line(numbers), self.left(step, total))
         self.line("  ".join(part for part in (*parts, memory(self.device)) if part))
 
 
@@ -116,7 +116,7 @@ class Bar(Quiet):
         self.bar.start()
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
-        fields: dict[str, Any] = {"epoch": epoch, "numbers": told(numbers), "memory": memory(self.device)}
+        fields: dict[str, Any] = {"epoch": epoch, "numbers": one_line(numbers), "memory": memory(self.device)}
         self.bar.update(self.task, completed=step, total=total, refresh=True, **fields)
 
     def line(self, text: str) -> None:
@@ -135,7 +135,7 @@ def display(mode: str, epochs: int, device: Device) -> Quiet:
     return {"rich": Bar, "plain": Plain, "quiet": Quiet}[mode](epochs, device)
 
 
-def told(numbers: Mapping[str, Any]) -> str:
+def one_line(numbers: Mapping[str, Any]) -> str:
     """Numbers on one line; matrices appear only in the history."""
     parts = (f"{name} {shown(name, value)}" for name, value in numbers.items() if not isinstance(value, list))
     return readable("  ".join(parts))

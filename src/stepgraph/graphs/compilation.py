@@ -67,10 +67,10 @@ class Compilation:
         group.append(new)
         return new
 
-    def redeclared(self, *, anew: bool = False, **declared: Any) -> Compilation:
-        """The same programs for another declaration; `anew` rebuilds executables that keep other results."""
+    def redeclared(self, *, rebuilds: bool = False, **declared: Any) -> Compilation:
+        """The same programs for another declaration, which `rebuilds` executables if they must keep other results."""
         new = replace(self, declaration=replace(self.declaration, **declared))
-        new.__dict__["programs"] = self.programs.handed_on(new.step, new.kept, new.require_fit, anew)
+        new.__dict__["programs"] = self.programs.shared(new.step, new.kept, new.require_fit, rebuilds)
         return new
 
     # What is computed

@@ -164,7 +164,7 @@ class CompiledGraph(Graph):
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
             dropped = any(tensor not in old.kept_results() for tensor in outputs.values())
-            new = old.redeclared(outputs=declared, anew=dropped)  # existing executables discard it
+            new = old.redeclared(outputs=declared, rebuilds=dropped)  # existing executables discard it
             new.programs.executable(new.whole, new.feeds.batch, "add_outputs")
             self._redeclare(new, replace(self._declared, outputs=declared))
 
@@ -326,7 +326,7 @@ class CompiledGraph(Graph):
         def put_in_place() -> None:
             for tensor, array in arrays:
                 tensor.settle(array, compilation.device)
-            self._tell_device(compilation)
+            self._set_device(compilation)
             fresh = self.session is None or self.session.state is None or self.session.device != compilation.device
             if session.state is not None:
                 session.state.begin(fresh)
@@ -345,7 +345,7 @@ class CompiledGraph(Graph):
     def _new_session(self, compilation: Compilation) -> Session:
         return Session(compilation, None, self.gradients, lambda: [], self.session)
 
-    def _tell_device(self, compilation: Compilation) -> None:
+    def _set_device(self, compilation: Compilation) -> None:
         """Sets the device of every layer and tensor of a compiled graph."""
         device = compilation.device
         for node in compilation.nodes:

@@ -27,7 +27,7 @@ from stepgraph.runtime.trial import everything, replay
 def table(title: str, nodes: Sequence[Node], compilation: Compilation | None) -> RenderableType:
     """The layers and, for a compiled graph, its memory plan and how it runs."""
     parts: list[RenderableType] = [draw.table(nodes, title)]
-    for text in _told(compilation):
+    for text in _texts(compilation):
         parts += ["", draw.lines(text)]
     return Group(*parts)
 
@@ -39,10 +39,10 @@ def svg(nodes: Sequence[Node], declaration: Declaration) -> str:
 
 def html(title: str, nodes: Sequence[Node], declaration: Declaration, compilation: Compilation | None) -> str:
     """The same for a notebook."""
-    return draw.graph_html(title, svg(nodes, declaration), nodes, *_told(compilation))
+    return draw.graph_html(title, svg(nodes, declaration), nodes, *_texts(compilation))
 
 
-def _told(compilation: Compilation | None) -> list[str]:
+def _texts(compilation: Compilation | None) -> list[str]:
     if compilation is None:
         return []
     programs, batch, trains = compilation.programs, compilation.feeds.batch, compilation.declaration.trains
@@ -69,7 +69,7 @@ def check_numerics(session: Session, given: tuple[Data | None, ...], batch_size:
     program = compiled.programs.program(chosen.batch, compiled.declaration.trains)
     plan = memory.plan(program.step, everything(program))
     compiled.require_fit(plan, "check_numerics", chosen.batch, "check_numerics")
-    return report(replay(program, chosen.arrays), chosen.step, session.feeds.spoken)
+    return report(replay(program, chosen.arrays), chosen.step, session.feeds.titles)
 
 
 def profiled(session: Session, given: tuple[Data | None, ...], batch_size: int | None, repeat: int) -> Profile:

@@ -25,8 +25,8 @@ from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.losses import Loss
 from stepgraph.runtime.profile import profile
+from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
-from stepgraph.runtime.undoing import explained, tried, undone_unless_finite
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
@@ -145,7 +145,7 @@ class Session:
             if len(self._indices) >= MOST:
                 self._indices.clear()
             compiled = self.compilation
-            found = self._indices[batch] = Indices(compiled.step(batch, False), self.feeds.spoken)
+            found = self._indices[batch] = Indices(compiled.step(batch, False), self.feeds.titles)
             known = compiled.programs.executables.get((compiled.whole, batch))
             if known is not None and known.runs_alone:  # in one thread, an index out of range raises an ordinary error
                 self._raising.add(batch)
@@ -215,9 +215,9 @@ class Session:
         def explain(found: Arrays, after: Arrays) -> NumericsError:
             before = {**self.arrays(), **arrays}
             trial = tried(self.compilation.programs, executable, before, found, after)
-            return explained(trial, self.compilation.declaration.kind, self.next_step, self.feeds.spoken, bool(after))
+            return explained(trial, self.compilation.declaration.kind, self.next_step, self.feeds.titles, bool(after))
 
-        return undone_unless_finite(run, binding, arrays, explain)
+        return rolled_back_unless_finite(run, binding, arrays, explain)
 
     # Results
 

@@ -275,20 +275,20 @@ def all_masked(mask: torch.Tensor) -> torch.Tensor:
 
 def _require_tensors(layer: Layer, name: str, tensors: list[Tensor], counts: list[int | None]) -> None:
     """Rejects a wrong number of tensors, and tensors with a wrong number of elements."""
-    spoken = name.replace("_", " ")
+    words = name.replace("_", " ")
     if len(tensors) != len(counts):
         parts = ", ".join(_PROJECTIONS if len(counts) == 4 else _PROJECTIONS[1:3]) if counts else f"has_{name} is False"
         raise ArgumentError(
             layer.where,
-            f"{len(tensors)} {spoken} were passed, but {len(counts)} are needed ({parts})",
+            f"{len(tensors)} {words} were passed, but {len(counts)} are needed ({parts})",
             fix=f"pass {len(counts)} tensors" if counts else f"set has_{name} in the descriptor, or pass none",
         )
     for tensor, count in zip(tensors, counts, strict=True):
         if count is not None and tensor.descriptor.element_count != count:
             raise ShapeError(
                 layer.where,
-                f"the {spoken} hold {[one.descriptor.element_count for one in tensors]} numbers, not {counts}",
-                fix=f"pass {spoken} of these sizes",
+                f"the {words} hold {[one.descriptor.element_count for one in tensors]} numbers, not {counts}",
+                fix=f"pass {words} of these sizes",
             )
 
 

@@ -58,13 +58,13 @@ class Wording(NamedTuple):
         facts = {name: str(value) for name, value in error.facts.items()}
         chosen = self._chosen(" ".join([error.problem, error.fix or "", *facts.values()]))
 
-        def said(text: str) -> str:
-            return self._said(text, chosen)
+        def reword(text: str) -> str:
+            return self._translated(text, chosen)
 
-        told = {name: said(value) for name, value in facts.items()}
-        return str(StepgraphError(said(where), said(error.problem), fix=error.fix and said(error.fix), **told))
+        facts = {name: reword(value) for name, value in facts.items()}
+        return str(StepgraphError(reword(where), reword(error.problem), fix=error.fix and reword(error.fix), **facts))
 
-    def _said(self, text: str, chosen: Mapping[str, str]) -> str:
+    def _translated(self, text: str, chosen: Mapping[str, str]) -> str:
         parts = _KEPT.split(text)
         parts[::2] = [self._reworded(part, chosen) for part in parts[::2]]
         return "".join(parts)

@@ -61,11 +61,11 @@ def command(folder: Path) -> dict[str, Any]:
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The explicit settings of `fit`, without defaults and paths."""
-    shown = {name: _told(value) for name, value in given.items() if value is not None and not isinstance(value, Path)}
+    shown = {name: _plain(value) for name, value in given.items() if value is not None and not isinstance(value, Path)}
     return {name: value for name, value in shown.items() if value != ""}
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):

@@ -224,8 +224,8 @@ class Recorder(Unrecorded):
                 self.unsaid = error.problem
             if what not in self.warned:
                 self.warned.add(what)
-                told = readable(f"{error.where}: {error.problem}")
-                logger.warning("training continues, but the %s of its report could not be written: %s", what, told)
+                message = readable(f"{error.where}: {error.problem}")
+                logger.warning("training continues, but the %s of its report could not be written: %s", what, message)
 
 
 def look_after(step: int) -> int:

@@ -136,7 +136,7 @@ class Feeds:
                     value(tensor),
                     (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape,
                     tensor.data_type,
-                    self.spoken[tensor],
+                    self.titles[tensor],
                 )
                 for tensor in self.tensors
             )
@@ -147,8 +147,8 @@ class Feeds:
         return {}
 
     @cached_property
-    def spoken(self) -> dict[Tensor, str]:
-        """The name of each feed in messages."""
+    def titles(self) -> dict[Tensor, str]:
+        """The title of each feed in error messages."""
         return {tensor: f"Tensor '{tensor.label}' ({kind} '{name}')" for kind, name, tensor in self}
 
 

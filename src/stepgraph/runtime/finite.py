@@ -63,5 +63,5 @@ class Contents:
 
 def all_finite(arrays: Iterable[torch.Tensor]) -> bool:
     """Whether no array holds a NaN or an infinity; synchronizes with the device once."""
-    told = [array.isfinite().all() for array in arrays if array.is_floating_point()]
-    return bool(torch.stack(told).all()) if told else True
+    finite = [array.isfinite().all() for array in arrays if array.is_floating_point()]
+    return bool(torch.stack(finite).all()) if finite else True

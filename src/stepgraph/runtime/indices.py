@@ -21,9 +21,9 @@ from stepgraph.tensors.tensor import Tensor
 class Indices:
     """The index feeds of one batch size, checked before a call."""
 
-    def __init__(self, step: Step, spoken: Mapping[Tensor, str]) -> None:
+    def __init__(self, step: Step, titles: Mapping[Tensor, str]) -> None:
         self.limits = {value(tensor): limit for tensor, limit in step.index_limits.items() if tensor in step.fed}
-        self._spoken = spoken
+        self._titles = titles
         self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def require(self, key: Key, array: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class Indices:
         if elsewhere and self._is_part_of_known(key, array):
             return
         if not _within(array, limit.extent):
-            raise _refused(array, limit, self._spoken[key.owner])
+            raise _refused(array, limit, self._titles[key.owner])
         if elsewhere:
             self._remember(key, array, limit.extent)
 
@@ -78,12 +78,12 @@ def _within(array: torch.Tensor, extent: int) -> bool:
     return bool(np.max(unsigned) < extent)
 
 
-def _refused(array: torch.Tensor, limit: Limit, spoken: str) -> DataError:
+def _refused(array: torch.Tensor, limit: Limit, where: str) -> DataError:
     outside = (array < 0) | (array >= limit.extent)
     place = outside.nonzero()[0].tolist()
     number, allowed = int(array[tuple(place)]), f"0 to {limit.extent - 1}"
     return DataError(
-        spoken,
+        where,
         f"row {place[0]} holds the {limit.what} {number}, but {limit.where} takes {allowed}",
         place=place,
         out_of_range=f"{int(outside.sum())} of {array.numel()} numbers",

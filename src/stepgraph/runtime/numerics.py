@@ -64,8 +64,8 @@ class NumericsReport:
 
     def error(self, **facts: object) -> NumericsError:
         """The same as an exception."""
-        told = {**self.facts, **facts}
-        error = NumericsError(self.where, self.problem, fix=FIXES[self.what or "result"], **told)
+        every = {**self.facts, **facts}
+        error = NumericsError(self.where, self.problem, fix=FIXES[self.what or "result"], **every)
         error.layer, error.phase, error.step, error.report = self.layer, self.phase, self.step, self
         return error
 
@@ -74,18 +74,18 @@ class NumericsReport:
         return "\n".join([first, *(f"Note: {note}." for note in self.notes)])
 
 
-def report(trial: Trial, step: int | None, spoken: Mapping[Tensor, str]) -> NumericsReport:
+def report(trial: Trial, step: int | None, titles: Mapping[Tensor, str]) -> NumericsReport:
     """What a trial shows.
 
     Args:
         trial: a step and everything it computed.
         step: its number.
-        spoken: the names of inputs and labels in messages.
+        titles: the titles of inputs and labels in messages.
     """
     search = Search(trial)
     if search.origin is None:
         return NumericsReport(step, notes=_notes(search))
-    return _Telling(search, search.origin, step, spoken).report()
+    return _Description(search, search.origin, step, titles).report()
 
 
 def _notes(search: Search) -> tuple[str, ...]:
@@ -99,35 +99,35 @@ def _notes(search: Search) -> tuple[str, ...]:
 
 
 @dataclass
-class _Telling:
+class _Description:
     """Describes an origin in words."""
 
     search: Search
     origin: Origin
     step: int | None
-    spoken: Mapping[Tensor, str]
+    titles: Mapping[Tensor, str]
 
     def report(self) -> NumericsReport:
         origin, node = self.origin, self.origin.node
         array = self.search.array(origin.key, origin.after)
         assert array is not None
         contents = Contents.of(array)
-        what, name, problem = self._said(contents.kinds)
+        what, name, problem = self._problem(contents.kinds)
         where = node.where if node is not None else "the step"
         if what == "input":
-            where = self.spoken.get(origin.key.owner, f"Tensor '{origin.key.owner.label}'")
+            where = self.titles.get(origin.key.owner, f"Tensor '{origin.key.owner.label}'")
         names = self.search.step.names
         layer = None if node is None else names.get(node.layer, node.layer.label)
         facts = {name if what != "input" else "data": contents, **self._seen(what)}
         return NumericsReport(self.step, layer, origin.phase, what, name, where, problem, contents, facts)
 
-    def _said(self, kinds: str) -> tuple[str, str, str]:
+    def _problem(self, kinds: str) -> tuple[str, str, str]:
         """Its kind, its name, and what is wrong with it."""
         key, step = self.origin.key, _in_step(self.step)
         of_step = step.replace(" in ", " of ")
         tensor = key.owner if isinstance(key.owner, Tensor) else None
         given, is_value = self.origin.given, key.kind == KeyKind.VALUE
-        if given and is_value and (key.owner in self.spoken or not self._of_layer(key.owner)):
+        if given and is_value and (key.owner in self.titles or not self._of_layer(key.owner)):
             return "input", key.owner.label, f"{kinds} in its data{step}"
         if given and key.kind == KeyKind.USER_GRADIENT:
             return "user gradient", key.owner.label, f"{kinds} in the gradient passed for its result{step}"

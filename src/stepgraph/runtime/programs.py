@@ -97,17 +97,17 @@ class Programs:
         step = self.program(batch, training=part != PartName.INFERENCE).step
         return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
-    def handed_on(
+    def shared(
         self,
         step: Callable[[int, bool], Step],
         kept: Callable[[], Sequence[Key]],
         require_fit: Callable[[MemoryPlan, PartName, int, str], None],
-        anew: bool,
+        rebuilds: bool,
     ) -> Programs:
-        """The same programs for another compilation; `anew` gives it its own executables, which keep other results."""
+        """The same programs for another compilation; if it `rebuilds`, with executables of its own."""
         other = Programs(step, kept, require_fit, self.channels_last)
         other._traced, other._recent, other._arena = self._traced, self._recent, self._arena
-        if not anew:
+        if not rebuilds:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other
 

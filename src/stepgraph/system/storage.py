@@ -48,8 +48,8 @@ def storage(path: Path, done: str, *also: type[Exception]) -> Iterator[None]:
     except StepgraphError:
         raise
     except meant as error:
-        said = getattr(error, "strerror", None) or reason(error)
-        failed = StorageError(f"{path}", f"it cannot be {done}: {said}", fix="check path, permissions and space")
+        message = getattr(error, "strerror", None) or reason(error)
+        failed = StorageError(f"{path}", f"it cannot be {done}: {message}", fix="check path, permissions and space")
         failed.errno = getattr(error, "errno", None)
         raise failed from error
 

@@ -4,7 +4,7 @@ from stepgraph.compiler.kernels.choose import choose_kernels
 from stepgraph.compiler.kernels.update import (
     named,
     number_type,
-    take_apart,
+    expand_updates,
     update,
 )
 
@@ -12,6 +12,6 @@ __all__ = [
     "choose_kernels",
     "named",
     "number_type",
-    "take_apart",
+    "expand_updates",
     "update",
 ]

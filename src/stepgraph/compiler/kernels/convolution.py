@@ -32,7 +32,7 @@ def choose_forward(node: fx.Node) -> None:
     layout = _layout(fake(result))
     known = forward_implementations(layout, source)
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
-    name = fastest(f"convolution{_spoken(layout)}", known, arguments)
+    name = fastest(f"convolution{_suffix(layout)}", known, arguments)
     note(node, implementation=("convolution", name))
     if name == "pytorch":
         return
@@ -59,11 +59,11 @@ def choose_backward(node: fx.Node) -> None:
     layout = _layout(gradient)
     count = _enough(source)
     some, rest = gradient[:count], (weights, stride, padding)
-    of_data, spoken = data_implementations(layout, source, *rest), _spoken(layout)
+    of_data, suffix = data_implementations(layout, source, *rest), _suffix(layout)
     size = [count, *source.shape[1:]]
-    data = fastest(f"convolution data{spoken}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
+    data = fastest(f"convolution data{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
     of_weights, arguments = weights_implementations(layout, source, weights, stride), (some, source[:count], *rest)
-    kernel = fastest(f"convolution weights{spoken}", of_weights, arguments) if mask[1] else "pytorch"
+    kernel = fastest(f"convolution weights{suffix}", of_weights, arguments) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
         others = (w, stride, padding)
         calls = {
@@ -87,7 +87,7 @@ def _layout(images: Array) -> Any:
     return channels_last if is_last(images) and not images.is_cuda else channels_first
 
 
-def _spoken(layout: ModuleType) -> str:
+def _suffix(layout: ModuleType) -> str:
     return ", channels last" if layout is channels_last else ""
 
 

@@ -126,11 +126,11 @@ def _scratch(found: _Loss) -> int:
 
 def losses(x: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
     """`log Σ exp x - x[t]`, with `p = softmax(x)`: for the largest class, `log p = x - log Σ exp x`."""
-    places, counts = _places(t, left_out)
-    each = (x.amax(1) - x.gather(1, places).squeeze(1)).sub_(p.amax(1).log_())
+    classes, counts = _classes(t, left_out)
+    each = (x.amax(1) - x.gather(1, classes).squeeze(1)).sub_(p.amax(1).log_())
     if counts is not None:
         each.masked_fill_(counts.logical_not(), 0)
-    factors = _factors(x, places, counts, weights)
+    factors = _factors(x, classes, counts, weights)
     each = each if factors is None else each.mul_(factors)
     if reduction == NONE:
         return each
@@ -139,28 +139,28 @@ def losses(x: Array, p: Array, t: Array, weights: Array | None, reduction: int, 
 
 def gradient_of_softmax(g: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
     """`(p - onehot(t)) s`."""
-    places, scale = _scale(g, p, t, weights, reduction, left_out)
-    return (p * scale).scatter_add_(1, places, (-scale).expand_as(places))
+    classes, scale = _scale(g, p, t, weights, reduction, left_out)
+    return (p * scale).scatter_add_(1, classes, (-scale).expand_as(classes))
 
 
 def gradient_of_logarithms(
     g: Array, logarithms: Array, t: Array, weights: Array | None, reduction: int, left_out: int
 ) -> Array:
     """The same from `log p`."""
-    places, scale = _scale(g, logarithms, t, weights, reduction, left_out)
-    return torch.exp(logarithms).mul_(scale).scatter_add_(1, places, (-scale).expand_as(places))
+    classes, scale = _scale(g, logarithms, t, weights, reduction, left_out)
+    return torch.exp(logarithms).mul_(scale).scatter_add_(1, classes, (-scale).expand_as(classes))
 
 
 def _scale(g: Array, x: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> tuple[Array, Array]:
     """The labels along the class axis, and the weight of each row's loss: one number if all are equal."""
-    places, counts = _places(t, left_out)
-    factors = _factors(x, places, counts, weights)
+    classes, counts = _classes(t, left_out)
+    factors = _factors(x, classes, counts, weights)
     g = g / _total(t, factors) if reduction == MEAN else g
     g = g if factors is None else g * factors
-    return places, g.unsqueeze(1) if g.ndim else g
+    return classes, g.unsqueeze(1) if g.ndim else g
 
 
-def _places(t: Array, left_out: int) -> tuple[Array, Array | None]:
+def _classes(t: Array, left_out: int) -> tuple[Array, Array | None]:
     """The labels along the class axis, and which of them count, unless all do."""
     if left_out == NO_LABEL:
         return t.unsqueeze(1), None
@@ -168,11 +168,11 @@ def _places(t: Array, left_out: int) -> tuple[Array, Array | None]:
     return torch.where(counts, t, 0).unsqueeze(1), counts
 
 
-def _factors(x: Array, places: Array, counts: Array | None, weights: Array | None) -> Array | None:
+def _factors(x: Array, classes: Array, counts: Array | None, weights: Array | None) -> Array | None:
     """The weight of each label; None if all are 1."""
     if weights is None:
         return None if counts is None else counts.to(x.dtype)
-    factors = weights[places.squeeze(1)]
+    factors = weights[classes.squeeze(1)]
     return factors if counts is None else factors * counts
 
 

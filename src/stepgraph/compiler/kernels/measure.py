@@ -58,7 +58,7 @@ def remembered(operator: str, implementations: Iterable[str], arguments: Sequenc
 
 def _key(operator: str, implementations: Iterable[str], arguments: Sequence[Any]) -> str:
     described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    return json.dumps([operator, sorted(implementations), described, _place(_device(arguments))], default=str)
+    return json.dumps([operator, sorted(implementations), described, _machine(_device(arguments))], default=str)
 
 
 def _device(arguments: Sequence[Any]) -> torch.device:
@@ -171,7 +171,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _place(device: torch.device) -> list[Any]:
+def _machine(device: torch.device) -> list[Any]:
     """What the choice depends on besides the arguments: the file belongs to one processor, but the GPU may change."""
     if device.type == "cpu":
         return ["cpu", torch.get_num_threads()]

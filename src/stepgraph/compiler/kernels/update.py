@@ -64,7 +64,7 @@ def update(
     *,
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
-    spelled_out: bool = False,
+    expanded: bool = False,
 ) -> None:
     """Updates parameters and states in place, with the fastest implementation for their device.
 
@@ -72,7 +72,7 @@ def update(
     name; `norm` is the global norm if the optimizer needs one; if `finite` is False nothing changes. Expanded,
     it is the reference, for a compiler that turns it into a kernel.
     """
-    if numbers.device.type == "cpu" and optimizer.rule in FUSED and not spelled_out:
+    if numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
         flat = [array for slot in states for array in slot]
         settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         names = ",".join(optimizer.live)
@@ -278,7 +278,7 @@ def workspace(arguments: Sequence[Any], _: int) -> int:
     return count * max(parameter.nbytes for parameter in parameters)
 
 
-def take_apart(graph: fx.Graph) -> None:
+def expand_updates(graph: fx.Graph) -> None:
     """Expands updates into the rule's own operators, for a compiler that fuses them."""
     for node in graph.nodes:
         if node.target is torch.ops.stepgraph.update_by_rule_.default:

@@ -16,7 +16,7 @@ NARROW = 16  # columns or terms
 LONG = 1024  # numbers that a kernel of PyTorch's compiler sums in one go
 
 
-def spell_out_narrow_products(graph: fx.Graph) -> None:
+def expand_narrow_products(graph: fx.Graph) -> None:
     """Replaces `a b` of few terms, and `a b` and `c + a b` of few columns, by sums, for any number of rows.
 
     Both occur in the last layer of a classifier. cuBLAS pads its tiles with zeros there and writes what the next
@@ -50,5 +50,5 @@ ROW = Tuned(
     hardware="GPUs",
     pattern=f"matrix products in float32 of at most {NARROW} columns or terms",
     condition=on_gpu,
-    run=spell_out_narrow_products,
+    run=expand_narrow_products,
 )

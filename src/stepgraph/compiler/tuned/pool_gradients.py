@@ -16,7 +16,7 @@ from stepgraph.compiler.tuned.row import Tuned, on_gpu
 Array = torch.Tensor
 
 
-def compare_places(graph: fx.Graph) -> None:
+def compare_positions(graph: fx.Graph) -> None:
     """Replaces the gradients of such pools."""
     for node in graph.nodes:
         if node.target is POOL_GRADIENT:
@@ -41,5 +41,5 @@ ROW = Tuned(
     hardware="GPUs",
     pattern="max pools of images whose windows do not overlap",
     condition=on_gpu,
-    run=compare_places,
+    run=compare_positions,
 )

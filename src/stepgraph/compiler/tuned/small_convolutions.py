@@ -27,7 +27,7 @@ MOST = 16  # products of one window
 PIXELS = 4  # of a pool's window
 
 
-def spell_out_small_convolutions(graph: fx.Graph) -> None:
+def expand_small_convolutions(graph: fx.Graph) -> None:
     """Replaces convolutions with small windows by sums; before a pool, also the gradient of their weights."""
     known = channels_first.FORWARD.values()
     for node in list(graph.nodes):
@@ -126,5 +126,5 @@ ROW = Tuned(
     hardware="GPUs; custom kernels on NVIDIA Ampere and later",
     pattern=f"convolutions with at most {MOST} products per window, with the max pool and ReLU behind them",
     condition=on_gpu,
-    run=spell_out_small_convolutions,
+    run=expand_small_convolutions,
 )

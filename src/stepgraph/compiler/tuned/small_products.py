@@ -18,7 +18,7 @@ aten = torch.ops.aten
 MOST = 1 << 14  # multiplications up to which a plain loop is faster than the call
 
 
-def spell_out_small_products(graph: fx.Graph) -> None:
+def expand_small_products(graph: fx.Graph) -> None:
     """Replaces `a b` and `c + a b` by `Σₖ aᵢₖ bₖⱼ` if there are few terms."""
     for node in list(graph.nodes):
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _terms(node) <= MOST:
@@ -46,5 +46,5 @@ ROW = Tuned(
     hardware="CPUs, steps with FUSE_LAYERS",
     pattern=f"matrix products of at most {MOST:,} multiplications",
     condition=on_cpu,
-    run=spell_out_small_products,
+    run=expand_small_products,
 )

@@ -21,7 +21,7 @@ Arrays = dict[Key, torch.Tensor]
 _COMPLETE = (*PASSES, PartName.EVALUATION)  # parts that return everything they compute
 
 
-def undone_unless_finite(
+def rolled_back_unless_finite(
     run: Callable[[], Arrays],
     binding: Binding,
     arrays: Mapping[Key, torch.Tensor],
@@ -56,17 +56,17 @@ def tried(programs: Programs, executable: Executable, before: Arrays, found: Arr
     return replay(programs.program(batch, name not in WITHOUT_TRAINING), before)
 
 
-def explained(trial: Trial, kind: str, step: int | None, spoken: Mapping[Tensor, str], changed: bool) -> NumericsError:
+def explained(trial: Trial, kind: str, step: int | None, titles: Mapping[Tensor, str], changed: bool) -> NumericsError:
     """The error for a run that was rolled back; `changed`: it had written to arrays that persist."""
-    told = report(trial, step, spoken)
-    if told.ok:
+    found = report(trial, step, titles)
+    if found.ok:
         return NumericsError(
             f"{kind}.execute",
             "the compiled step produced a NaN or an infinity, but not when run operator by operator",
             fix="also compile with DETERMINISTIC and check whether the error persists",
         )
     kept = {"rolled_back": "parameters, optimizer state and statistics are as before this call"}
-    return told.error(**(kept if changed else {}))
+    return found.error(**(kept if changed else {}))
 
 
 def _left_behind(executable: Executable, found: Arrays, memory: Arrays) -> list[torch.Tensor]:
