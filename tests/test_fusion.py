@@ -312,6 +312,12 @@ def plain_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for name, function in (("attend", attend), ("attend_gradients", gradients), ("attend_joint_gradients", joint)):
         library.impl(name, function, "CPU")
+
+    def shaped(q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        batch, heads, steps, width = q.shape
+        return q.new_empty(batch, steps, 3, heads, width)
+
+    library.impl("attend_joint_gradients", shaped, "Meta")
     monkeypatch.setitem(sys.modules, "stepgraph.compiler.tuned.attention_kernels", SimpleNamespace())
     monkeypatch.setattr(tiled, "WIDTHS", (8,))
     monkeypatch.setattr(tiled, "FORWARD", aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.program import call, fake, inherit
 
 aten = torch.ops.aten
 BIASES = 2  # the index among the gradients of a convolution
@@ -35,8 +35,8 @@ def _hide_convolution_backward(node: fx.Node) -> None:
             assert isinstance(gradient, fx.Node)
             others = [axis for axis in range(fake(gradient).ndim) if axis != 1]
             with node.graph.inserting_before(one):
-                total = node.graph.call_function(aten.sum.dim_IntList, (gradient, others))
-            one.replace_all_uses_with(inherit(total, one))
+                total = call(one, aten.sum.dim_IntList, (gradient, others))
+            one.replace_all_uses_with(total)
         else:
             _replace(one, "convolution_backward", *node.args[:-1], which)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, inherit, writes
+from stepgraph.compiler.program import call, fake, inherit, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -78,12 +78,12 @@ def _join_forward(
 ) -> _Family:
     first = members[0]
     with graph.inserting_before(first):
-        joint = graph.call_function(aten.cat.default, (list(weights),))
-        turned = graph.call_function(aten.t.default, (joint,))
-        sums = [graph.call_function(aten.cat.default, ([one.args[0] for one in members],))] if first.args[:-2] else []
+        joint = call(first, aten.cat.default, (list(weights),))
+        turned = call(first, aten.t.default, (joint,))
+        sums = [call(first, aten.cat.default, ([one.args[0] for one in members],))] if first.args[:-2] else []
         source: Any = first.args[-2]
-        whole = graph.call_function(first.target, (*sums, source, turned))  # type: ignore[arg-type]
-        parts = _split(graph, whole, 1, [fake(one).shape[0] for one in weights])
+        whole = call(first, first.target, (*sums, source, turned))
+        parts = _split(whole, 1, [fake(one).shape[0] for one in weights])
     _replace(members, parts)
     _date(order, order[first], (joint, turned, *sums, whole, *parts))
     return _Family(source, weights, joint)
@@ -110,14 +110,14 @@ def _join_weight_gradients(
     attention = _attention(members)
     with graph.inserting_before(last):
         if attention is None:
-            joint = graph.call_function(aten.cat.default, (list(members), 1))
+            joint = call(last, aten.cat.default, (list(members), 1))
         else:
             members = dict(sorted(members.items(), key=lambda member: _place(member[0])))
             whole, rows = _write_together(graph, attention, order), len(fake(next(iter(members))))
-            joint = graph.call_function(aten.view.default, (whole, [rows, -1]))
-        turned = graph.call_function(aten.t.default, (joint,))
-        whole = graph.call_function(aten.mm.default, (turned, family.source))
-        parts = _split(graph, whole, 0, [fake(one).shape[1] for one in members])
+            joint = call(last, aten.view.default, (whole, [rows, -1]))
+        turned = call(last, aten.t.default, (joint,))
+        whole = call(last, aten.mm.default, (turned, family.source))
+        parts = _split(whole, 0, [fake(one).shape[1] for one in members])
     _date(order, order[last], (joint, turned, whole, *parts))
     _replace(list(members.values()), parts)
     return tuple(members), joint
@@ -136,12 +136,12 @@ def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
 def _write_together(graph: fx.Graph, attention: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     """The same gradients adjacent in one array `[batch, steps, 3, heads, width]`."""
     with graph.inserting_before(attention):
-        whole = graph.call_function(torch.ops.stepgraph.attend_joint_gradients.default, attention.args)
+        whole = call(attention, torch.ops.stepgraph.attend_joint_gradients.default, attention.args)
     _date(order, order[attention], [whole])
     for one in list(attention.users):
         with graph.inserting_before(one):
-            part = graph.call_function(aten.select.int, (whole, 2, one.args[1]))
-            turned = graph.call_function(aten.transpose.int, (part, 1, 2))
+            part = call(one, aten.select.int, (whole, 2, one.args[1]))
+            turned = call(one, aten.transpose.int, (part, 1, 2))
         _date(order, order[one], (part, turned))
         _replace([one], [turned])
     return whole
@@ -173,12 +173,12 @@ def _join_source_gradient(
     with graph.inserting_before(total):
         right = family.joint
         if weights != list(family.weights):
-            right = graph.call_function(aten.cat.default, (weights,))
+            right = call(total, aten.cat.default, (weights,))
             _date(order, order[family.joint], [right])
-        new = graph.call_function(aten.mm.default, (joint, right))
-        made = [new, graph.call_function(aten.view.default, (new, list(fake(total).shape)))]
+        new = call(total, aten.mm.default, (joint, right))
+        made = [new, call(total, aten.view.default, (new, list(fake(total).shape)))]
         for one in rest:
-            made.append(graph.call_function(aten.add.Tensor, (made[-1], one)))
+            made.append(call(total, aten.add.Tensor, (made[-1], one)))
     _date(order, order[total], made)
     _replace([total], made[-1:])
 
@@ -230,10 +230,10 @@ def _terms(node: fx.Node) -> Iterable[fx.Node]:
             yield one  # type: ignore[misc]
 
 
-def _split(graph: fx.Graph, whole: fx.Node, axis: int, sizes: Sequence[int]) -> list[fx.Node]:
+def _split(whole: fx.Node, axis: int, sizes: Sequence[int]) -> list[fx.Node]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
-        graph.call_function(aten.slice.Tensor, (whole, axis, start, start + size))
+        call(whole, aten.slice.Tensor, (whole, axis, start, start + size))
         for start, size in zip(starts, sizes, strict=True)
     ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, note, notes, set_fake
+from stepgraph.compiler.program import call, fake, set_fake
 
 aten = torch.ops.aten
 POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
@@ -87,10 +87,5 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _call(like: fx.Node, target: Any, arguments: tuple[Any, ...], after: fx.Node) -> fx.Node:
-    """A new operator of the same layer and phase."""
     with like.graph.inserting_after(after):
-        node = like.graph.call_function(target, arguments)
-    values: Any = fx.map_arg(arguments, fake)
-    note(node, layer=notes(like).layer, phase=notes(like).phase)
-    set_fake(node, target(*values))
-    return node
+        return call(like, target, arguments)

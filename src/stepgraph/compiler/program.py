@@ -116,6 +116,16 @@ def fakes(node: fx.Node) -> list[torch.Tensor]:
     return [array for array in values if isinstance(array, torch.Tensor)]
 
 
+def call(like: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+    """A new operator of the same layer and phase as another, at the graph's insertion point."""
+    node = like.graph.call_function(target, arguments)
+    note(node, layer=notes(like).layer, phase=notes(like).phase)
+    arrays = [one for source in node.all_input_nodes for one in fakes(source)]
+    with arrays[0].fake_mode:  # type: ignore[attr-defined]
+        set_fake(node, target(*fx.map_arg(arguments, fake)))
+    return node
+
+
 def set_fake(node: fx.Node, value: Any) -> None:
     """Sets the fake of an operator."""
     node.meta[_FAKE] = value

@@ -17,7 +17,7 @@ from torch import fx
 from stepgraph.compiler.kernels import channels_first
 from stepgraph.compiler.kernels.convolution import applies
 from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
-from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.program import call, fake, inherit
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
 from stepgraph.compiler.tuned.small_convolution_sums import convolve, convolve_and_pool, pooled_gradients
 
@@ -93,8 +93,8 @@ def _join_gradients(old: fx.Node, places: fx.Node, window: Pair, *, rectified: b
     sums = [user for user in g.users if _is_of_biases(user)]
     with old.graph.inserting_before(sums[0] if sums else old):
         given = g.args[0] if rectified else g
-        both = old.graph.call_function(pooled_gradients, (given, places, x, w, stride, padding, window))
-        of_weights, of_biases = (old.graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
+        both = call(old, pooled_gradients, (given, places, x, w, stride, padding, window))
+        of_weights, of_biases = (call(old, operator.getitem, (both, index)) for index in (0, 1))
     parts = [user for user in old.users if old.target is aten.convolution_backward.default]
     for one in parts or [old]:
         _replace(one, of_weights)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.program import call, fake
 from stepgraph.compiler.tuned.row import Tuned, on_cpu
 
 aten = torch.ops.aten
@@ -24,13 +24,12 @@ def expand_small_products(graph: fx.Graph) -> None:
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _terms(node) <= MOST:
             *added, a, b = node.args
             with graph.inserting_before(node):
-                rows = graph.call_function(aten.unsqueeze.default, (a, 2))
-                columns = graph.call_function(aten.unsqueeze.default, (b, 0))
-                products = graph.call_function(aten.mul.Tensor, (rows, columns))
-                total = graph.call_function(aten.sum.dim_IntList, (products, [1]))
+                rows = call(node, aten.unsqueeze.default, (a, 2))
+                columns = call(node, aten.unsqueeze.default, (b, 0))
+                products = call(node, aten.mul.Tensor, (rows, columns))
+                total = call(node, aten.sum.dim_IntList, (products, [1]))
                 for one in added:
-                    total = graph.call_function(aten.add.Tensor, (total, one))
-            inherit(total, node)
+                    total = call(node, aten.add.Tensor, (total, one))
             node.replace_all_uses_with(total)
             graph.erase_node(node)
 
