@@ -28,7 +28,9 @@ from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
-_NONE = ExecutionOptions.NONE
+# Every step reads these; looking up a member of an enumeration takes longer.
+_NONE, _STEP = ExecutionOptions.NONE, PartName.STEP
+_NOTHING: Arrays = {}
 
 
 class TrainingGraph(CompiledGraph):
@@ -301,7 +303,7 @@ class TrainingGraph(CompiledGraph):
                     "a linked graph would not receive the gradients of this one",
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
-            part = PartName.EVALUATION if evaluating else PartName.STEP if learning else PartName.FORWARD_ONLY
+            part = _STEP if learning else PartName.EVALUATION if evaluating else PartName.FORWARD_ONLY
             binding = session.bound(part, batch)
             if outputs_data:
                 session.check_destinations(outputs_data, binding.executable.part)
@@ -310,7 +312,8 @@ class TrainingGraph(CompiledGraph):
                 session.hold(binding.executable, found)
                 if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
-                    session.forget_passes({key: found[key] for key in binding.executable.others})
+                    others = binding.executable.others
+                    session.forget_passes({key: found[key] for key in others} if others else _NOTHING)
                 if learning and binding.executable.counts_steps:
                     session.updated()
                 if outputs_data:
@@ -319,9 +322,9 @@ class TrainingGraph(CompiledGraph):
 
             seeds = session.seeds(batch) if learning and session.takes_seeds else {}
             session.accept(feeds, batch, options)
-            given_arrays = feeds | seeds if seeds else feeds
+            arrays = feeds | seeds if seeds else feeds
             discard = session.discard_results if evaluating else session.discard_everything
-            execution = session.launch(binding, given_arrays, options, completion, keep, discard)
+            execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)
 
     def execute_forward(
