@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 import stepgraph as sg
 from stepgraph.cli import machine
 from stepgraph.cli.main import main
+from stepgraph.compiler.kernels.choices import CHOICES
 from tests.checkpoint_runs import batch, compiled, network
 from tests.cli_graphs import CPU, SWISH, Called, saved_custom, saved_inference, saved_linked, saved_network
 
@@ -269,7 +270,7 @@ def test_devices_counts_kernels_that_were_chosen(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "kernels.json"
-    monkeypatch.setattr("stepgraph.compiler.kernels.measure.file", lambda: file)
+    monkeypatch.setattr(CHOICES, "file", file)
     assert "missing: the first compilation creates it" in Called(capsys, "devices").out
     file.write_text('{"one": "a", "two": "b"}')
     assert re.search(r"holds +2 choices", Called(capsys, "devices").out)

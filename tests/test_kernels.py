@@ -9,6 +9,7 @@ import torch
 import stepgraph as sg
 from stepgraph.compiler.kernels import channels_first, channels_last, half, measure, operators
 from stepgraph.compiler.kernels import convolution as conv
+from stepgraph.compiler.kernels.choices import CHOICES, Choices
 
 SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
     (4, 3, 9, 5, 3, 1, 1),
@@ -128,13 +129,13 @@ def test_another_implementation_is_chosen_by_its_gain(
 def test_the_choice_is_remembered_in_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(measure, "file", lambda: tmp_path / "stepgraph" / "kernels.json")
+    monkeypatch.setattr(Choices, "file", tmp_path / "stepgraph" / "kernels.json")
     measured = []
     monkeypatch.setattr(measure, "measure", lambda implementations, *_: measured.append(1) or "pytorch")
     for _ in range(2):
-        measure._choices.cache_clear()
+        CHOICES.forget()
         network()
-    measure._choices.cache_clear()
+    CHOICES.forget()
     stored = json.loads((tmp_path / "stepgraph" / "kernels.json").read_text())
     assert len(stored) == len(measured) > 0 and set(stored.values()) == {"pytorch"}
 
@@ -145,10 +146,10 @@ def test_a_damaged_cache_is_measured_again(
 ) -> None:
     file = tmp_path / "kernels.json"
     file.write_text(content)
-    monkeypatch.setattr(measure, "file", lambda: file)
-    measure._choices.cache_clear()
+    monkeypatch.setattr(Choices, "file", file)
+    CHOICES.forget()
     assert np.isfinite(network().execute(*DATA).loss)
-    measure._choices.cache_clear()
+    CHOICES.forget()
     assert json.loads(file.read_text())
 
 

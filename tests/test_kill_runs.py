@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,29 +74,23 @@ class _Killed(BaseException):
     pass
 
 
-def test_ended_right_after_each_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3, 4], ids=["within an epoch", "at its end", "after the next update"])
+def test_ended_right_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
     """What a checkpoint knows is in the record before it: a resumed run does not write it again."""
-    recorded(tmp_path / "whole" / "run", tmp_path / "whole.json", 2)
-    save = sg.TrainingGraph.save
-    for number in range(1, 100):
-        left, folder = iter(range(number - 1)), tmp_path / str(number)
+    whole, ended, save, left = tmp_path / "whole", tmp_path / "ended", sg.TrainingGraph.save, iter(range(number - 1))
+    recorded(whole, tmp_path / "whole.json", 2)
 
-        def saves(*given: Any, left: Iterator[int] = left, **settings: Any) -> Path:
-            found = save(*given, **settings)
-            if next(left, None) is None:
-                raise _Killed
-            return found
+    def saves(*given: Any, **settings: Any) -> Path:
+        found = save(*given, **settings)
+        if next(left, None) is None:
+            raise _Killed
+        return found
 
-        with monkeypatch.context() as patch:
-            patch.setattr(sg.TrainingGraph, "save", saves)
-            try:
-                recorded(folder / "run", tmp_path / "told.json", 2)
-                break  # there were fewer checkpoints
-            except _Killed:
-                pass
-        recorded(folder / "run", tmp_path / "told.json", 2)
-        assert record(folder / "run") == record(tmp_path / "whole" / "run")
-    assert number > 5
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        patch.setattr(sg.TrainingGraph, "save", saves)
+        recorded(ended, tmp_path / "ended.json", 2)
+    recorded(ended, tmp_path / "ended.json", 2)
+    assert record(ended) == record(whole)
 
 
 def test_killed_at_random_moments(processes: Processes, tmp_path: Path) -> None:

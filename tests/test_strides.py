@@ -141,15 +141,13 @@ def in_every_order(array: torch.Tensor) -> list[torch.Tensor]:
     return [array.permute(order).contiguous().permute([*map(order.index, range(array.ndim))]) for order in orders]
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 2, 5, 4), (3, 2, 1, 4), (3, 1, 5, 4), (1, 2, 1, 4), (1, 2, 1, 1), (3, 2, 5, 4), (1, 2, 4), (3, 2, 1)]
-)
+@pytest.mark.parametrize("shape", [(1, 2, 5, 4), (3, 2, 1, 4), (1, 2, 1, 4), (3, 2, 5, 4), (1, 2, 4), (3, 2, 1)])
 def test_normalization_is_right_in_every_order(shape: tuple[int, ...]) -> None:
     """Images that are transposed leave a dimension of size 1 with a stride that PyTorch's CPU kernel misreads."""
     generator = torch.Generator().manual_seed(0)
     g, x = (torch.randn(shape, generator=generator) for _ in range(2))
     channels = [torch.rand(shape[1], generator=generator) for _ in range(3)]
-    some = [*in_every_order(g)[::5], g[..., :1].expand(shape)]
+    some = [*in_every_order(g)[::7], g[..., :1].expand(shape)]
     for turned, other in itertools.product(some, in_every_order(x)):
         wanted = _normalization_gradients(turned.contiguous(), other.contiguous(), *channels)
         for found, right in zip(_normalization_gradients(turned, other, *channels), wanted, strict=True):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import stepgraph as sg
 from stepgraph.cli.main import main
-from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.kernels.choices import CHOICES
 from stepgraph.errors import readable
 from stepgraph.report.run import Run
 from tests.checkpoint_runs import CPU, compiled, network, state, train
@@ -119,16 +119,14 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """Compiles with kernels that are chosen, in a process that has not looked for its cache yet."""
 
     def measured() -> float:
-        measure.file.cache_clear()
-        measure._choices.cache_clear()
+        CHOICES.forget()
         training = network()
         training.compile(CPU)
         return train(training, 0, 1)[0]
 
     yield measured
     monkeypatch.undo()
-    measure.file.cache_clear()
-    measure._choices.cache_clear()
+    CHOICES.forget()
 
 
 def _homeless() -> Path:
@@ -145,7 +143,7 @@ def test_without_a_home_kernels_are_measured_and_nothing_is_kept(
     if cache is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
     assert np.isfinite(measuring())
-    assert measure.file() is None and not list(tmp_path.iterdir())
+    assert CHOICES.file is None and not list(tmp_path.iterdir())
     sg.fit(compiled(network()), one_batch(), run=tmp_path / "run", progress="quiet")
     assert main(["devices"]) == 0
 
@@ -159,7 +157,7 @@ def test_a_relative_cache_is_the_one_at_home(
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     measuring()
     assert [one.name for one in tmp_path.iterdir()] == ["home"]
-    assert measure.file() is not None and measure.file().parent == tmp_path / "home" / ".cache" / "stepgraph"
+    assert CHOICES.file is not None and CHOICES.file.parent == tmp_path / "home" / ".cache" / "stepgraph"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="makes POSIX files")
@@ -170,7 +168,7 @@ def test_a_cache_of_another_kind_is_measured_anew(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300 if kind == "too long" else "cache")))
     expected = measuring()
-    file = measure.file()
+    file = CHOICES.file
     if kind == "a file":
         shutil.rmtree(tmp_path / "cache")
         (tmp_path / "cache").write_text("")

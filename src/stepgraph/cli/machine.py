@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepgraph import __version__
-from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.kernels.choices import CHOICES, LARGEST, processor
 from stepgraph.device import Device
 from stepgraph.errors import StorageError
 from stepgraph.system.storage import read_regular
@@ -41,7 +41,7 @@ def look() -> dict[str, Any]:
 def _cpu() -> dict[str, Any]:
     total, free = _host_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = measure.processor()
+    name = processor()
     name = f"{platform.machine()}, part {name}" if name.startswith("0x") else name or platform.machine()
     threads = torch.get_num_threads()
     more = f"{threads} threads (OMP_NUM_THREADS sets them), {cores} cores"
@@ -130,11 +130,11 @@ def _version(name: str) -> str:
 
 
 def _kernels() -> dict[str, Any]:
-    file = measure.file()
+    file = CHOICES.file
     if file is None:
         return {"file": None, "exists": False, "choices": 0}
     try:
-        choices = len(json.loads(read_regular(file, measure.LARGEST, StorageError)))
+        choices = len(json.loads(read_regular(file, LARGEST, StorageError)))
     except (OSError, ValueError, TypeError, RecursionError):
         choices = 0
     return {"file": str(file), "exists": file.is_file(), "choices": choices}

@@ -1,24 +1,19 @@
 """Measures the implementations of an operator once, on the real shapes, and remembers the fastest.
 
-Each implementation is checked against the reference and timed. The choice is cached in a file in the user's cache
-folder, by processor or GPU, thread count and PyTorch version, so that later runs compute the same numbers.
+Each implementation is checked against the reference and timed. `choices.py` keeps the choice, by processor or GPU,
+thread count and PyTorch version, so that later runs compute the same numbers.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from stepgraph.errors import StorageError
-from stepgraph.system.storage import read_regular
+from stepgraph.compiler.kernels.choices import CHOICES
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
 # on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
@@ -28,7 +23,6 @@ FEWEST = 8  # images
 DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
-LARGEST = 2**26  # maximum size of the file of choices in bytes; one takes about 200
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation]  # by name; the first is the reference
 
@@ -42,17 +36,18 @@ def fastest(operator: str, implementations: Implementations, arguments: Sequence
         arguments: arrays, of which only shape, type and device matter, and settings.
         rules: how to compare them, as for `measure`.
     """
-    key, choices = _key(operator, implementations, arguments), _choices()
-    if choices.get(key) not in implementations:
-        choices[key] = measure(implementations, arguments, _device(arguments), **rules)
-        _remember(choices)
-    return choices[key]
+    key = _key(operator, implementations, arguments)
+    chosen = CHOICES.get(key)
+    if chosen is None or chosen not in implementations:
+        chosen = measure(implementations, arguments, _device(arguments), **rules)
+        CHOICES.remember(key, chosen)
+    return chosen
 
 
 def remembered(operator: str, implementations: Iterable[str], arguments: Sequence[Any]) -> str | None:
     """The previous choice, or None."""
     names = list(implementations)
-    found = _choices().get(_key(operator, names, arguments))
+    found = CHOICES.get(_key(operator, names, arguments))
     return found if found in names else None
 
 
@@ -177,64 +172,3 @@ def _machine(device: torch.device) -> list[Any]:
         return ["cpu", torch.get_num_threads()]
     precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     return [torch.cuda.get_device_name(device), *precision]
-
-
-# Previous choices, in memory and in the user's cache folder
-
-
-@cache
-def file() -> Path | None:
-    """The file with the choices for this processor and this PyTorch; None if the user has no cache folder."""
-    folder = _cache_folder()
-    machine = "".join(c if c.isalnum() else "-" for c in f"{platform.machine()}-{processor()}")
-    return None if folder is None else folder / f"kernels-{machine}-torch-{torch.__version__}.json"
-
-
-def _cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/stepgraph` or `~/.cache/stepgraph`; the XDG specification requires absolute paths."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():
-        return given / "stepgraph"
-    try:
-        home = Path.home()
-    except RuntimeError:  # neither HOME nor the account defines it
-        return None
-    return home / ".cache" / "stepgraph" if home.is_absolute() else None
-
-
-@cache
-def _choices() -> dict[str, str]:
-    return _stored()
-
-
-def _stored() -> dict[str, str]:
-    path = file()
-    try:
-        found = None if path is None else json.loads(read_regular(path, LARGEST, StorageError))
-    except (OSError, ValueError, RecursionError):  # missing or unreadable: measure again
-        return {}
-    return {key: name for key, name in found.items() if isinstance(name, str)} if isinstance(found, dict) else {}
-
-
-def _remember(choices: dict[str, str]) -> None:
-    path = file()
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        choices.update({**_stored(), **choices})  # other processes write it too
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(choices, indent=0))
-        draft.replace(path)
-    except OSError:  # if the folder is not writable, the next run measures again
-        return
-
-
-def processor() -> str:
-    """The name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "CPU part", "Hardware")
-    return next((line.split(":")[1].strip() for line in lines if line.startswith(wanted)), platform.processor())
