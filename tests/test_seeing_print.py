@@ -12,6 +12,7 @@ import pytest
 
 import stepgraph as sg
 from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.kernels.choices import Choices
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import Fusion
 from stepgraph.draw.notebook import html_table
@@ -46,7 +47,9 @@ def printed(graph: sg.TrainingGraph | sg.InferenceGraph) -> dict[str, str]:
 
 def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure", lambda known, *_: list(known)[-1])  # the last is the fastest
-    monkeypatch.setattr(measure, "_choices", dict)
+    unknown = Choices()
+    unknown.file = None  # nothing is remembered
+    monkeypatch.setattr(measure, "CHOICES", unknown)
     training = digits()
     lines = printed(training)
     assert lines["batch"] == "8" and lines["precision"] == "float32"

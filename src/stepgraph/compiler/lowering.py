@@ -59,8 +59,7 @@ class _WrittenOut(TorchFunctionMode):
 
     def __init__(self, step: Step) -> None:
         super().__init__()
-        rows = (row for row in MANIFEST if row.takes_attention is not None and row.applies(step))
-        self._taken = [row.takes_attention for row in rows if row.takes_attention is not None]
+        self._taken = [row.takes_attention for row in MANIFEST if row.takes_attention is not None and row.applies(step)]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention and self._is_faster(*args):
