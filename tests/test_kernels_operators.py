@@ -1,4 +1,4 @@
-"""Ways for embeddings, normalization, products: PyTorch's numbers, used where they are chosen, their memory known."""
+"""Implementations of embeddings, normalization, products: PyTorch's numbers, used where chosen, their memory known."""
 
 from collections.abc import Callable
 from functools import partial

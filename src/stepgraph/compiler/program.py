@@ -121,6 +121,7 @@ def call(like: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
     node = like.graph.call_function(target, arguments)
     note(node, layer=notes(like).layer, phase=notes(like).phase)
     arrays = [one for source in node.all_input_nodes for one in fakes(source)]
+    # PyTorch types arrays without memory as ordinary ones; numbers that the function makes itself join their mode.
     with arrays[0].fake_mode:  # type: ignore[attr-defined]
         set_fake(node, target(*fx.map_arg(arguments, fake)))
     return node
