@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.runtime import losses
+from stepgraph.runtime import loss_slots as losses
 
 pytestmark = pytest.mark.gpu
 BATCH = 16
@@ -301,6 +301,10 @@ def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
         training.compile(device, UNFUSED)
         generator = np.random.default_rng(0)
         data = [generator.standard_normal(shape).astype(np.float32) for shape in (x.shape, y.shape)]
+        compiled = training.compilation
+        nodes = compiled.programs.executable("step", compiled.feeds.batch).part.module.graph.nodes
+        by_cudnn = torch.ops.stepgraph.lstm_cudnn.default in [node.target for node in nodes]
+        assert by_cudnn == device.is_cuda
         return [training.execute({"x": data[0]}, {"y": data[1]}).loss for _ in range(10)]
 
     np.testing.assert_allclose(trained(gpu()), trained(sg.Device.cpu()), rtol=1e-5)

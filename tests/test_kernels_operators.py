@@ -1,6 +1,5 @@
-"""Implementations of embeddings, normalization, products: PyTorch's numbers, used where chosen, their memory known."""
+"""Implementations of normalization, pools and sums: PyTorch's numbers, used where chosen, their memory known."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -10,8 +9,13 @@ from test_memory import measured_peak
 
 import stepgraph as sg
 from stepgraph.compiler import trace
-from stepgraph.compiler.kernels import embedding, measure, normalization, operators, products
-from stepgraph.compiler.operators import TABLE, Operator
+from stepgraph.compiler.kernels import choose_operator as operators
+from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.kernels import normalization_by_rows as normalization
+from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
+from stepgraph.compiler.operators import TABLE
+from stepgraph.compiler.tuned import MANIFEST, sums_by_convolution
+from stepgraph.compiler.tuned.sums_by_convolution import sum_by_convolution
 
 aten = torch.ops.aten
 OPTIONS = sg.GraphCompilationOptions
@@ -25,23 +29,7 @@ def close(found: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: fl
         assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
-# Embedding
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("padding", [-1, 0, 4])
-@pytest.mark.parametrize("name", embedding.IMPLEMENTATIONS)
-def test_embedding_gradients_sum_repeated_words(name: str, padding: int, kind: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    g = torch.randn(6, 50, 16, generator=generator)
-    for indices in (torch.randint(0, 9, (6, 50), generator=generator), torch.full((6, 50), 4)):
-        found = embedding.IMPLEMENTATIONS[name](g, indices.to(kind), 12, padding, False)
-        wanted = torch.zeros(12, 16, dtype=torch.float64)
-        for row, word in zip(g.double().reshape(-1, 16), indices.flatten().tolist(), strict=True):
-            wanted[word] += row * (word != padding)
-        close(found, wanted.float(), 1e-6)
-        turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # the same numbers in another order in memory
-        close(embedding.IMPLEMENTATIONS[name](turned, indices.to(kind), 12, padding, False), found, 1e-6)
+# Measuring
 
 
 def test_indices_are_measured_all_over_the_vocabulary() -> None:
@@ -99,38 +87,27 @@ def test_constant_and_missing_numbers_do_as_with_pytorch() -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-# Products
+# Sums
 
 
-@pytest.mark.parametrize("function", [products.added_after, products.sum_by_convolution])  # the processor decides
 @torch.inference_mode()
-def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory(function: Callable[..., torch.Tensor]) -> None:
+def test_sums_are_pytorchs_in_memory_of_their_own_and_in_given_memory() -> None:
     generator = torch.Generator().manual_seed(0)
     biases, source, weights = (torch.randn(shape, generator=generator) for shape in ((60,), (50, 70), (60, 70)))
-    whole = torch.randn(50, 90, generator=generator)
-    for left in (source, source[:1], whole[:, 20:]):  # the last one's rows are parts of longer ones
+    for left in (source, source[:1]):
         wanted = torch.addmm(biases, left, weights.t())
         given = torch.full_like(wanted, float("nan"))
-        close(function(biases, left, weights.t()), wanted, 1e-6)
-        assert function(biases, left, weights.t(), out=given) is given
+        close(sum_by_convolution(biases, left, weights.t()), wanted, 1e-6)
+        assert sum_by_convolution(biases, left, weights.t(), out=given) is given
         close(given, wanted, 1e-6)
 
 
-def test_only_what_goes_to_onednn_may_be_slower_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_by_convolution_are_for_transposed_weights() -> None:
+    (offer,) = sums_by_convolution.ROW.offers
     biases, source, weights = torch.empty(60), torch.empty(50, 70), torch.empty(60, 70)
-    turned = torch.empty(70, 50).t()
-    for on_arm in (True, False):
-        monkeypatch.setattr(products, "ON_ARM", on_arm)
-        assert (products.gain((biases, source, weights.t())) > 1) == on_arm
-        assert products.gain((biases, turned, weights.t())) < 1
-        assert products.gain((biases, source, torch.empty(70, 60))) < 1
-
-
-@torch.inference_mode()
-def test_a_sum_by_convolution_needs_no_more_than_its_result() -> None:
-    biases, source, weights = torch.randn(60), torch.randn(50, 70), torch.randn(60, 70)
-    found: list[torch.Tensor] = []
-    assert measured_peak(lambda: found.append(products.sum_by_convolution(biases, source, weights.t()))) == 4 * 50 * 60
+    assert offer.fits((biases, source, weights.t()))
+    assert not offer.fits((biases, torch.empty(70, 50).t(), weights.t()))
+    assert not offer.fits((biases, source, torch.empty(70, 60)))
 
 
 # Memory
@@ -140,63 +117,29 @@ def test_a_sum_by_convolution_needs_no_more_than_its_result() -> None:
 def test_implementations_need_what_they_say() -> None:
     g, x, gamma, beta = images(0.0, 16, 8, 20, 20)
     statistics = x.mean((0, 2, 3)), torch.ones(8)
-    rows, indices = torch.randn(1000, 4, 32), torch.randint(0, 50, (1000, 4))
-    turned = rows.transpose(0, 1).contiguous().transpose(0, 1)
-    wide = torch.randn(300, 200)
-    bias, square = torch.randn(300), torch.randn(300, 300)
-    gradients = list(embedding.IMPLEMENTATIONS.values())[1:]
+    wide, bias = torch.randn(300, 200), torch.randn(300)
     calls = [
-        (products.turned, (square.t(), wide.t().contiguous().t())),
-        (products.turned_sum, (bias[:200], square.t(), wide.t().contiguous().t())),
-        (products.sum_of_right_copied, (bias, wide, wide.t())),
-        (products.added_after, (bias, wide, wide.t().contiguous())),
-        (products.sum_by_convolution, (bias, wide, wide.t())),
-        (operators.sum_by_product, (torch.randn(20_000, 4), [0])),
-        (operators.IMPLEMENTATIONS[aten.tanh.default]["sigmoid"], (wide,)),
-        (operators.gelu_backward_by_parts, (square, square)),
-        (partial(operators.gelu_backward_by_parts, approximate="tanh"), (square, square)),
+        (sum_by_convolution, (bias, wide, wide.t())),
         (operators.max_pool_channels_last, (x, [2, 2], [2, 2], [0, 0])),
         (operators.max_pool_channels_last, (x, [3, 3], [1, 1], [1, 1])),
-        *((products.of_left_copied, (one, one.t().contiguous())) for one in (wide, wide.t())),
-        *((products.of_right_copied, (wide, other)) for other in (wide.t(), wide.t().contiguous())),
         (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.normalize_by_rows, (x + 20, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.gradients_by_rows, (g, x, gamma, None, None, *statistics, True, EPSILON, [True] * 3)),
-        *((function, (one, indices, 50, -1, False)) for one in (rows, turned) for function in gradients),
     ]
-
-    def nothing(*_: object) -> int:
-        return 0
-
-    known = [pair for one in operators.IMPLEMENTATIONS.values() for pair in one.items()]
-    alternatives = {function for name, function in known if name != "pytorch"}
-    assert alternatives <= {function for function, _ in calls}
+    offered = [one for row in MANIFEST for one in row.offers if one.operation != CONVOLUTION_WEIGHTS]
+    assert {one.function for one in (*operators.ALTERNATIVES, *offered)} <= {function for function, _ in calls}
     for function, arguments in calls:
         function(*arguments)
-        arrays = [one for one in arguments if isinstance(one, torch.Tensor)]
         found: list[object] = []
         call = partial(function, *arguments)
         measured = measured_peak(lambda call=call, found=found: found.append(call()))
         results = sum(one.nbytes for one in (found[0] if isinstance(found[0], tuple) else found))
-        row = TABLE.get(function.func if isinstance(function, partial) else function, Operator())
-        said = results + (row.workspace or nothing)(arrays, results)
-        block = 4 * 60 * 60  # PyTorch transposes a matrix block by block
-        unseen = 8 * 5 * indices.numel()  # what sorting allocates
-        assert measured - block <= said <= 1.1 * measured + unseen, function
+        workspace = TABLE[function].workspace
+        said = results + (workspace(arguments, results) if workspace else 0)
+        assert measured <= said <= 1.1 * measured, function
 
 
 # In graphs
-
-
-def words() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    sg.set_seed(4)
-    x, y, graph = sg.Tensor((16, 64), "int64"), sg.Tensor((16, 64, 32)), sg.Graph()
-    rows = graph.node(sg.EmbeddingLayer.create(100, 32), x)
-    graph.node(sg.FullyConnectedLayer.create(32, 32), rows)
-    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=5.0))
-    training.add_inputs({"x": x}, {"y": y})
-    random = np.random.default_rng(0)
-    return training, {"x": random.integers(0, 100, x.shape)}, {"y": random.random(y.shape, dtype=np.float32)}
 
 
 def pictures() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -213,51 +156,26 @@ def pictures() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.nd
     return training, *({name: random.random(t.shape, dtype=np.float32)} for name, t in (("x", x), ("y", y)))
 
 
-GRAPHS = [
-    (words, {"embedding_dense_backward": "index"}, {embedding.by_index}),
-    (words, {"embedding_dense_backward": "scatter"}, {embedding.by_scatter}),
-    (
-        pictures,
-        {"native_batch_norm": "rows", "native_batch_norm_backward": "rows"},
-        {normalization.normalize_by_rows, normalization.gradients_by_rows},
-    ),
-]
+def test_graphs_use_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = {"native_batch_norm": "rows", "native_batch_norm_backward": "rows"}
 
-
-@pytest.mark.parametrize(("build", "choice", "functions"), GRAPHS, ids=["index", "scatter", "rows"])
-def test_graphs_use_what_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-    build: Callable[[], tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]],
-    choice: dict[str, str],
-    functions: set[object],
-) -> None:
     def pick(operator: str, implementations: dict[str, object], *_: object, **__: object) -> str:
         return choice.get(operator.split(".")[1], "pytorch")
 
     used: set[object] = set()
     choosing = trace.kernels.choose_kernels
 
-    def noting(module: torch.fx.GraphModule, device: torch.device) -> None:
-        choosing(module, device)
+    def noting(module: torch.fx.GraphModule, *given: object) -> None:
+        choosing(module, *given)
         used.update(node.target for node in module.graph.nodes)
 
     monkeypatch.setattr(operators, "fastest", pick)
     monkeypatch.setattr(trace.kernels, "choose_kernels", noting)
-    (plain, *data), (chosen, *_) = build(), build()
+    (plain, *data), (chosen, *_) = pictures(), pictures()
     plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     assert not used
     chosen.compile(sg.Device.cpu())
-    assert functions <= used
+    assert {normalization.normalize_by_rows, normalization.gradients_by_rows} <= used
     losses = [(one.execute(*data).loss, other.execute(*data).loss) for one, other in [(plain, chosen)] * 20]
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-4)
     assert losses[-1][0] < 0.9 * losses[0][0]
-
-
-def test_what_is_averaged_by_frequency_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "fastest", lambda what, *_, **__: pytest.fail(what))
-    x, y, graph = sg.Tensor((16, 64), "int64"), sg.Tensor((16, 64, 32)), sg.Graph()
-    descriptor = sg.EmbeddingDescriptor(100, 32, scales_gradient_by_frequency=True)
-    graph.node(sg.EmbeddingLayer(descriptor, sg.Tensor((100, 32), fill=1.0)), x)
-    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
-    training.add_inputs({"x": x}, {"y": y})
-    training.compile(sg.Device.cpu())

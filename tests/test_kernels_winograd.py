@@ -6,11 +6,16 @@ import torch
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS
-from stepgraph.compiler.kernels import channels_first, channels_last, convolution, winograd
+from stepgraph.compiler.kernels import channels_first
+from stepgraph.compiler.kernels import choose_convolution as convolution
+from stepgraph.compiler.kernels.channels_last import is_last
+from stepgraph.compiler.operators import TABLE
+from stepgraph.compiler.tuned import row, winograd
 from tests.test_kernels import DATA, network
 from tests.test_memory import measured_peak
 
-LAYOUTS = {"first": (channels_first, torch.contiguous_format), "last": (channels_last, torch.channels_last)}
+ORDERS = {"first": torch.contiguous_format, "last": torch.channels_last}
+OFFERS = {one.name: one for one in winograd.ROW.offers}
 SHAPES = [  # images, channels, height, width, outputs, padding
     (4, 3, 8, 8, 5, (1, 1)),
     (5, 4, 9, 7, 3, (1, 1)),
@@ -36,13 +41,13 @@ def arrays(shape: tuple, order: torch.memory_format, kind: torch.dtype = torch.f
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OFFERS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, name: str, shape: tuple) -> None:
-    kernels, order = LAYOUTS[layout]
-    arguments = (*arrays(shape, order), (1, 1), shape[-1])
+    arguments = (*arrays(shape, ORDERS[layout]), (1, 1), shape[-1])
+    order = ORDERS[layout if is_last(arguments[0]) else "first"]  # with one channel both are the same
     wanted = channels_first.weights_pytorch(*arguments)
-    function = kernels.WEIGHTS[name]
+    function = OFFERS[name].function
     found = [function(*arguments)]
     monkeypatch.setattr(winograd, "_even", lambda total, _: min(total, 3))  # three images and outputs at a time
     found.append(function(*arguments))
@@ -51,25 +56,24 @@ def test_the_gradient_is_pytorchs(monkeypatch: pytest.MonkeyPatch, layout: str, 
         assert (one - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OFFERS)
 def test_float32_stays_far_within_the_tolerance(name: str) -> None:
     arguments = (*arrays((8, 32, 32, 32, 32, (1, 1)), torch.channels_last, torch.float32), (1, 1), (1, 1))
     exact = channels_first.weights_pytorch(*(one.double() for one in arguments[:3]), *arguments[3:])
-    found = channels_last.WEIGHTS[name](*arguments)
+    found = OFFERS[name].function(*arguments)
     assert (found - exact).abs().max() <= 2e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_offered_for_3x3_and_stride_1_only(layout: str) -> None:
-    kernels, _ = LAYOUTS[layout]
-    plain = {"pytorch", "gemm"}
+def test_it_is_offered_for_3x3_and_stride_1_only() -> None:
     for channels, name in ((8, "winograd"), (64, "winograd 4")):
-        x = torch.empty(2, channels, 8, 8)
-        offered = convolution.weights_implementations(kernels, x, torch.empty(4, channels, 3, 3), (1, 1))
-        assert set(offered) == plain | {name}
+        x, g = torch.empty(2, channels, 8, 8), torch.empty(2, 4, 8, 8)
+        assert _fitting(g, x, torch.empty(4, channels, 3, 3), (1, 1), (1, 1)) == [name]
         for kernel, stride in (((5, 5), (1, 1)), ((3, 1), (1, 1)), ((3, 3), (2, 2)), ((3, 3), (1, 2))):
-            offered = convolution.weights_implementations(kernels, x, torch.empty(4, channels, *kernel), stride)
-            assert set(offered) == plain
+            assert _fitting(g, x, torch.empty(4, channels, *kernel), stride, (1, 1)) == []
+
+
+def _fitting(*arguments: object) -> list[str]:
+    return [name for name, one in OFFERS.items() if one.fits(arguments)]
 
 
 MEMORY = [  # of several portions, of one, of many channels: products are kept, or made for some outputs at a time
@@ -81,24 +85,25 @@ MEMORY = [  # of several portions, of one, of many channels: products are kept, 
 
 
 @pytest.mark.parametrize("shape", MEMORY, ids=str)
-@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OFFERS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_the_workspace_is_the_measured_one(layout: str, name: str, shape: tuple) -> None:
-    kernels, order = LAYOUTS[layout]
-    g, x, w = arrays(shape, order, torch.float32)
+    g, x, w = arrays(shape, ORDERS[layout], torch.float32)
+    function, arguments = OFFERS[name].function, (g, x, w, (1, 1), shape[-1])
     with torch.inference_mode():
-        kernels.WEIGHTS[name](g, x, w, (1, 1), shape[-1])
-        peak = measured_peak(lambda: kernels.WEIGHTS[name](g, x, w, (1, 1), shape[-1]))
-    planned = convolution.workspace(kernels, name, x, w, (1, 1), shape[-1])
+        function(*arguments)
+        peak = measured_peak(lambda: function(*arguments))
+    planned = TABLE[function].workspace(arguments, w.nbytes)
     assert peak - w.nbytes == pytest.approx(planned, rel=0.02)
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(convolution, "fastest", lambda _, known, __: name if name in known else "pytorch")
-    monkeypatch.setattr(convolution, "MANY", 1 if name == "winograd 4" else 1 << 30)
+    monkeypatch.setattr(winograd, "MANY", 1 if name == "winograd 4" else 1 << 30)
+    monkeypatch.setattr(winograd.ROW, "condition", row.on_cpu)  # on other processors too
 
 
-@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OFFERS)
 def test_the_plan_counts_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     chosen(monkeypatch, name)
     net = Stepgraph(MODELS["cnn"], "cpu", dropout=True)
@@ -106,7 +111,7 @@ def test_the_plan_counts_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert net.training.memory_plan.intermediates == pytest.approx(measured_peak(net.step), rel=0.1)
 
 
-@pytest.mark.parametrize("name", winograd.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OFFERS)
 def test_it_trains_like_the_reference(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plain = network(sg.GraphCompilationOptions.DETERMINISTIC)
     chosen(monkeypatch, name)

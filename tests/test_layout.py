@@ -10,7 +10,9 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import pipeline, recompute
-from stepgraph.compiler.kernels import convolution, cross_entropy, measure, operators
+from stepgraph.compiler.kernels import choose_convolution as convolution
+from stepgraph.compiler.kernels import choose_operator as operators
+from stepgraph.compiler.kernels import cross_entropy, measure
 from stepgraph.compiler.layout import FIRST, LAST
 
 BATCH = 8

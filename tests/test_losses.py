@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from stepgraph.runtime import losses
-from stepgraph.runtime.losses import Losses
+from stepgraph.runtime import loss_slots as losses
+from stepgraph.runtime.loss_slots import Losses
 
 
 def test_every_loss_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import MODELS
 from stepgraph.compiler import memory
-from stepgraph.compiler.kernels import convolution
+from stepgraph.compiler.kernels import choose_convolution as convolution
 from stepgraph.runtime import executable, programs
 from stepgraph.runtime.programs import PASSES
 

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import pipeline, simplification
-from stepgraph.compiler.pooling import POOL, RELU, pool_first
+from stepgraph.compiler.pool_first import POOL, RELU, pool_first
 
 aten = torch.ops.aten
 WITHOUT = tuple(row for row in pipeline.TABLE if row.name != "pool before ReLU")

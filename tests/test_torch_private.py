@@ -84,7 +84,6 @@ PRIVATE = {
     "torch._functorch.compile_utils.fx_graph_cse": ("inductor", "compute equal operators of a fused step once"),
     "torch._inductor.compile_fx.compile_fx": ("inductor", "fuse a recorded step"),
     "torch._inductor.compile_fx.compile_fx_inner": ("inductor", "compile the kernels of a fused step"),
-    "torch._inductor.inductor_prims.force_stride_order": ("inductor", "keep the order of a result in memory"),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": (
         "generated_code",
         "launch the kernels of a fused step directly",

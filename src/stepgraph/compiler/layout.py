@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels import measure
-from stepgraph.compiler.kernels.operators import LARGE
+from stepgraph.compiler.kernels.choose_operator import LARGE
 from stepgraph.compiler.program import Part, Phase, Program
 from stepgraph.compiler.step import Fusion, Step, gradient, value
 from stepgraph.compiler.trace import arguments

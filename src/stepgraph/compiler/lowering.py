@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from stepgraph.compiler.lstm_cudnn import by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.layers.attention import MultiheadAttentionLayer, attention_weights, weighted
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
+from stepgraph.layers.lstm_kernel import one_direction
+from stepgraph.layers.recurrent import LSTMLayer
 
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 LAST = torch.channels_last
@@ -26,7 +29,9 @@ def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
     if step.channels_last and isinstance(layer, ConvolutionLayer):
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
-        return _attending(step, forward)
+        return _under(_WrittenOut(step), forward)
+    if step.device.type == "cuda" and isinstance(layer, LSTMLayer):
+        return _under(_ByCudnn(), forward)
     return forward
 
 
@@ -44,18 +49,30 @@ def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
     return run
 
 
-def _attending(step: Step, forward: Forward) -> Forward:
-    """Attention over few keys is written out, unless tuned code takes it as one operator."""
+def _under(mode: TorchFunctionMode, forward: Forward) -> Forward:
+    """Some of the functions that a layer calls are replaced by others."""
 
     def run(sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
-        with _WrittenOut(step):
+        with mode:
             return forward(sources, scope)
 
     return run
 
 
+class _ByCudnn(TorchFunctionMode):
+    """Records cuDNN's LSTM in the place of our own, where cuDNN has one."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is one_direction and supports(args[0].dtype, lengths=args[6]):
+            return by_cudnn(*args)
+        return function(*args, **(kwargs or {}))
+
+
 class _WrittenOut(TorchFunctionMode):
-    """Records products and a softmax in the place of PyTorch's attention, where they are faster."""
+    """Records products and a softmax in the place of PyTorch's attention over few keys, where they are faster.
+
+    Tuned code may take attention as one operator instead.
+    """
 
     def __init__(self, step: Step) -> None:
         super().__init__()

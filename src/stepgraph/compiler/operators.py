@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import embedding, normalization, products
-from stepgraph.compiler.kernels import operators as implementations
+from stepgraph.compiler.kernels.alternatives import Alternative
+from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
 from stepgraph.compiler.program import fake, fakes, note
+from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.layers import lstm_kernel
 from stepgraph.random import draw_mask, draw_uniform
 from stepgraph.system import torch_private
@@ -60,22 +61,13 @@ def _threshold_backward(g: torch.Tensor, x: torch.Tensor, threshold: float) -> t
     return aten.threshold_backward.grad_input(g, x, threshold, grad_input=g)
 
 
-def _copied(position: int) -> Workspace:
-    """A copy of one argument, unless it is contiguous."""
-    return lambda given, _: 0 if given[position].is_contiguous() else given[position].nbytes
-
-
 def _like(position: int) -> Workspace:
     """The size of one argument."""
     return lambda given, _: given[position].nbytes
 
 
-def _row_of_ones(given: Sequence[Any], _: int) -> int:
-    return given[0].shape[0] * given[0].element_size()
-
-
-def _like_results(_: Sequence[Any], results: int) -> int:
-    return results
+def _alternative(one: Alternative) -> Operator:
+    return Operator(out=Out(one.function) if one.takes_out else None, workspace=one.workspace)
 
 
 TABLE: dict[Any, Operator] = {
@@ -111,24 +103,8 @@ TABLE: dict[Any, Operator] = {
     # `∂h/∂c` of all steps
     ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
     # Implementations beside PyTorch's
-    products.of_left_copied: Operator(out=Out(products.of_left_copied), workspace=_copied(-2)),
-    products.of_right_copied: Operator(out=Out(products.of_right_copied), workspace=_copied(-1)),
-    products.added_after: Operator(out=Out(products.added_after)),
-    products.sum_of_right_copied: Operator(out=Out(products.sum_of_right_copied), workspace=_copied(-1)),
-    products.sum_by_convolution: Operator(out=Out(products.sum_by_convolution)),
-    products.turned: Operator(workspace=_like_results),
-    products.turned_sum: Operator(workspace=_like_results),
-    embedding.by_index: Operator(workspace=embedding.workspace),
-    embedding.by_scatter: Operator(workspace=embedding.workspace_of_sorting),
-    normalization.normalize_by_rows: Operator(workspace=normalization.workspace),
-    normalization.gradients_by_rows: Operator(workspace=normalization.workspace),
-    implementations.gelu_backward_by_parts: Operator(
-        out=Out(implementations.gelu_backward_by_parts), workspace=_like(0)
-    ),
-    implementations.sum_by_product: Operator(workspace=_row_of_ones),
-    implementations.max_pool_channels_last: Operator(
-        workspace=lambda given, results: max(given[0].nbytes, results),
-    ),
+    **{one.function: _alternative(one) for one in ALTERNATIVES},
+    **{one.function: _alternative(one) for row in MANIFEST for one in row.offers},
 }
 _PLAIN = Operator()
 

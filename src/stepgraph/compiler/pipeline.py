@@ -34,7 +34,7 @@ from stepgraph.compiler import (
 )
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.pooling import pool_first
+from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
@@ -124,6 +124,11 @@ def _fit(part: Part, step: Step) -> Part:
     return recompute.fit(step, part, step.memory_limit)
 
 
+def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
+    offered = [one for row in MANIFEST if row.applies(step) for one in row.offers]
+    kernels.choose_kernels(module, step.device, offered)
+
+
 def _lay_out(step: Step, _: Step) -> Step:
     return layout.choose(step, program, lambda part, of: settled(part, of, PartName.TRIAL))
 
@@ -148,7 +153,7 @@ TABLE: tuple[Pass, ...] = (
     Pass(
         "choose implementations",
         RECORDED,
-        lambda module, step: kernels.choose_kernels(module, step.device),
+        _choose_kernels,
         _measures,
     ),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),

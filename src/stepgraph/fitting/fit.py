@@ -33,7 +33,7 @@ from stepgraph.fitting.trained import Trained, read_losses, until
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
-from stepgraph.runtime.losses import Loss
+from stepgraph.runtime.loss_slots import Loss
 from stepgraph.system.storage import plain, real, require_writable
 
 Metrics = Metric | Sequence[Metric] | Mapping[str, Metric]

@@ -15,7 +15,7 @@ from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.loss import LossLayer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
-from stepgraph.runtime.losses import Loss
+from stepgraph.runtime.loss_slots import Loss
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions, ReductionType

@@ -23,7 +23,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import MOST, Data, Feeds
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
-from stepgraph.runtime.losses import Loss
+from stepgraph.runtime.loss_slots import Loss
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState

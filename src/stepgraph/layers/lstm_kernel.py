@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from stepgraph.errors import ArgumentError
 
@@ -36,6 +37,33 @@ def sequence_lengths(lengths: Array, steps: int) -> Array:
 @sequence_lengths.register_fake
 def _(lengths: Array, steps: int) -> Array:
     return torch.empty_like(lengths, dtype=torch.int64)
+
+
+def one_direction(
+    x: Array,
+    input_weights: Sequence[Array],
+    hidden_weights: Sequence[Array],
+    biases: Sequence[Array] | None,
+    h0: Array | None,
+    c0: Array | None,
+    lengths: Array | None,
+    reverse: bool,
+) -> tuple[Array, Array, Array]:
+    """Outputs `[steps, batch, hidden]`, and the final `h` and `c`, `[batch, hidden]`.
+
+    Weights and biases are those of the four gates: input, forget, candidate, output. As a function of PyTorch's own
+    kind, it can be replaced while a layer is recorded.
+    """
+    given = x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse
+    if has_torch_function((x,)):
+        return handle_torch_function(one_direction, (x,), *given)
+    weights = [_joined(one) for one in (input_weights, hidden_weights)]
+    return lstm(x, *weights, None if biases is None else _joined(biases), h0, c0, lengths, reverse)[:3]
+
+
+def _joined(gates: Sequence[Array]) -> Array:
+    i, f, g, o = gates
+    return torch.cat([o, i, f, g])
 
 
 @torch.library.custom_op("stepgraph::lstm", mutates_args=())

@@ -12,8 +12,7 @@ from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.dropout import drop
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
-from stepgraph.layers.lstm_cudnn import cudnn_computes, run_cudnn
-from stepgraph.layers.lstm_kernel import lstm, sequence_lengths
+from stepgraph.layers.lstm_kernel import one_direction, sequence_lengths
 from stepgraph.layers.lstm_steps import lstm_steps, running
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -310,22 +309,23 @@ class LSTMLayer(Layer):
         """One direction of one layer: with the fast operator, or step by step for other equations."""
         hidden = self.descriptor.hidden_size
         start = 4 * (direction * self.descriptor.layer_count + layer)
-        by_cudnn = self.is_standard and lengths is None and cudnn_computes(x)
-        order = (3, 0, 1, 2) if self.is_standard and not by_cudnn else (0, 1, 2, 3)
 
-        def joined(tensors: Sequence[Tensor], *shape: int) -> Array:
-            return torch.cat([scope.array(tensors[start + gate], *shape) for gate in order])
+        def gates(tensors: Sequence[Tensor], *shape: int) -> list[Array]:
+            return [scope.array(one, *shape) for one in tensors[start : start + 4]]
 
-        input_weights, hidden_weights = joined(self.input_weights, hidden, -1), joined(self.hidden_weights, hidden, -1)
-        biases = None if self.biases is None else joined(self.biases, hidden)
-        if by_cudnn:
-            return run_cudnn(x, input_weights, hidden_weights, biases, h0, c0, direction == 1)
-        arrays = x, input_weights, hidden_weights, biases, h0, c0, lengths
+        weights = gates(self.input_weights, hidden, -1), gates(self.hidden_weights, hidden, -1)
+        biases = None if self.biases is None else gates(self.biases, hidden)
         if self.is_standard:
-            return lstm(*arrays, direction == 1)[:3]
+            return one_direction(x, *weights, biases, h0, c0, lengths, direction == 1)
         peepholes = None if self.peephole_weights is None else self.peephole_weights[start : start + 4]
         return lstm_steps(
-            *arrays,
+            x,
+            torch.cat(weights[0]),
+            torch.cat(weights[1]),
+            None if biases is None else torch.cat(biases),
+            h0,
+            c0,
+            lengths,
             None if peepholes is None else [_matrix_or_diagonal(scope.array(one), hidden) for one in peepholes],
             gate_activations=self.gate_activations,
             output_activation=self.output_result_activation,

@@ -29,7 +29,7 @@ from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
-from stepgraph.runtime.losses import Loss, Losses
+from stepgraph.runtime.loss_slots import Loss, Losses
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import surroundings, torch_private
 

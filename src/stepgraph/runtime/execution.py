@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
-from stepgraph.runtime.losses import Loss
+from stepgraph.runtime.loss_slots import Loss
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
 from stepgraph.system import torch_private

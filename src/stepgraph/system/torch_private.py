@@ -156,16 +156,14 @@ class Inductor(NamedTuple):
     compile_graph: Callable[..., Any]
     compile_kernels: Callable[..., Any]  # of a graph prepared by the other one
     without_repeats: Callable[[torch.fx.Graph], torch.fx.Graph]  # equal operators are computed once
-    force_stride_order: Any  # the operator that keeps an array's memory layout
 
 
 def inductor() -> Inductor:
     """The compiler, imported; the first import takes seconds."""
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.inductor_prims import force_stride_order
 
-    return Inductor(compile_fx, compile_fx_inner, fx_graph_cse, force_stride_order)
+    return Inductor(compile_fx, compile_fx_inner, fx_graph_cse)
 
 
 def generated_code(compiled: CompiledFxGraph) -> Any:

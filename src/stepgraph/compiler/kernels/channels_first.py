@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.measure import Implementation
 from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once, spare
 from stepgraph.system.torch_private import nnpack_convolution, slow_convolution_gradient
@@ -97,9 +96,4 @@ def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: 
 
 FORWARD: dict[str, Implementation] = {"pytorch": pytorch, "nnpack": nnpack, "gemm": _gemm}
 DATA: dict[str, Implementation] = {"pytorch": data_pytorch, "native": data_native, "flipped": data_flipped}
-WEIGHTS: dict[str, Implementation] = {
-    "pytorch": weights_pytorch,
-    "gemm": _weights_gemm,
-    "winograd": winograd.first_rows,
-    "winograd 4": winograd.first_squares,
-}
+WEIGHTS: dict[str, Implementation] = {"pytorch": weights_pytorch, "gemm": _weights_gemm}

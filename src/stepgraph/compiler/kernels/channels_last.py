@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import channels_first as first
-from stepgraph.compiler.kernels import winograd
 from stepgraph.compiler.kernels.measure import Implementation
 from stepgraph.compiler.kernels.patches import at_once, extents, patches, portions, products_with, taps
 from stepgraph.compiler.program import fake, inherit, set_fake
@@ -116,6 +115,4 @@ WEIGHTS: dict[str, Implementation] = {
     "pytorch": first.weights_pytorch,
     "gemm": _weights_gemm,
     "taps": _weights_taps,
-    "winograd": winograd.last_rows,
-    "winograd 4": winograd.last_squares,
 }

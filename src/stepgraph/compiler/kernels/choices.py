@@ -19,6 +19,9 @@ LARGEST = 2**26  # maximum size of the file of choices in bytes; one takes about
 class Choices:
     """What was found fastest. There is one for the process: a graph that is compiled again must compute the same."""
 
+    def __init__(self) -> None:
+        self.left_out: set[str] = set()  # names of implementations, while their gain is measured
+
     @cached_property
     def file(self) -> Path | None:
         """The file with the choices for this processor and this PyTorch; None if the user has no cache folder."""

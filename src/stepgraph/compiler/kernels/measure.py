@@ -36,6 +36,7 @@ def fastest(operator: str, implementations: Implementations, arguments: Sequence
         arguments: arrays, of which only shape, type and device matter, and settings.
         rules: how to compare them, as for `measure`.
     """
+    implementations = {name: one for name, one in implementations.items() if name not in CHOICES.left_out}
     key = _key(operator, implementations, arguments)
     chosen = CHOICES.get(key)
     if chosen is None or chosen not in implementations:

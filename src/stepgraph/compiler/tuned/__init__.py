@@ -11,21 +11,23 @@ from stepgraph.compiler.tuned import (
     attention_in_tiles,
     narrow_products,
     pool_gradients,
-    relu_gradients,
     replay,
     small_convolutions,
     small_products,
+    sums_by_convolution,
     weight_gradients_in_tiles,
+    winograd,
 )
 from stepgraph.compiler.tuned.row import Tuned
 
 # In the order in which their passes run.
 MANIFEST: tuple[Tuned, ...] = (
+    sums_by_convolution.ROW,
+    winograd.ROW,
     small_products.ROW,
     narrow_products.ROW,
     small_convolutions.ROW,
     pool_gradients.ROW,
-    relu_gradients.ROW,
     attention_in_tiles.ROW,
     weight_gradients_in_tiles.ROW,
     replay.ROW,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.step import Step
 
 Launcher = Callable[[Callable[..., Sequence[torch.Tensor]], Any], Callable[..., Sequence[torch.Tensor]]]
@@ -25,6 +27,7 @@ class Tuned:
         condition: the steps it applies to.
         run: changes the operators that PyTorch's compiler will fuse.
         takes_attention: whether it would replace attention over these queries, keys and values.
+        offers: implementations that compete with PyTorch's in steps that are not fused.
         launches: wraps a function that PyTorch's compiler fused on the CPU, given the code it generated.
         is_on: false only while its gain is measured.
     """
@@ -35,6 +38,7 @@ class Tuned:
     condition: Callable[[Step], bool]
     run: Callable[[fx.Graph], Any] | None = None
     takes_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] | None = None
+    offers: tuple[Alternative, ...] = ()
     launches: Launcher | None = None
     is_on: bool = True
 
@@ -51,3 +55,8 @@ def on_cpu(step: Step) -> bool:
 def on_gpu(step: Step) -> bool:
     """Steps on a GPU."""
     return not on_cpu(step)
+
+
+def on_linux_arm(step: Step) -> bool:
+    """Steps on ARM processors under Linux; macOS has its own libraries."""
+    return on_cpu(step) and platform.machine() == "aarch64"

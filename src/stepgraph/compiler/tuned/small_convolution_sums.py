@@ -22,12 +22,6 @@ Array = torch.Tensor
 Pair = Sequence[int]
 
 
-def convolve(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Array:
-    """`y[n, p, o] = b[o] + Σ w[o, tap] x[n, p + tap]`, channels last in memory."""
-    taps = _taps(_padded(x, padding), extents(x, w, stride, padding), stride, w)
-    return _sum(taps, _table(w), b).permute(0, 3, 1, 2)
-
-
 def convolve_and_pool(
     x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair, window: Pair, rectifies: bool
 ) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
-"""Convolutions with few numbers per window as sums, so that PyTorch's compiler can fuse them into other kernels.
+"""Convolutions with few numbers per window, and the max pool behind them, as sums.
 
 The first convolution over gray images multiplies nine numbers per window: a matrix unit would be idle while patches
-are written and read. If a max pool follows, only maxima are written, and only their pixels count in the gradients.
+are written and read. With the pool, only maxima are written, and only their pixels count in the gradients.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import channels_first
-from stepgraph.compiler.kernels.convolution import applies
-from stepgraph.compiler.pooling import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
+from stepgraph.compiler.kernels.choose_convolution import applies
+from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import call, fake, inherit
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
-from stepgraph.compiler.tuned.small_convolution_sums import convolve, convolve_and_pool, pooled_gradients
+from stepgraph.compiler.tuned.small_convolution_sums import convolve_and_pool, pooled_gradients
 
 aten = torch.ops.aten
 Pair = Sequence[int]
@@ -28,46 +28,47 @@ PIXELS = 4  # of a pool's window
 
 
 def expand_small_convolutions(graph: fx.Graph) -> None:
-    """Replaces convolutions with small windows by sums; before a pool, also the gradient of their weights."""
-    known = channels_first.FORWARD.values()
+    """Replaces convolutions with small windows, the pool that follows them, and the gradients of both by sums.
+
+    A convolution without a pool stays: whatever reads its result would compute the sums again.
+    """
     for node in list(graph.nodes):
-        settings = node.args[5:7] + node.args[8:9] if node.target is aten.convolution.default else ()
-        if (settings or node.target in known) and _is_small(*node.args[:2], *settings):
-            node.target, node.args = convolve, node.args[:5]
-            _drop_reordering(node)
-    for node in list(graph.nodes):
-        if node.target is POOL and node.args[0].target is convolve:
-            _join_pool(node.args[0], node)
+        if _is_small(node):
+            images = _reordered(node)
+            for pool in [user for user in images.users if user.target is POOL]:
+                _join_pool(node, images, pool)
 
 
-def _is_small(x: Any, w: Any, dilation: Pair = (1, 1), transposed: bool = False, groups: int = 1) -> bool:
-    source, weights = fake(x), fake(w)
-    return applies(source, weights, dilation, transposed, groups) and weights[0].numel() <= MOST
+def _is_small(node: fx.Node) -> bool:
+    settings = cast(Any, node.args[5:7] + node.args[8:9] if node.target is aten.convolution.default else ())
+    if not settings and node.target not in channels_first.FORWARD.values():
+        return False
+    source, weights = (fake(cast(fx.Node, one)) for one in node.args[:2])
+    return applies(source, weights, *(settings or ((1, 1), False, 1))) and weights[0].numel() <= MOST
 
 
-def _drop_reordering(convolution: fx.Node) -> None:
-    """Removes a reordering: sums already have channels last in memory."""
-    for user in list(convolution.users):
-        if user.target is aten.clone.default and user.kwargs.get("memory_format") is torch.channels_last:
-            user.replace_all_uses_with(convolution)
-            user.graph.erase_node(user)
+def _reordered(convolution: fx.Node) -> fx.Node:
+    """The result with channels last in memory, which is the order of the sums."""
+    user, *others = convolution.users
+    turns = user.target is aten.clone.default and user.kwargs.get("memory_format") is torch.channels_last
+    return user if turns and not others else convolution
 
 
-def _join_pool(convolution: fx.Node, pool: fx.Node) -> None:
+def _join_pool(convolution: fx.Node, images: fx.Node, pool: fx.Node) -> None:
     """One operator for both, and one for the gradients, if nothing reads the result in between."""
     window, *settings = cast(Any, pool.args[1:])
-    spread = [user for user in convolution.users if user is not pool]
+    spread = [user for user in images.users if user is not pool]
     gradients = [user for one in spread for user in one.users]
     results = {user.args[1]: user for user in pool.users}
     known = all(one.target is POOL_GRADIENT for one in spread) and all(map(_is_of_weights, gradients))
     known = known and (1 not in results or set(results[1].users) <= set(spread))
-    if not known or math.prod(window) > PIXELS or not has_separate_windows(convolution, window, *settings):
+    if not known or math.prod(window) > PIXELS or not has_separate_windows(images, window, *settings):
         return
     relu = _relu_between(results[0], spread)
     for one in gradients:
         _join_gradients(one, results[1], window, rectified=relu is not None)
-    pool.target, pool.args = convolve_and_pool, (*convolution.args, window, relu is not None)
-    for node in (*spread, convolution):
+    pool.target, pool.args = convolve_and_pool, (*convolution.args[:5], window, relu is not None)
+    for node in dict.fromkeys((*spread, images, convolution)):
         node.graph.erase_node(node)
     if relu is not None:
         relu.replace_all_uses_with(results[0])
@@ -124,7 +125,7 @@ def _is_of_biases(node: fx.Node) -> bool:
 ROW = Tuned(
     name="expand small convolutions",
     hardware="GPUs; custom kernels on NVIDIA Ampere and later",
-    pattern=f"convolutions with at most {MOST} products per window, with the max pool and ReLU behind them",
+    pattern=f"convolutions with at most {MOST} products per window before a max pool of at most {PIXELS} pixels",
     condition=on_gpu,
     run=expand_small_convolutions,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.convolution import bias_gradient, separate
+from stepgraph.compiler.kernels.choose_convolution import bias_gradient, separate
 from stepgraph.compiler.program import fake
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.tuned.gpus import HOPPER, run_on

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_first, channels_last, winograd
+from stepgraph.compiler.kernels import channels_first, channels_last
+from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS, Alternative
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
 from stepgraph.compiler.kernels.measure import FEWEST, Implementation, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, spare, windows
@@ -18,7 +19,7 @@ from stepgraph.compiler.program import fake, inherit, note
 
 aten = torch.ops.aten
 Array = torch.Tensor
-FEW, MANY = 4, 64  # channels
+FEW = 4  # channels
 ENOUGH = 1 << 18  # numbers in the images used for measurement
 
 
@@ -50,8 +51,13 @@ def _turned_around(node: fx.Node) -> fx.Node | None:
     return user if turns and len(node.users) == 1 and not fake(node).is_cuda else None
 
 
-def choose_backward(node: fx.Node) -> None:
-    """Replaces each gradient of a convolution with its fastest implementation."""
+def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
+    """Replaces each gradient of a convolution with its fastest implementation.
+
+    Args:
+        node: the operator that computes all of them.
+        offered: further alternatives for the gradient of the weights.
+    """
     g, x, w, _, stride, padding, dilation, transposed, _, groups, mask = cast(Any, node.args)
     gradient, source, weights = _array(g), _array(x), _array(w)
     if not applies(source, weights, dilation, transposed, groups):
@@ -62,12 +68,13 @@ def choose_backward(node: fx.Node) -> None:
     of_data, suffix = data_implementations(layout, source, *rest), _suffix(layout)
     size = [count, *source.shape[1:]]
     data = fastest(f"convolution data{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
-    of_weights, arguments = weights_implementations(layout, source, weights, stride), (some, source[:count], *rest)
-    kernel = fastest(f"convolution weights{suffix}", of_weights, arguments) if mask[1] else "pytorch"
+    of_weights, arguments = weights_implementations(layout, source), (some, source[:count], *rest)
+    of_weights |= {one.name: one.function for one in offered if _suits(one, (gradient, source, *rest))}
+    kernel = fastest(f"{CONVOLUTION_WEIGHTS}{suffix}", of_weights, arguments) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
         others = (w, stride, padding)
         calls = {
-            1: (layout.WEIGHTS[kernel], (g, x, *others)),
+            1: (of_weights[kernel], (g, x, *others)),
             0: (layout.DATA[data], (g, list(source.shape), *others)),
             2: (bias_gradient, (g,)),
         }
@@ -77,9 +84,13 @@ def choose_backward(node: fx.Node) -> None:
             note(found[0], implementation=("convolution data", data), workspace=needed)
         if 1 in found:
             needed = workspace(layout, kernel, source, weights, stride, padding)
-            note(found[1], implementation=("convolution weights", kernel), workspace=needed)
+            note(found[1], implementation=(CONVOLUTION_WEIGHTS, kernel), workspace=needed)
     else:
         note(node, implementation=("convolution gradients", "pytorch"))
+
+
+def _suits(one: Alternative, arguments: Sequence[Any]) -> bool:
+    return one.operation == CONVOLUTION_WEIGHTS and one.fits(arguments)
 
 
 def _layout(images: Array) -> Any:
@@ -152,11 +163,9 @@ def data_implementations(
     return {name: function for name, function in layout.DATA.items() if usable.get(name, True)}
 
 
-def weights_implementations(layout: Any, x: Array, w: Array, stride: Sequence[int]) -> dict[str, Implementation]:
-    """Implementations of the gradient of the weights; Winograd is for 3×3 and stride 1, taps for few channels."""
-    filters = not x.is_cuda and tuple(w.shape[2:]) == (3, 3) and all(step == 1 for step in stride)
-    many = x.shape[1] >= MANY  # squares were never fastest with fewer channels, rows never with more
-    usable = {"winograd": filters and not many, "winograd 4": filters and many, "taps": x.shape[1] <= FEW}
+def weights_implementations(layout: Any, x: Array) -> dict[str, Implementation]:
+    """Implementations of the gradient of the weights; taps are for few channels."""
+    usable = {"taps": x.shape[1] <= FEW}
     return {name: function for name, function in layout.WEIGHTS.items() if usable.get(name, True)}
 
 
@@ -165,8 +174,6 @@ def workspace(layout: Any, name: str, x: Array, w: Array, stride: Sequence[int],
     outputs, channels = w.shape[:2]
     if name == "nnpack" and layout is channels_last:  # copies of the images and the result in the other layout
         return x.nbytes + 4 * len(x) * windows(x, w, stride, padding) * outputs
-    if name in winograd.IMPLEMENTATIONS:
-        return winograd.workspace(name, x, w, padding, LAST if layout is channels_last else torch.contiguous_format)
     if name not in ("gemm", "taps"):
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)

@@ -1,4 +1,4 @@
-"""The gradient of a 3×3 kernel with Winograd's minimal filtering, on the CPU, with stride 1.
+"""The gradient of a 3×3 kernel with Winograd's minimal filtering, with stride 1, on ARM under Linux.
 
 In one dimension the gradient of three weights from `m` pixels of the result is `dw[k] = Σ_t g[t] x[t + k]`: `3 m`
 products. Winograd's algorithm takes `m + 2`, one per point: `dw = A [(G g) ⊙ (B x)]`, where `B` and `G` are
@@ -20,13 +20,17 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS, Alternative
+from stepgraph.compiler.kernels.channels_last import is_last
 from stepgraph.compiler.kernels.patches import extents, portions
+from stepgraph.compiler.tuned.row import Tuned, on_linux_arm
 
 Array = torch.Tensor
 Pair = Sequence[int]
 Call = Callable[[], Any]
 Rule = Callable[[Array, Array], list[Call]]
 KERNEL = 3
+MANY = 64  # channels; squares were never fastest with fewer, rows never with more
 PRODUCTS = 1 << 21  # numbers transformed back at a time, if not all must be kept
 
 
@@ -128,7 +132,6 @@ SQUARES = Filtering(
         (0, -1 / 6, 1 / 6, 1 / 6, -1 / 6, 1),
     ),
 )
-IMPLEMENTATIONS = {"winograd": ROWS, "winograd 4": SQUARES}
 
 
 class _Plan:
@@ -193,11 +196,6 @@ def _even(total: int, most: int) -> int:
     return next(exact, -(-total // -(-total // most)))
 
 
-def workspace(name: str, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> int:
-    """Workspace of an implementation in bytes, besides its arguments and its result."""
-    return _Plan(IMPLEMENTATIONS[name], x, w, padding, order).workspace()
-
-
 class _Buffers:
     """Memory for one portion of images, and the calls that transform its contents."""
 
@@ -253,7 +251,8 @@ def _transformed(plan: _Plan, g: Array, x: Array, padding: Pair) -> Iterator[tup
         yield u, v
 
 
-def _gradient(by: Filtering, g: Array, x: Array, w: Array, padding: Pair, order: torch.memory_format) -> Array:
+def _gradient(by: Filtering, g: Array, x: Array, w: Array, padding: Pair) -> Array:
+    order = _order(g)
     plan = _Plan(by, x, w, padding, order)
     found = torch.empty(w.shape, dtype=x.dtype, device=x.device, memory_format=order)
     total = None
@@ -287,21 +286,54 @@ def _back(by: Filtering, kind: torch.dtype) -> Array:
     return torch.kron(along, along) if by.is_square else along
 
 
-def first_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With tiles of 2 rows, for images with channels first."""
-    return _gradient(ROWS, g, x, w, padding, torch.contiguous_format)
+def by_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """With tiles of 2 rows."""
+    return _gradient(ROWS, g, x, w, padding)
 
 
-def first_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With tiles of 4×4 pixels, for images with channels first."""
-    return _gradient(SQUARES, g, x, w, padding, torch.contiguous_format)
+def by_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
+    """With tiles of 4×4 pixels."""
+    return _gradient(SQUARES, g, x, w, padding)
 
 
-def last_rows(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With tiles of 2 rows, for images with channels last."""
-    return _gradient(ROWS, g, x, w, padding, torch.channels_last)
+def _order(g: Array) -> torch.memory_format:
+    """The memory layout of the gradient, in which the result is too."""
+    return torch.channels_last if is_last(g) else torch.contiguous_format
 
 
-def last_squares(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With tiles of 4×4 pixels, for images with channels last."""
-    return _gradient(SQUARES, g, x, w, padding, torch.channels_last)
+def _fits(arguments: Sequence[Any]) -> bool:
+    _, _, w, stride, _ = arguments
+    return tuple(w.shape[2:]) == (KERNEL, KERNEL) and all(step == 1 for step in stride)
+
+
+def _has_many_channels(arguments: Sequence[Any]) -> bool:
+    return bool(arguments[1].shape[1] >= MANY)
+
+
+def _workspace(by: Filtering, arguments: Sequence[Any], _: int) -> int:
+    g, x, w, _, padding = arguments
+    return _Plan(by, x, w, padding, _order(g)).workspace()
+
+
+ROW = Tuned(
+    name="Winograd filtering",
+    hardware="ARM processors under Linux",
+    pattern="weight gradients of 3×3 convolutions with stride 1",
+    condition=on_linux_arm,
+    offers=(
+        Alternative(
+            CONVOLUTION_WEIGHTS,
+            "winograd",
+            by_rows,
+            fits=lambda arguments: _fits(arguments) and not _has_many_channels(arguments),
+            workspace=partial(_workspace, ROWS),
+        ),
+        Alternative(
+            CONVOLUTION_WEIGHTS,
+            "winograd 4",
+            by_squares,
+            fits=lambda arguments: _fits(arguments) and _has_many_channels(arguments),
+            workspace=partial(_workspace, SQUARES),
+        ),
+    ),
+)

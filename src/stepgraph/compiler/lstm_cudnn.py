@@ -1,11 +1,12 @@
 """One direction of an LSTM with the usual activations using cuDNN, which runs all steps of a sequence in one kernel.
 
-The same arguments as `lstm_kernel.lstm`, with the gates in cuDNN's order: input, forget, candidate, output. It does
-not support sequence lengths: if there are any, `lstm_kernel` is used.
+Its gates have the order of the layer: input, forget, candidate, output. It does not support sequence lengths: if there
+are any, `lstm_kernel` is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,25 +18,28 @@ Array = torch.Tensor
 _LSTM = 2  # cuDNN's number for this kind of network
 
 
-def cudnn_computes(x: Array) -> bool:
-    """Whether cuDNN is available and supports sequences like `x`."""
-    return x.is_cuda and torch.version.hip is None and x.dtype != torch.float64 and torch.backends.cudnn.is_available()
+def supports(dtype: torch.dtype, lengths: Array | None) -> bool:
+    """Whether cuDNN is available and computes sequences of this type."""
+    available = torch.backends.cudnn.is_available() and torch.version.hip is None
+    return available and dtype != torch.float64 and lengths is None
 
 
-def run_cudnn(
+def by_cudnn(
     x: Array,
-    input_weights: Array,
-    hidden_weights: Array,
-    biases: Array | None,
+    input_weights: Sequence[Array],
+    hidden_weights: Sequence[Array],
+    biases: Sequence[Array] | None,
     h0: Array | None,
     c0: Array | None,
+    lengths: None,
     reverse: bool,
 ) -> tuple[Array, Array, Array]:
-    """Outputs and final states; missing states are 0."""
-    zeros = x.new_zeros(x.shape[1], hidden_weights.shape[1])
-    biases = x.new_zeros(len(hidden_weights)) if biases is None else biases
+    """The same as `lstm_kernel.one_direction`."""
+    hidden = torch.cat(tuple(hidden_weights))
+    zeros = x.new_zeros(x.shape[1], hidden.shape[1])
+    added = x.new_zeros(len(hidden)) if biases is None else torch.cat(tuple(biases))
     states = (zeros if one is None else one for one in (h0, c0))
-    output, h, c, *_ = lstm_cudnn(x.flip(0) if reverse else x, input_weights, hidden_weights, biases, *states)
+    output, h, c, *_ = lstm_cudnn(x.flip(0) if reverse else x, torch.cat(tuple(input_weights)), hidden, added, *states)
     return output.flip(0) if reverse else output, h, c
 
 

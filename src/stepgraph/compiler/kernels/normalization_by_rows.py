@@ -6,13 +6,10 @@ channel of each image, are vectorized; the results of a channel's rows are then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import fx
-
-from stepgraph.compiler.program import fake
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -69,22 +66,18 @@ def _across(numbers: Array, x: Array) -> Array:
     return numbers.view(-1, *[1] * (x.ndim - 2))
 
 
-FORWARD: dict[str, Callable[..., Any]] = {"pytorch": aten.native_batch_norm.default, "rows": normalize_by_rows}
-BACKWARD: dict[str, Callable[..., Any]] = {
-    "pytorch": aten.native_batch_norm_backward.default,
-    "rows": gradients_by_rows,
-}
-
-
-def fits(node: fx.Node) -> bool:
+def fits(arguments: Sequence[Any]) -> bool:
     """Whether contiguous images are normalized with their own statistics, and with `γ` and `β`."""
-    backward = node.target is aten.native_batch_norm_backward.default
-    given, settings = cast(Any, (node.args[:3], node.args[3:]))
-    arrays = [fake(one) for one in given if isinstance(one, fx.Node)]
-    images = arrays[:2] if backward else arrays[:1]
-    plain = len(arrays) == 3 and settings[:2] == (None, None) and all(_is_plain(one) for one in images)
-    training, wanted = (settings[4], settings[6][0]) if backward else (settings[2], True)
-    return plain and bool(training) and bool(wanted)
+    x, gamma, beta, *statistics, training = arguments[:6]
+    return _is_plain(x) and gamma is not None and beta is not None and statistics == [None, None] and bool(training)
+
+
+def fits_gradient(arguments: Sequence[Any]) -> bool:
+    """The same for the gradients, of which that of the images is needed."""
+    g, x, gamma, *statistics = arguments[:5]
+    training, _, wanted = arguments[-3:]
+    own = gamma is not None and statistics == [None, None] and bool(training)
+    return own and _is_plain(g) and _is_plain(x) and bool(wanted[0])
 
 
 def _is_plain(images: Array) -> bool:
