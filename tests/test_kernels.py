@@ -120,7 +120,7 @@ def test_a_wrong_implementation_is_never_chosen() -> None:
         raise RuntimeError("not this shape")
 
     implementations = {"right": lambda x: x + 1, "wrong": torch.zeros_like, "broken": broken}
-    assert measure.measure(implementations, (torch.empty(2, 3),), torch.device("cpu")) == "right"
+    assert measure.measure(implementations, (torch.empty(2, 3),)) == "right"
 
 
 @pytest.mark.parametrize(("seconds", "gain", "chosen"), [(0.8, 0.9, "b"), (0.95, 0.9, "a"), (1.03, 1.05, "b")])
@@ -129,7 +129,7 @@ def test_another_implementation_is_chosen_by_its_gain(
 ) -> None:
     times = {"a": 1.0, "b": seconds}
     monkeypatch.setattr(measure, "_timed", lambda name, *_: (torch.ones(1), times[name]))
-    assert measure.measure({name: name for name in times}, (), torch.device("cpu"), gain=gain) == chosen
+    assert measure.measure({name: name for name in times}, (), gain=gain) == chosen
 
 
 def test_the_choice_is_remembered_in_the_cache_folder(

@@ -40,9 +40,9 @@ def test_indices_are_measured_all_over_the_vocabulary() -> None:
         return g
 
     arguments = torch.empty(500, 2), torch.empty(500, dtype=torch.int64)
-    measure.measure({"one": function, "other": function}, arguments, torch.device("cpu"), below=100)
+    measure.measure({"one": function, "other": function}, arguments, below=100)
     assert seen[0].min() >= 0 and seen[0].max() < 100 and len(seen[0].unique()) > 90
-    measure.measure({"one": function, "other": function}, arguments, torch.device("cpu"))
+    measure.measure({"one": function, "other": function}, arguments)
     assert not seen[-1].any()
 
 

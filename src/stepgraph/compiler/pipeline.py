@@ -80,8 +80,9 @@ def _chooses(step: Step, part: PartName | None) -> bool:
 
 
 def _measures(step: Step, part: PartName | None) -> bool:
-    # On the CPU PyTorch's compiler makes its own choices, and does not know all libraries behind our implementations.
-    return step.chooses_kernels and not (step.fusion is Fusion.FIRST and step.device.type == "cpu")
+    # On a GPU cuDNN chooses among its own algorithms. PyTorch's compiler makes its own choices, and does not know all
+    # libraries behind our implementations.
+    return step.chooses_kernels and step.device.type == "cpu" and step.fusion is not Fusion.FIRST
 
 
 def _is_limited(step: Step, part: PartName | None) -> bool:
@@ -126,7 +127,7 @@ def _fit(part: Part, step: Step) -> Part:
 
 def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
     offered = [one for row in MANIFEST if row.applies(step) for one in row.offers]
-    kernels.choose_kernels(module, step.device, offered)
+    kernels.choose_kernels(module, offered)
 
 
 def _lay_out(step: Step, _: Step) -> Step:

@@ -1,7 +1,7 @@
-"""Implementations of a convolution and its gradients for images with channels first in memory.
+"""Implementations of a convolution and its gradients on the CPU for images with channels first in memory.
 
-On CUDA, they also serve channels last. An implementation takes the arguments of PyTorch's own operator. To add one,
-add a function and an entry in `FORWARD`, `DATA` or `WEIGHTS`; the first there is PyTorch's own.
+An implementation takes the arguments of PyTorch's own operator. To add one, add a function and an entry in `FORWARD`,
+`DATA` or `WEIGHTS`; the first there is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from stepgraph.compiler.kernels.measure import Implementation
-from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once, spare
+from stepgraph.compiler.kernels.patches import at_once, patches, portions, products_with, rows_at_once
 from stepgraph.system.torch_private import nnpack_convolution, slow_convolution_gradient
 
 aten = torch.ops.aten
@@ -34,13 +33,11 @@ def nnpack(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: 
 
 def _gemm(x: Array, w: Array, b: Array | None, stride: Sequence[int], padding: Sequence[int]) -> Array:
     outputs, _, height, width = w.shape
-    flat = F.pad(w, (0, 0, 0, 0, 0, spare(x))).permute(2, 3, 1, 0).reshape(-1, outputs)
+    flat = w.permute(2, 3, 1, 0).reshape(-1, outputs)
     found = None
     for start, images in portions(x, at_once(x, w, stride, padding)):
         rows, (n, *extents) = patches(images, height, width, stride, padding)
         y = (rows @ flat if b is None else torch.addmm(b, rows, flat)).view(n, *extents, outputs).permute(0, 3, 1, 2)
-        if x.is_cuda:  # all in one product, with channels last
-            return y
         found = x.new_empty(len(x), outputs, *extents) if found is None else found
         found[start : start + n] = y
         del rows, y  # before the next ones are allocated
@@ -85,10 +82,8 @@ def weights_pytorch(g: Array, x: Array, w: Array, stride: Sequence[int], padding
 
 
 def _weights_gemm(g: Array, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> Array:
-    outputs, inputs, height, width = w.shape
+    inputs = w.shape[1]
     total = products_with(g, x, w, stride, padding)
-    if x.is_cuda:
-        return total.view(outputs, height, width, -1)[..., :inputs].permute(0, 3, 1, 2).contiguous()
     for some in total.split(rows_at_once(w)):  # channels first, row by row in place
         some.copy_(some.view(len(some), -1, inputs).transpose(1, 2).reshape(len(some), -1))
     return total.view(w.shape)

@@ -14,7 +14,7 @@ from stepgraph.compiler.kernels import channels_first, channels_last
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS, Alternative
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
 from stepgraph.compiler.kernels.measure import FEWEST, Implementation, fastest
-from stepgraph.compiler.kernels.patches import at_once, rows_at_once, spare, windows
+from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
 from stepgraph.compiler.program import fake, inherit, note
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def _turned_around(node: fx.Node) -> fx.Node | None:
     """The operator that converts the result to channels last, if it is the only reader: some return that."""
     user = next(iter(node.users))
     turns = user.target is aten.clone.default and user.kwargs.get("memory_format") is LAST
-    return user if turns and len(node.users) == 1 and not fake(node).is_cuda else None
+    return user if turns and len(node.users) == 1 else None
 
 
 def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
@@ -95,8 +95,8 @@ def _suits(one: Alternative, arguments: Sequence[Any]) -> bool:
 
 
 def _layout(images: Array) -> Any:
-    """The implementations for images in this layout; on a GPU one set serves both."""
-    return channels_last if is_last(images) and not images.is_cuda else channels_first
+    """The implementations for images in this layout."""
+    return channels_last if is_last(images) else channels_first
 
 
 def _suffix(layout: ModuleType) -> str:
@@ -120,21 +120,15 @@ def separate(node: fx.Node, calls: dict[int, tuple[Implementation, tuple[Any, ..
 
 
 def applies(x: Array, weights: Array, dilation: Sequence[int], transposed: bool, groups: int) -> bool:
-    """Whether the alternatives support this convolution: plain images in float32, no dilation, no groups.
-
-    On a GPU cuDNN chooses among its own algorithms; only images of few channels, which leave its matrix units idle,
-    are worth an alternative.
-    """
+    """Whether the alternatives support this convolution: plain images in float32, no dilation, no groups."""
     plain = not transposed and groups == 1 and all(rate == 1 for rate in dilation)
     plain = plain and x.ndim == 4 and x.dtype == weights.dtype == torch.float32
-    if x.is_cuda:
-        return plain and x.shape[1] <= FEW
     return plain and (x.is_contiguous() or is_last(x))
 
 
 def _enough(images: Array) -> int:
     """How many images to measure with: time is proportional to their number, the choice hardly depends on it."""
-    return len(images) if images.is_cuda else min(len(images), max(FEWEST, ENOUGH // images[0].numel()))
+    return min(len(images), max(FEWEST, ENOUGH // images[0].numel()))
 
 
 def _array(node: Any) -> Any:
@@ -148,7 +142,7 @@ def bias_gradient(g: Array) -> Array:
 
 def forward_implementations(layout: Any, x: Array) -> dict[str, Implementation]:
     """Implementations of the forward pass; the first is PyTorch's own."""
-    usable = {"nnpack": not x.is_cuda and torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
+    usable = {"nnpack": torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
     return {name: function for name, function in layout.FORWARD.items() if usable.get(name, True)}
 
 
@@ -156,8 +150,6 @@ def data_implementations(
     layout: Any, x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]
 ) -> dict[str, Implementation]:
     """Implementations of the gradient of the source."""
-    if x.is_cuda:
-        return {"pytorch": channels_first.data_pytorch}
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
     turns = fits and all(step == 1 for step in stride)
     usable = {"flipped": turns and torch.backends.nnpack.is_available()}
@@ -178,12 +170,11 @@ def workspace(layout: Any, name: str, x: Array, w: Array, stride: Sequence[int],
     if name not in ("gemm", "taps"):
         return 0
     count, places = min(len(x), at_once(x, w, stride, padding)), windows(x, w, stride, padding)
-    channels += spare(x)
     padded = (x.shape[2] + 2 * padding[0]) * (x.shape[3] + 2 * padding[1]) * channels
     seen = places * channels * math.prod(w.shape[2:])
     if layout is channels_last:
         return 4 * count * (seen + padded)
     # Patches coexist first with the padded image, then with the reordered result or gradient; at the end part of
     # the gradient of the weights exists twice, the second time in their layout.
-    again = w.numel() if x.is_cuda else min(outputs, rows_at_once(w)) * w[0].numel()
+    again = min(outputs, rows_at_once(w)) * w[0].numel()
     return 4 * max(count * (seen + max(padded, places * outputs)), again)

@@ -15,8 +15,7 @@ import torch
 
 from stepgraph.compiler.kernels.choices import CHOICES
 
-TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}  # largest difference from the reference, relative to its largest element;
-# on CUDA both may compute in TF32; in half precision the result itself is rounded, see `_agree`
+TOLERANCE = 1e-4  # largest difference from the reference, relative to its largest element; see `_agree`
 ROUNDS, BUDGET = 5, 0.03  # additional runs of each implementation, and the seconds after which to stop
 LONG, SLOW = 0.01, 1.3  # an implementation whose first run took this long, and this many times another's, is dropped
 FEWEST = 8  # images
@@ -33,14 +32,14 @@ def fastest(operator: str, implementations: Implementations, arguments: Sequence
     Args:
         operator: the name of the operator.
         implementations: functions of `arguments`, all with the same result.
-        arguments: arrays, of which only shape, type and device matter, and settings.
+        arguments: arrays, of which only shape, strides and type matter, and settings.
         rules: how to compare them, as for `measure`.
     """
     implementations = {name: one for name, one in implementations.items() if name not in CHOICES.left_out}
     key = _key(operator, implementations, arguments)
     chosen = CHOICES.get(key)
     if chosen is None or chosen not in implementations:
-        chosen = measure(implementations, arguments, _device(arguments), **rules)
+        chosen = measure(implementations, arguments, **rules)
         CHOICES.remember(key, chosen)
     return chosen
 
@@ -54,11 +53,7 @@ def remembered(operator: str, implementations: Iterable[str], arguments: Sequenc
 
 def _key(operator: str, implementations: Iterable[str], arguments: Sequence[Any]) -> str:
     described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    return json.dumps([operator, sorted(implementations), described, _machine(_device(arguments))], default=str)
-
-
-def _device(arguments: Sequence[Any]) -> torch.device:
-    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    return json.dumps([operator, sorted(implementations), described, _machine()], default=str)
 
 
 def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:
@@ -72,7 +67,6 @@ def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:
 def measure(
     implementations: Implementations,
     arguments: Sequence[Any],
-    device: torch.device,
     *,
     below: int = 1,
     gain: float = GAIN,
@@ -84,29 +78,28 @@ def measure(
     Args:
         implementations: functions of `arguments`; the first is the reference.
         arguments: arrays, which are filled with random numbers, and settings.
-        device: where to measure.
         below: integers, which are indices, are drawn from 0 to here.
         gain: the share of the reference's time that an alternative must stay below; above 1 it may be slightly slower.
         tolerance: the largest difference from its results, relative to their largest element; default `TOLERANCE`.
         warm: run each implementation once before, if its memory is large and new.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     real = [_filled(a, generator, below) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = implementations
     if not others:
         return reference
     for function in implementations.values() if warm else ():
         function(*real)
-    right, seconds = _timed(implementations[reference], real, device)
+    right, seconds = _timed(implementations[reference], real)
     best = {reference: seconds}
     for name in others:
         try:
-            found, seconds = _timed(implementations[name], real, device)
+            found, seconds = _timed(implementations[name], real)
         except RuntimeError:  # not every library supports every shape
             continue
-        if _agree(found, right, tolerance or TOLERANCE[device.type]):
+        if _agree(found, right, tolerance or TOLERANCE):
             best[name] = seconds
-    _repeat(implementations, real, device, best)
+    _repeat(implementations, real, best)
     winner = min((name for name in best if name != reference), key=best.__getitem__, default=reference)
     return winner if best[winner] < gain * best[reference] else reference
 
@@ -126,15 +119,13 @@ def _agree(found: Any, right: Any, tolerance: float) -> bool:
     return bool((found - right).abs().max() <= tolerance * right.abs().max())
 
 
-def _repeat(
-    implementations: Implementations, arguments: Sequence[Any], device: torch.device, best: dict[str, float]
-) -> None:
+def _repeat(implementations: Implementations, arguments: Sequence[Any], best: dict[str, float]) -> None:
     """Reruns the candidates for the fastest: a first run may have had cold caches or interference."""
     quick = [name for name in best if best[name] <= max(LONG, SLOW * min(best.values()))]
     began = time.perf_counter()
     for _ in range(ROUNDS if len(quick) > 1 else 0):
         for name in quick:
-            best[name] = min(best[name], _timed(implementations[name], arguments, device)[1])
+            best[name] = min(best[name], _timed(implementations[name], arguments)[1])
         if time.perf_counter() - began > BUDGET:
             break
 
@@ -145,31 +136,21 @@ def _described(array: torch.Tensor) -> list[Any]:
 
 def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
     """Numbers in an array of this shape and layout: real ones around 0, or integers from 0 to `below`."""
-    made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=generator.device)
+    made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype)
     if not array.dtype.is_floating_point:
         return made.random_(0, below, generator=generator)
     count = made.untyped_storage().nbytes() // made.itemsize
-    drawn = torch.empty(min(count, DRAWN), dtype=made.dtype, device=made.device).normal_(generator=generator)
+    drawn = torch.empty(min(count, DRAWN), dtype=made.dtype).normal_(generator=generator)
     made.as_strided((count,), (1,)).copy_(drawn.repeat(-(-count // DRAWN))[:count])
     return made
 
 
-def _timed(function: Implementation, arguments: Sequence[Any], device: torch.device) -> tuple[Any, float]:
-    _wait(device)
+def _timed(function: Implementation, arguments: Sequence[Any]) -> tuple[Any, float]:
     start = time.perf_counter()
     found = function(*arguments)
-    _wait(device)
     return found, time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _machine(device: torch.device) -> list[Any]:
-    """What the choice depends on besides the arguments: the file belongs to one processor, but the GPU may change."""
-    if device.type == "cpu":
-        return ["cpu", torch.get_num_threads()]
-    precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return [torch.cuda.get_device_name(device), *precision]
+def _machine() -> list[Any]:
+    """What the choice depends on besides the arguments; the file of choices belongs to one processor."""
+    return ["cpu", torch.get_num_threads()]

@@ -26,8 +26,6 @@ def portions(x: Array, count: int) -> Iterator[tuple[int, Array]]:
 
 def at_once(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -> int:
     """How many images' patches are created at a time: what fits into a cache, which also bounds the memory."""
-    if x.is_cuda:
-        return len(x)
     return max(1, PATCHES // (windows(x, w, stride, padding) * w[0].numel()))
 
 
@@ -42,18 +40,13 @@ def windows(x: Array, w: Array, stride: Sequence[int], padding: Sequence[int]) -
     return math.prod(extents(x, w, stride, padding))
 
 
-def spare(x: Array) -> int:
-    """Zero channels added to patches: with four channels, a GPU reads all numbers of a pixel together."""
-    return 1 if x.is_cuda and x.shape[1] == 3 else 0
-
-
 def patches(
     x: Array, height: int, width: int, stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[Array, tuple[int, int, int]]:
     """Each window as a row: `[n * rows * columns, height * width * channels]`; and (n, rows, columns)."""
-    n, channels = len(x), x.shape[1] + spare(x)
+    n, channels = x.shape[:2]
     (top, left), (down, right) = padding, stride
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, spare(x), left, left, top, top)).contiguous()
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, top, top)).contiguous()
     _, h, w, _ = padded.shape
     rows, columns = (h - height) // down + 1, (w - width) // right + 1
     size, strides = (n, rows, columns, height, width, channels), (h * w, down * w, right, w, 1)

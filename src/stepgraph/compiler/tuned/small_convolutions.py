@@ -14,8 +14,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_first
-from stepgraph.compiler.kernels.choose_convolution import applies
 from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import call, fake, inherit
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
@@ -24,6 +22,7 @@ from stepgraph.compiler.tuned.small_convolution_sums import convolve_and_pool, p
 aten = torch.ops.aten
 Pair = Sequence[int]
 MOST = 16  # products of one window
+CHANNELS = 4
 PIXELS = 4  # of a pool's window
 
 
@@ -40,11 +39,13 @@ def expand_small_convolutions(graph: fx.Graph) -> None:
 
 
 def _is_small(node: fx.Node) -> bool:
-    settings = cast(Any, node.args[5:7] + node.args[8:9] if node.target is aten.convolution.default else ())
-    if not settings and node.target not in channels_first.FORWARD.values():
+    if node.target is not aten.convolution.default:
         return False
-    source, weights = (fake(cast(fx.Node, one)) for one in node.args[:2])
-    return applies(source, weights, *(settings or ((1, 1), False, 1))) and weights[0].numel() <= MOST
+    x, w, *_, dilation, transposed, _, groups = cast(Any, node.args)
+    source, weights = fake(x), fake(w)
+    plain = not transposed and groups == 1 and all(rate == 1 for rate in dilation) and source.ndim == 4
+    small = source.shape[1] <= CHANNELS and weights[0].numel() <= MOST
+    return plain and small and source.dtype == weights.dtype == torch.float32
 
 
 def _reordered(convolution: fx.Node) -> fx.Node:
@@ -89,20 +90,18 @@ def _relu_between(maxima: fx.Node, spread: Sequence[fx.Node]) -> fx.Node | None:
 def _join_gradients(old: fx.Node, places: fx.Node, window: Pair, *, rectified: bool) -> None:
     """Replaces the gradient of the weights, and the sums that are the gradient of the biases."""
     spread, x, w, *rest = cast(Any, old.args)
-    stride, padding = rest[1:3] if old.target is aten.convolution_backward.default else rest
+    stride, padding = rest[1:3]
     g = spread.args[0]
     sums = [user for user in g.users if _is_of_biases(user)]
     with old.graph.inserting_before(sums[0] if sums else old):
         given = g.args[0] if rectified else g
         both = call(old, pooled_gradients, (given, places, x, w, stride, padding, window))
         of_weights, of_biases = (call(old, operator.getitem, (both, index)) for index in (0, 1))
-    parts = [user for user in old.users if old.target is aten.convolution_backward.default]
-    for one in parts or [old]:
+    for one in list(old.users):
         _replace(one, of_weights)
     for one in sums:
         _replace(one, of_biases)
-    if parts:
-        old.graph.erase_node(old)
+    old.graph.erase_node(old)
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
@@ -113,9 +112,7 @@ def _replace(old: fx.Node, new: fx.Node) -> None:
 
 def _is_of_weights(node: fx.Node) -> bool:
     """Whether this is only the gradient of a convolution's weights."""
-    if node.target is aten.convolution_backward.default:
-        return cast(Any, node.args[-1]) == [False, True, False]
-    return node.target in channels_first.WEIGHTS.values()
+    return node.target is aten.convolution_backward.default and cast(Any, node.args[-1]) == [False, True, False]
 
 
 def _is_of_biases(node: fx.Node) -> bool:
