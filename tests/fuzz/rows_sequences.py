@@ -172,11 +172,14 @@ def _draw_attention(draw: Draw) -> Drawn | None:
     keys = draw.values[key].shape[1]
     value = draw.pick(lambda x: x.is_floating_point() and x.ndim == 3 and x.shape[:2] == (batch, keys))
     assert value is not None
-    heads = draw.choose([1, 2])
+    groups = draw.choose([1, 2])
+    heads = groups * draw.choose([1, 1, 2])
+    is_rotary = draw.chance(0.3)
     settings: Settings = {
         "model_dimension": model,
         "head_count": heads,
-        "key_dimension": heads * draw.whole(1, 3),
+        "key_value_head_count": groups,
+        "key_dimension": heads * (2 * draw.whole(1, 2) if is_rotary else draw.whole(1, 3)),
         "value_dimension": heads * draw.whole(1, 2),
         "has_biases": draw.chance(0.7),
         "has_attention_biases": draw.chance(0.3),
@@ -184,6 +187,10 @@ def _draw_attention(draw: Draw) -> Drawn | None:
     }
     if draw.chance(0.1):
         settings["hidden_dropout"] = 0.3
+    if is_rotary:
+        settings |= {"rotary_base": draw.choose([10.0, 10_000.0]), "rotary_interleaved": draw.chance(0.5)}
+    if steps == keys:
+        settings |= {"causal": draw.chance(0.5), "window": draw.choose([None, None, 1, 2])}
     sources = [query, key, value]
     if draw.chance(0.3):
         sources.append(draw.input((0, keys), "boolean"))
@@ -195,8 +202,9 @@ def _draw_attention(draw: Draw) -> Drawn | None:
 
 
 def _attention_parameters(settings: Settings, widths: list[int]) -> Parameters:
-    k, v, model = settings["key_dimension"], settings["value_dimension"], settings["model_dimension"]
-    shapes = [(k, widths[0]), (k, widths[1]), (v, widths[2]), (model, v)]
+    whole_k, whole_v, model = settings["key_dimension"], settings["value_dimension"], settings["model_dimension"]
+    k, v = (n // settings["head_count"] * settings["key_value_head_count"] for n in (whole_k, whole_v))
+    shapes = [(whole_k, widths[0]), (k, widths[1]), (v, widths[2]), (model, whole_v)]
     found: Parameters = {f"weights.{i}": (shape, "weight") for i, shape in enumerate(shapes)}
     if settings["has_biases"]:
         found |= {f"biases.{i}": ((shape[0],), "bias") for i, shape in enumerate(shapes)}
@@ -217,13 +225,17 @@ def _build_attention(settings: Settings, tensors: Tensors) -> sg.Layer:
 def _attend(_: Context, settings: Settings, parameters: Arrays, *sources: Array) -> Array:
     heads, batch = settings["head_count"], len(sources[0])
     projected = [_project(parameters, i, x, settings) for i, x in enumerate(sources[:3])]
+    width, groups = settings["key_dimension"] // heads, settings["key_value_head_count"]
+    if "rotary_base" in settings:
+        projected[:2] = [_turn(x, width, settings) for x in projected[:2]]
     rows = several(parameters, "attention_biases") or [None, None]
     for i, row in ((1, rows[0]), (2, rows[1])):
         width = projected[i].shape[2]
         added = [] if row is None else [row.reshape(1, 1, -1).expand(batch, 1, width)]
         added += [projected[i].new_zeros(batch, 1, width)] if settings["adds_zero_attention"] else []
         projected[i] = torch.cat([projected[i], *added], 1)
-    q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in projected)
+    q = projected[0].reshape(*projected[0].shape[:2], heads, -1)
+    k, v = (x.reshape(*x.shape[:2], groups, -1).repeat_interleave(heads // groups, 2) for x in projected[1:])
     scores = torch.einsum("nlhd,nshd->nhls", q, k) / math.sqrt(q.shape[-1])
     allowed = torch.ones_like(scores, dtype=torch.bool)
     count = sources[1].shape[1]
@@ -234,12 +246,29 @@ def _attend(_: Context, settings: Settings, parameters: Arrays, *sources: Array)
             allowed[..., :count] &= ~mask[:, None]
         else:
             scores = torch.cat([scores[..., :count] + mask[:, None], scores[..., count:]], -1)
+    far = torch.arange(q.shape[1], device=q.device)[:, None] - torch.arange(count, device=q.device)
+    if settings.get("causal"):
+        allowed[..., :count] &= far >= 0
+    if settings.get("window"):
+        allowed[..., :count] &= far.abs() < settings["window"]
     some = allowed.any(-1, keepdim=True)
     exponents = scores - scores.detach().amax(-1, keepdim=True)
     powers = torch.where(allowed, exponents.exp(), 0.0)
     shares = powers / torch.where(some, powers.sum(-1, keepdim=True), 1.0)
     found = torch.einsum("nhls,nshd->nlhd", shares, v).flatten(2)
     return _project(parameters, 3, found, settings)
+
+
+def _turn(x: Array, width: int, settings: Settings) -> Array:
+    """Rotary positions as products of complex numbers."""
+    x = x.reshape(*x.shape[:2], -1, width)
+    interleaved = settings["rotary_interleaved"]
+    pairs = x.reshape(*x.shape[:3], -1, 2) if interleaved else x.reshape(*x.shape[:3], 2, -1).transpose(-1, -2)
+    index = torch.arange(width // 2, dtype=torch.float64, device=x.device)
+    angles = torch.arange(x.shape[1], device=x.device)[:, None] / settings["rotary_base"] ** (2 * index / width)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.double().contiguous()) * turn).to(x.dtype)
+    return (turned if interleaved else turned.transpose(-1, -2)).reshape(*x.shape[:2], -1)
 
 
 def _project(parameters: Arrays, index: int, x: Array, settings: Settings) -> Array:
