@@ -60,7 +60,7 @@ def attended(
 ) -> Callable[..., np.ndarray]:
     """The specification's equations, head by head and query by query; a query without a key gathers zeros.
 
-    `groups` is the number of key and value heads, `sees(i, j)` whether query i may see key j, `turn` rotates the vectors
+    `groups` is the number of key and value heads, `sees(i, j)` whether query i sees key j, `turn` rotates the vectors
     `[steps, d]` of one head.
     """
     groups = heads if groups is None else groups

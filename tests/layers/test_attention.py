@@ -85,8 +85,8 @@ def test_one_operator_attends_without_dropout() -> None:
         found = operators(layer, *sources, training=training)
         assert any("scaled_dot_product" in name for name in found)
         assert not any("softmax" in name for name in found)
-    for settings in ({}, {"key_value_head_count": 1}, {"window": 3}):
-        found = operators(attention(causal=True, **settings), *sources)
+    for further in ({}, {"key_value_head_count": 1}, {"window": 3}):
+        found = operators(attention(causal=True, **further), *sources)
         assert any("scaled_dot_product" in name for name in found)
         assert not any("softmax" in name or "mask" in name or "arange" in name for name in found)  # no mask in memory
     found = operators(attention(dropout=0.5), *sources)

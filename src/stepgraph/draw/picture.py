@@ -33,7 +33,7 @@ _HUES = {
     "own": "#b3538c",
 }
 _FAMILIES = {
-    "weights": ("convolution", "linear", "products"),
+    "weights": ("convolution", "linear", "feed_forward", "products"),
     "activation": ("activation", "softmax", "dropout"),
     "normalization": ("normalization", "layer_normalization"),
     "memory": ("attention", "recurrent", "embedding"),
