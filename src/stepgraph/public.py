@@ -38,6 +38,7 @@ from stepgraph.layers.convolution import (
 from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
 from stepgraph.layers.embedding import EmbeddingDescriptor as EmbeddingDescriptor, EmbeddingLayer as EmbeddingLayer
 from stepgraph.layers.feed_forward import GatedFeedForwardLayer as GatedFeedForwardLayer
+from stepgraph.layers.global_pooling import GlobalPoolingLayer as GlobalPoolingLayer
 from stepgraph.layers.indexing import (
     GatherLayer as GatherLayer,
     ScatterLayer as ScatterLayer,

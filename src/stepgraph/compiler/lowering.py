@@ -28,7 +28,7 @@ Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
 
 def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
     """A layer's forward as it is recorded for a step."""
-    if step.channels_last and isinstance(layer, ConvolutionLayer):
+    if step.channels_last and isinstance(layer, ConvolutionLayer) and layer.descriptor.dimensions == 2:
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
         return _under(_Attention(step), forward)

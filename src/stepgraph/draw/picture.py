@@ -37,7 +37,7 @@ _FAMILIES = {
     "activation": ("activation", "softmax", "dropout"),
     "normalization": ("normalization", "layer_normalization"),
     "memory": ("attention", "recurrent", "embedding"),
-    "pooling": ("pooling", "reduction", "upsample"),
+    "pooling": ("pooling", "global_pooling", "reduction", "upsample"),
     "loss": ("loss", "yolo"),
     "shape": ("shape", "indexing", "padding", "arithmetic", "comparison"),
 }

@@ -203,9 +203,7 @@ class RMSNormalizationLayer(Layer):
         return rms_normalize(x, gamma, shape=self.normalized_shape, epsilon=self.variance_epsilon)
 
 
-def rms_normalize(
-    x: torch.Tensor, gamma: torch.Tensor | None, *, shape: Sequence[int], epsilon: float
-) -> torch.Tensor:
+def rms_normalize(x: torch.Tensor, gamma: torch.Tensor | None, *, shape: Sequence[int], epsilon: float) -> torch.Tensor:
     """`γ x / sqrt(mean(x²) + ε)`, the mean over the last axes, those of `shape`."""
     return F.rms_norm(x, list(shape), gamma, epsilon)
 
