@@ -39,6 +39,7 @@ from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
 from stepgraph.layers.embedding import EmbeddingDescriptor as EmbeddingDescriptor, EmbeddingLayer as EmbeddingLayer
 from stepgraph.layers.feed_forward import GatedFeedForwardLayer as GatedFeedForwardLayer
 from stepgraph.layers.global_pooling import GlobalPoolingLayer as GlobalPoolingLayer
+from stepgraph.layers.gru import GRUDescriptor as GRUDescriptor, GRULayer as GRULayer
 from stepgraph.layers.indexing import (
     GatherLayer as GatherLayer,
     ScatterLayer as ScatterLayer,

@@ -36,7 +36,7 @@ _FAMILIES = {
     "weights": ("convolution", "linear", "feed_forward", "products"),
     "activation": ("activation", "softmax", "dropout"),
     "normalization": ("normalization", "layer_normalization"),
-    "memory": ("attention", "recurrent", "embedding"),
+    "memory": ("attention", "recurrent", "gru", "embedding"),
     "pooling": ("pooling", "global_pooling", "reduction", "upsample"),
     "loss": ("loss", "yolo"),
     "shape": ("shape", "indexing", "padding", "arithmetic", "comparison"),
