@@ -105,3 +105,30 @@ def test_a_fused_step_trains_with_tiles_where_tf32_is_allowed(launched: list[str
 @pytest.mark.parametrize("options", [OPTIONS.DETERMINISTIC, OPTIONS.DISABLE_LAYER_FUSION])
 def test_a_step_that_is_not_fused_has_pytorch_s_kernels(launched: list[str], options: OPTIONS) -> None:
     assert np.isfinite(transformer(options, tf32=True)).all() and not launched
+
+
+def modern(device: sg.Device, compute_type: str | None, steps: int = 24) -> tuple[sg.TrainingGraph, list[float]]:
+    """Causal attention with grouped heads and rotary positions, and the losses of 20 steps."""
+    sg.set_seed(5)
+    x, y, graph = sg.Tensor((4, steps, 64)), sg.Tensor((4, steps, 64)), sg.Graph()
+    settings = {"key_value_head_count": 2, "causal": True, "rotary_base": 10_000.0}
+    graph.node(sg.MultiheadAttentionLayer.create(64, 4, **settings), x, x, x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=1e-2))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(device, compute_type=compute_type, tf32=False)
+    values = np.random.default_rng(0).standard_normal((4, steps, 64), np.float32)
+    return training, launches.losses(training, {"x": values}, {"y": np.roll(values, 1, 1)})
+
+
+@pytest.mark.parametrize("steps", [24, 600])
+@pytest.mark.parametrize(("kind", "tolerance"), [(None, 1e-4), ("bfloat16", 3e-2), ("float16", 1e-2)])
+def test_causal_grouped_attention_trains_as_on_the_cpu(steps: int, kind: str | None, tolerance: float) -> None:
+    device = sg.Device.gpu()
+    assert device is not None
+    _, right = modern(sg.Device.cpu(), None, steps)
+    training, found = modern(device, kind, steps)
+    np.testing.assert_allclose(found, right, rtol=tolerance)
+    recorded = {str(node.target) for node in training.compilation.programs.program(4).nodes}
+    if kind is not None:
+        assert any("flash_attention" in name or "cudnn_attention" in name for name in recorded), recorded
+    assert not any("_scaled_dot_product_attention_math" in name for name in recorded)

@@ -37,6 +37,9 @@ from stepgraph.layers.convolution import (
 )
 from stepgraph.layers.dropout import DropoutLayer as DropoutLayer
 from stepgraph.layers.embedding import EmbeddingDescriptor as EmbeddingDescriptor, EmbeddingLayer as EmbeddingLayer
+from stepgraph.layers.feed_forward import GatedFeedForwardLayer as GatedFeedForwardLayer
+from stepgraph.layers.global_pooling import GlobalPoolingLayer as GlobalPoolingLayer
+from stepgraph.layers.gru import GRUDescriptor as GRUDescriptor, GRULayer as GRULayer
 from stepgraph.layers.indexing import (
     GatherLayer as GatherLayer,
     ScatterLayer as ScatterLayer,
@@ -45,6 +48,7 @@ from stepgraph.layers.indexing import (
 from stepgraph.layers.layer_normalization import (
     GroupNormalizationLayer as GroupNormalizationLayer,
     LayerNormalizationLayer as LayerNormalizationLayer,
+    RMSNormalizationLayer as RMSNormalizationLayer,
 )
 from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
 from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType

@@ -43,6 +43,7 @@ ACTIVATIONS: dict[str, tuple[Range, Range, Formula]] = {
     "HARD_SWISH": (None, None, lambda x, a, b: F.hardswish(x)),
     "CLAMP": ((-1, -0.3), (0.3, 1), torch.clamp),
     "GELU_ERF": (None, None, lambda x, a, b: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
+    "SILU": (None, None, lambda x, a, b: x * torch.sigmoid(x)),
 }
 _DEFAULT_A = {"RELU": 0.0, "HARD_SIGMOID": 0.2, "HARD_SHRINK": 0.5, "SOFT_SHRINK": 0.5}
 _DEFAULT_B = {"LINEAR": 0.0, "HARD_SIGMOID": 0.5}

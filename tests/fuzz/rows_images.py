@@ -1,6 +1,8 @@
-"""Rows of layers for images: convolution, pooling, upsampling, padding."""
+"""Rows of layers for images, sequences and volumes: convolution, pooling, upsampling, padding."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,24 +20,35 @@ SAMPLES = ("NEAREST", "LINEAR")
 PADDINGS = {"ZERO": "constant", "CONSTANT": "constant", "REFLECT": "reflect", "SYMMETRIC": "symmetric"}
 
 
-def _draw_window(draw: Draw, height: int, width: int) -> Settings:
+def _draw_window(draw: Draw, sizes: Sequence[int]) -> Settings:
     """Kernel sizes, strides, dilation rates and padding whose window fits an image."""
     policy = draw.choose(["SAME", "VALID", "USE_PADDING_SIZE"])
-    one = draw.chance(0.2)
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw.whole(low, high) for _ in sizes)
+
+    still = (1,) * len(sizes)
     settings: Settings = {
-        "kernel_sizes": (1, 1) if one else (draw.whole(1, 4), draw.whole(1, 4)),
-        "strides": (draw.whole(1, 3), draw.whole(1, 3)) if draw.chance(0.5) else (1, 1),
-        "dilation_rates": (draw.whole(1, 2), draw.whole(1, 2)) if draw.chance(0.3) else (1, 1),
+        "kernel_sizes": still if draw.chance(0.2) else each(1, 4),
+        "strides": each(1, 3) if draw.chance(0.5) else still,
+        "dilation_rates": each(1, 2) if draw.chance(0.3) else still,
         "padding_policy": policy,
     }
     if policy == "USE_PADDING_SIZE":
-        settings["padding_sizes"] = (draw.whole(0, 2), draw.whole(0, 2))
+        settings["padding_sizes"] = each(0, 2)
     return settings
 
 
-def _fits(settings: Settings, height: int, width: int, pooling: bool) -> bool:
+def _draw_source(draw: Draw) -> int | None:
+    """An image, a sequence `[batch, channels, steps]` or, seldom, a new volume."""
+    if draw.chance(0.1):
+        return draw.input((0, draw.choose([1, 2]), draw.choose([2, 3]), draw.choose([2, 3]), draw.choose([3, 4])))
+    return draw.floating((4, 4, 3) if draw.chance(0.3) else 4)
+
+
+def _fits(settings: Settings, sizes: Sequence[int], pooling: bool) -> bool:
     """Whether the window fits the padded image, and in pooling finds a pixel of the image everywhere."""
-    for axis, size in enumerate((height, width)):
+    for axis, size in enumerate(sizes):
         kernel, stride, dilation = (settings[k][axis] for k in ("kernel_sizes", "strides", "dilation_rates"))
         before, after = _padding(settings, axis, size)
         span = (kernel - 1) * dilation + 1
@@ -63,30 +76,31 @@ def _padding(settings: Settings, axis: int, size: int) -> Pair:
 def _window(settings: Settings) -> Settings:
     """The settings as stepgraph's descriptors take them."""
     chosen = {k: v for k, v in settings.items() if k in ("strides", "dilation_rates", "padding_sizes")}
-    return chosen | {"padding_policy": sg.PaddingPolicy[settings["padding_policy"]]}
+    policy = sg.PaddingPolicy[settings["padding_policy"]]
+    return chosen | {"padding_policy": policy, "dimensions": len(settings["kernel_sizes"])}
 
 
 # Convolution
 
 
 def _draw_convolution(draw: Draw) -> Drawn | None:
-    x = draw.floating(4)
+    x = _draw_source(draw)
     if x is None:
         return None
-    _, inputs, height, width = draw.values[x].shape
+    _, inputs, *sizes = draw.values[x].shape
     kind = draw.choose(["STANDARD", "STANDARD", "TRANSPOSED", "DEPTHWISE"])
-    settings = {"type": kind, "inputs": inputs} | _draw_window(draw, height, width)
+    settings = {"type": kind, "inputs": inputs} | _draw_window(draw, sizes)
     if kind == "DEPTHWISE":
         settings |= {"outputs": inputs * draw.whole(1, 2), "groups": 1}
     else:
         groups = draw.choose([g for g in (1, 1, 2, 3) if inputs % g == 0])
         settings |= {"outputs": groups * draw.whole(1, 3), "groups": groups}
     if kind == "TRANSPOSED":
-        lost = [sum(_lost(settings, axis)) for axis in (0, 1)]
-        sizes = [(n - 1) * settings["strides"][i] + _span(settings, i) - lost[i] for i, n in enumerate((height, width))]
-        if min(sizes) < 1:
+        lost = [sum(_lost(settings, axis)) for axis in range(len(sizes))]
+        left = [(n - 1) * settings["strides"][i] + _span(settings, i) - lost[i] for i, n in enumerate(sizes)]
+        if min(left) < 1:
             return None
-    elif not _fits(settings, height, width, pooling=False):
+    elif not _fits(settings, sizes, pooling=False):
         return None
     parameters = {"weights": (_weights_shape(settings), "weight")}
     if draw.chance(0.6):
@@ -131,27 +145,33 @@ def _convolve(_: Context, settings: Settings, parameters: Arrays, x: Array) -> A
         outputs = settings["outputs"]
         turned = weights.reshape(groups, outputs // groups, -1, *weights.shape[2:]).transpose(1, 2)
         turned = turned.reshape(settings["inputs"], outputs // groups, *weights.shape[2:])
-        y = F.conv_transpose2d(x, turned, None, stride, 0, 0, groups, dilation)
-        (top, bottom), (left, right) = _lost(settings, 0), _lost(settings, 1)
-        y = F.pad(y, (-left, -right, -top, -bottom))
+        function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(stride) - 1]
+        y = function(x, turned, None, stride, 0, 0, groups, dilation)
+        y = F.pad(y, [-n for axis in reversed(range(len(stride))) for n in _lost(settings, axis)])
     else:
-        (top, bottom), (left, right) = (_padding(settings, axis, x.shape[2 + axis]) for axis in (0, 1))
-        y = F.conv2d(F.pad(x, (left, right, top, bottom)), weights, None, stride, 0, dilation, groups)
+        function = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+        y = function(F.pad(x, _sides(settings, x)), weights, None, stride, 0, dilation, groups)
     biases = parameters.get("biases")
-    return y if biases is None else y + biases.reshape(1, -1, 1, 1)
+    return y if biases is None else y + biases.reshape(1, -1, *[1] * len(stride))
+
+
+def _sides(settings: Settings, x: Array) -> list[int]:
+    """Pixels added before and after each axis, the last axis first, as PyTorch takes them."""
+    axes = reversed(range(x.ndim - 2))
+    return [n for axis in axes for n in _padding(settings, axis, x.shape[2 + axis])]
 
 
 # Pooling
 
 
 def _draw_pooling(draw: Draw) -> Drawn | None:
-    x = draw.floating(4)
+    x = _draw_source(draw)
     if x is None:
         return None
-    settings = {"type": draw.choose(POOLINGS)} | _draw_window(draw, *draw.values[x].shape[2:])
+    settings = {"type": draw.choose(POOLINGS)} | _draw_window(draw, draw.values[x].shape[2:])
     if settings["type"] == "AVERAGE":
         settings["count_includes_padding"] = draw.chance(0.5)
-    return Drawn((x,), settings) if _fits(settings, *draw.values[x].shape[2:], pooling=True) else None
+    return Drawn((x,), settings) if _fits(settings, draw.values[x].shape[2:], pooling=True) else None
 
 
 def _build_pooling(settings: Settings, _: Tensors) -> sg.Layer:
@@ -164,16 +184,16 @@ def _build_pooling(settings: Settings, _: Tensors) -> sg.Layer:
 
 
 def _pool(_: Context, settings: Settings, __: Arrays, x: Array) -> Array:
-    sides = [_padding(settings, axis, x.shape[2 + axis]) for axis in (1, 0)]
+    sides = _sides(settings, x)
     outside = -torch.inf if settings["type"] == "MAX" else 0.0
-    taps = _taps(F.pad(x, (*sides[0], *sides[1]), value=outside), settings)
+    taps = _taps(F.pad(x, sides, value=outside), settings)
     match settings["type"]:
         case "MAX":
             place = (taps == taps.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
             return taps.gather(-1, place).squeeze(-1)
         case "AVERAGE":
             inside = torch.ones_like(x[:1, :1])
-            count = _taps(F.pad(inside, (*sides[0], *sides[1])), settings).sum(-1)
+            count = _taps(F.pad(inside, sides), settings).sum(-1)
             return taps.sum(-1) / (taps.shape[-1] if settings["count_includes_padding"] else count)
     total = (taps * taps).sum(-1)
     return torch.where(total == 0, 0.0, torch.where(total == 0, 1.0, total).sqrt())
@@ -181,15 +201,37 @@ def _pool(_: Context, settings: Settings, __: Arrays, x: Array) -> Array:
 
 def _taps(x: Array, settings: Settings) -> Array:
     """All that a window reads, along a new last axis, row by row."""
-    sizes = [(x.shape[2 + i] - _span(settings, i)) // settings["strides"][i] + 1 for i in (0, 1)]
+    sizes = [(n - _span(settings, i)) // settings["strides"][i] + 1 for i, n in enumerate(x.shape[2:])]
     found = []
-    for i in range(settings["kernel_sizes"][0]):
-        for j in range(settings["kernel_sizes"][1]):
-            (top, left) = i * settings["dilation_rates"][0], j * settings["dilation_rates"][1]
-            rows = torch.arange(sizes[0], device=x.device) * settings["strides"][0] + top
-            columns = torch.arange(sizes[1], device=x.device) * settings["strides"][1] + left
-            found.append(x[:, :, rows][:, :, :, columns])
+    for tap in np.ndindex(settings["kernel_sizes"]):
+        taken = x
+        for axis, (k, size) in enumerate(zip(tap, sizes, strict=True)):
+            places = torch.arange(size, device=x.device) * settings["strides"][axis]
+            taken = taken.index_select(2 + axis, places + k * settings["dilation_rates"][axis])
+        found.append(taken)
     return torch.stack(found, -1)
+
+
+# Global pooling
+
+
+def _draw_global(draw: Draw) -> Drawn | None:
+    x = draw.floating(least=3)
+    return None if x is None else Drawn((x,), {"type": draw.choose(POOLINGS), "keeps": draw.chance(0.3)})
+
+
+def _pool_globally(_: Context, settings: Settings, __: Arrays, x: Array) -> Array:
+    pixels = x.reshape(*x.shape[:2], -1)
+    match settings["type"]:
+        case "MAX":
+            first = (pixels == pixels.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
+            y = pixels.gather(-1, first).squeeze(-1)
+        case "AVERAGE":
+            y = pixels.sum(-1) / pixels.shape[-1]
+        case _:
+            total = (pixels * pixels).sum(-1)
+            y = torch.where(total == 0, 0.0, torch.where(total == 0, 1.0, total).sqrt())
+    return y.reshape(*y.shape, *[1] * (x.ndim - 2)) if settings["keeps"] else y
 
 
 # Upsampling
@@ -271,6 +313,13 @@ def _pad(_: Context, settings: Settings, __: Arrays, x: Array) -> Array:
 ROWS = {
     "convolution": Row(sg.ConvolutionLayer, _draw_convolution, _build_convolution, _convolve, image=True, weight=3),
     "pooling": Row(sg.PoolingLayer, _draw_pooling, _build_pooling, _pool, image=True, weight=2),
+    "global pooling": Row(
+        sg.GlobalPoolingLayer,
+        _draw_global,
+        lambda settings, _: sg.GlobalPoolingLayer(sg.PoolingType[settings["type"]], settings["keeps"]),
+        _pool_globally,
+        weight=0.5,
+    ),
     "upsample": Row(sg.UpsampleLayer, _draw_upsample, _build_upsample, _upsample, image=True),
     "padding": Row(sg.PaddingLayer, _draw_padding, _build_padding, _pad, image=True),
 }

@@ -1,4 +1,4 @@
-"""Rows of layers with one matrix of weights: fully connected, embedding."""
+"""Rows of layers that are matrices of weights: fully connected, gated feed-forward, embedding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import stepgraph as sg
 from tests.fuzz.draw import Draw
 from tests.fuzz.recipe import Settings
-from tests.fuzz.row import Array, Arrays, Context, Drawn, Row, Tensors
+from tests.fuzz.row import Array, Arrays, Context, Drawn, Row, Tensors, several
+from tests.fuzz.rows_elementwise import activated
 
 Parameters = dict[str, tuple[tuple[int, ...], str]]
 
@@ -38,6 +39,34 @@ def _connect(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Ar
     biases = parameters.get("biases")
     y = y if biases is None else y + biases.reshape(-1)
     return y[:, :, None, None] if is_pixel else y
+
+
+# Gated feed-forward
+
+
+def _draw_gated(draw: Draw) -> Drawn | None:
+    x = draw.floating(least=2)
+    if x is None:
+        return None
+    inputs, hidden, outputs = draw.values[x].shape[-1], draw.choose([1, 2, 4]), draw.choose([1, 2, 3])
+    shapes = (hidden, inputs), (hidden, inputs), (outputs, hidden)
+    parameters: Parameters = {f"weights.{i}": (shape, "weight") for i, shape in enumerate(shapes)}
+    if draw.chance(0.4):
+        parameters |= {f"biases.{i}": (shape[:1], "bias") for i, shape in enumerate(shapes)}
+    return Drawn((x,), {"type": draw.choose(["SILU", "GELU", "GELU_ERF", "SIGMOID"])}, parameters)
+
+
+def _build_gated(settings: Settings, tensors: Tensors) -> sg.Layer:
+    activation = sg.ActivationDescriptor(sg.ActivationType[settings["type"]])
+    return sg.GatedFeedForwardLayer(several(tensors, "weights") or [], several(tensors, "biases"), activation)
+
+
+def _gate(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Array:
+    def product(x: Array, index: int) -> Array:
+        y = torch.einsum("...i,oi->...o", x, parameters[f"weights.{index}"])
+        return y + parameters.get(f"biases.{index}", 0.0)
+
+    return product(activated(product(x, 0), settings) * product(x, 1), 2)
 
 
 # Embedding
@@ -88,5 +117,6 @@ def _embed(context: Context, settings: Settings, parameters: Arrays, indices: Ar
 
 ROWS = {
     "fully connected": Row(sg.FullyConnectedLayer, _draw_linear, _build_linear, _connect, weight=3),
+    "gated feed-forward": Row(sg.GatedFeedForwardLayer, _draw_gated, _build_gated, _gate),
     "embedding": Row(sg.EmbeddingLayer, _draw_embedding, _build_embedding, _embed),
 }

@@ -1,4 +1,4 @@
-"""Rows of the four normalizations, written as `γ (x - mean) / sqrt(variance + ε) + β`."""
+"""Rows of the normalizations, written as `γ (x - mean) / sqrt(variance + ε) + β`."""
 
 from __future__ import annotations
 
@@ -146,6 +146,21 @@ def _normalize_layer(_: Context, settings: Settings, parameters: Arrays, x: Arra
     return _normalized(x, mean, variance, parameters, settings["shape"])
 
 
+def _draw_rms(draw: Draw) -> Drawn | None:
+    x = draw.floating(least=2)
+    if x is None:
+        return None
+    shape = tuple(draw.values[x].shape)
+    normalized = shape[draw.whole(1, len(shape) - 1) :]
+    return Drawn((x,), {"shape": normalized}, {"gamma": (normalized, "scale")} if draw.chance(0.7) else {})
+
+
+def _normalize_rms(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Array:
+    axes = tuple(range(x.ndim - len(settings["shape"]), x.ndim))
+    y = x / ((x * x).mean(axes, keepdim=True) + EPSILON) ** 0.5
+    return y * parameters["gamma"].reshape(settings["shape"]) if "gamma" in parameters else y
+
+
 ROWS = {
     "batch normalization": Row(
         sg.BatchNormalizationLayer,
@@ -166,6 +181,14 @@ ROWS = {
     ),
     "group normalization": Row(
         sg.GroupNormalizationLayer, _draw_group, _build_group, _normalize_group, image=True, weight=0.7
+    ),
+    "RMS normalization": Row(
+        sg.RMSNormalizationLayer,
+        _draw_rms,
+        lambda settings, tensors: sg.RMSNormalizationLayer(settings["shape"], tensors.get("gamma"), EPSILON),
+        _normalize_rms,
+        image=True,
+        weight=0.7,
     ),
     "layer normalization": Row(
         sg.LayerNormalizationLayer,

@@ -117,6 +117,7 @@ CASES = [
     ),
     row("gelu", ActivationLayer.gelu, gelu, lambda x: F.gelu(x, approximate="tanh")),
     row("gelu erf", ActivationLayer.gelu_erf, lambda x: x * 0.5 * (1 + erf(x / np.sqrt(2))), F.gelu),
+    row("silu", ActivationLayer.silu, lambda x: x / (1 + np.exp(-x)), F.silu),
     row("hard swish", ActivationLayer.hard_swish, hard_swish, F.hardswish),
     row("clamp", lambda: ActivationLayer.clamp(-1, 2), lambda x: np.clip(x, -1, 2), lambda x: torch.clamp(x, -1, 2)),
 ]

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import DataTypeError, ShapeError
-from stepgraph.layers.layer_normalization import GroupNormalizationLayer, LayerNormalizationLayer
+from stepgraph.layers.layer_normalization import (
+    GroupNormalizationLayer,
+    LayerNormalizationLayer,
+    RMSNormalizationLayer,
+)
 from stepgraph.layers.normalization import BatchNormalizationLayer, InstanceNormalizationLayer
 from stepgraph.tensors.tensor import Tensor
 from tests.layers.case import Bad, Case, Source
@@ -121,6 +125,30 @@ def over_last(axes: int, epsilon: float = 1e-5) -> Callable[..., np.ndarray]:
         return (np.ravel(gamma) * y + np.ravel(beta)).reshape(x.shape)
 
     return reference
+
+
+def rms_normalization(*shape: int, scaled: bool = True, epsilon: float = 1e-6) -> RMSNormalizationLayer:
+    values = np.random.default_rng(6).uniform(0.5, 2.0, shape).astype(np.float32)
+    return RMSNormalizationLayer(shape, Tensor(shape, data=values) if scaled else None, epsilon)
+
+
+def by_root_mean_square(axes: int, epsilon: float = 1e-6) -> Callable[..., np.ndarray]:
+    """Row by row: divided by the root of the mean square."""
+
+    def reference(x: np.ndarray, *, gamma: Any = 1.0) -> np.ndarray:
+        rows = x.reshape(int(np.prod(x.shape[: x.ndim - axes])), -1)
+        y = np.stack([row / np.sqrt(row @ row / len(row) + epsilon) for row in rows])
+        return (np.ravel(gamma) * y).reshape(x.shape)
+
+    return reference
+
+
+def rms_twin(*shape: int, epsilon: float = 1e-6) -> Callable[..., torch.Tensor]:
+    def call(x: torch.Tensor, *, gamma: torch.Tensor | None = None) -> torch.Tensor:
+        module = torch.nn.RMSNorm(shape, eps=epsilon, elementwise_affine=gamma is not None, dtype=x.dtype)
+        return torch.func.functional_call(module, {} if gamma is None else {"weight": gamma}, (x,))
+
+    return call
 
 
 def instance_twin(x: torch.Tensor, *, beta: Any = None, gamma: Any = None, **_: torch.Tensor) -> torch.Tensor:
@@ -343,5 +371,25 @@ CASES: list[Case] = [
             layer_twin(5),
         )
         for given in ("beta", "gamma")
+    ),
+    Case(
+        "rms-normalization",
+        lambda: rms_normalization(5),
+        (shifted(2, 3, 5),),
+        by_root_mean_square(1),
+        rms_twin(5),
+        bad=(
+            Bad(((2, 3, 4),), ShapeError, "RMSNormalizationLayer 'RMSNorm'"),
+            Bad(((2, 3, 4),), ShapeError, "the layer normalizes [5], but the source ends in [4]"),
+            Bad((np.zeros((2, 5), np.int64),), DataTypeError, "int64"),
+        ),
+    ),
+    Case(
+        "rms-normalization-two-axes-large-epsilon",
+        lambda: rms_normalization(3, 4, scaled=False, epsilon=0.5),
+        (shifted(2, 2, 3, 4),),
+        by_root_mean_square(2, 0.5),
+        rms_twin(3, 4, epsilon=0.5),
+        training=False,
     ),
 ]

@@ -1,5 +1,7 @@
 """Multihead attention beyond the table: PyTorch's module, operators in use, refused tensors, training."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import stepgraph as sg
 from stepgraph.layers.attention import MultiheadAttentionDescriptor, MultiheadAttentionLayer
 from stepgraph.layers.layer import Scope
-from tests.layers.cases_attention import E, attended, attention
+from tests.layers.cases_attention import E, attended, attention, turned
 
 DOUBLE = torch.float64
 
@@ -83,6 +85,10 @@ def test_one_operator_attends_without_dropout() -> None:
         found = operators(layer, *sources, training=training)
         assert any("scaled_dot_product" in name for name in found)
         assert not any("softmax" in name for name in found)
+    for further in ({}, {"key_value_head_count": 1}, {"window": 3}):
+        found = operators(attention(causal=True, **further), *sources)
+        assert any("scaled_dot_product" in name for name in found)
+        assert not any("softmax" in name or "mask" in name or "arange" in name for name in found)  # no mask in memory
     found = operators(attention(dropout=0.5), *sources)
     assert {"stepgraph.keep_mask.default", "aten._softmax.default"} <= found
 
@@ -188,6 +194,18 @@ def test_descriptor_fills_in_the_model_dimension() -> None:
         ({"value_dimension": 10}, "3 heads do not divide value_dimension 10"),
         ({"dropout": 1.0}, r"dropout is 1.0, not in \[0, 1\)"),
         ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"key_value_head_count": 0}, "key_value_head_count is 0"),
+        ({"key_value_head_count": 2}, "2 key and value heads do not divide 3 heads"),
+        ({"window": 0}, "window is 0"),
+        ({"window": 2.0}, "window is 2.0"),
+        ({"rotary_base": 0.0}, "rotary_base is 0.0"),
+        ({"rotary_base": math.nan}, "rotary_base is nan"),
+        ({"rotary_base": True}, "rotary_base is True"),
+        ({"rotary_base": 10.0, "key_dimension": 9}, "3 features of a head 3 wide cannot be rotated in pairs"),
+        ({"rotary_base": 10.0, "rotary_dimension": 6}, "6 features of a head 4 wide"),
+        ({"rotary_base": 10.0, "rotary_dimension": 3}, "3 features of a head 4 wide"),
+        ({"rotary_dimension": 2}, "rotary_dimension has no effect without rotary_base"),
+        ({"rotary_interleaved": True}, "rotary_interleaved has no effect without rotary_base"),
     ],
 )
 def test_descriptor_refuses(arguments: dict[str, Any], words: str) -> None:
@@ -278,6 +296,44 @@ class Sequences:
         self.training.compile(sg.Device.cpu())
 
 
+def llama(compute_type: str | None = None) -> tuple[sg.TrainingGraph, MultiheadAttentionLayer]:
+    """Causal grouped attention with rotary positions, learning to give the previous row back."""
+    sg.set_seed(2)
+    x, y, graph = sg.Tensor((4, 6, 16)), sg.Tensor((4, 6, 16)), sg.Graph()
+    layer = MultiheadAttentionLayer.create(
+        16, 4, key_value_head_count=2, causal=True, window=4, rotary_base=100.0, has_biases=False
+    )
+    out = graph.node(layer, x, x, x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=0.03))
+    training.add_inputs({"x": x}, {"y": y})
+    training.add_outputs({"out": out})
+    training.compile(sg.Device.cpu(), compute_type=compute_type)
+    return training, layer
+
+
+def test_modern_attention_trains_sees_no_future_and_is_loaded(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    x = generator.standard_normal((4, 6, 16)).astype(np.float32)
+    labels = np.roll(x, 1, 1)
+    labels[:, 0] = 0
+    training, layer = llama()
+    losses = [training.execute({"x": x}, {"y": labels}).loss for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    mixed = llama("bfloat16")[0]
+    assert [mixed.execute({"x": x}, {"y": labels}).loss for _ in range(30)] == pytest.approx(losses, rel=0.1)
+    sg.save(tmp_path / "model", training)
+    loaded = sg.load(tmp_path / "model")
+    assert loaded.layers[0].descriptor == layer.descriptor  # type: ignore[attr-defined]
+    loaded.compile(sg.Device.cpu())
+    assert loaded.execute({"x": x}, {"y": labels}).loss == training.execute({"x": x}, {"y": labels}).loss
+    changed = x.copy()
+    changed[:, 4:] = 9  # nothing before step 4 depends on it
+    before = run(layer, *[torch.from_numpy(x)] * 3)
+    after = run(layer, *[torch.from_numpy(changed)] * 3)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.equal(before[:, 4:], after[:, 4:])
+
+
 Drawn = tuple[MultiheadAttentionLayer, list[torch.Tensor], bool]
 
 
@@ -285,12 +341,16 @@ Drawn = tuple[MultiheadAttentionLayer, list[torch.Tensor], bool]
 def drawn(draw: st.DrawFn) -> Drawn:
     """Any legal small attention, sources for it, and whether it trains."""
     few = st.integers(1, 3)
-    heads, batch, queries, keys, model = draw(few), draw(few), draw(few), draw(few), draw(st.integers(1, 4))
+    groups, batch, queries, keys, model = draw(few), draw(few), draw(few), draw(few), draw(st.integers(1, 4))
+    heads = groups * draw(st.integers(1, 2))
+    causal, window = draw(st.booleans()), draw(st.sampled_from([None, 1, 2]))
+    queries = keys if causal or window else queries
+    rotary = {"rotary_base": 7.0, "rotary_interleaved": draw(st.booleans())} if draw(st.booleans()) else {}
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     layer = MultiheadAttentionLayer.create(
         model,
         heads,
-        key_dimension=heads * draw(few),
+        key_dimension=heads * (2 * draw(st.integers(1, 2)) if rotary else draw(few)),
         value_dimension=heads * draw(few),
         key_width=draw(few),
         value_width=draw(few),
@@ -299,6 +359,10 @@ def drawn(draw: st.DrawFn) -> Drawn:
         has_attention_biases=draw(st.booleans()),
         adds_zero_attention=draw(st.booleans()),
         initializer=sg.RandomInitializerType.UNIFORM,
+        key_value_head_count=groups,
+        causal=causal,
+        window=window,
+        **rotary,
     )
     shapes = zip((queries, keys, keys), layer.source_widths, strict=True)
     sources = [torch.randn(batch, *shape, generator=generator, dtype=DOUBLE) for shape in shapes]
@@ -322,7 +386,12 @@ def check_any(layer: MultiheadAttentionLayer, sources: list[torch.Tensor], train
         for name in ("weights", "biases", "attention_biases")
         if (found := getattr(layer, name)) is not None
     }
+    width = one.key_dimension // one.head_count
+    still = one.rotary_base is None
     wanted = attended(
+        groups=one.key_value_head_count,
+        sees=lambda i, j: (j <= i or not one.causal) and (one.window is None or abs(i - j) < one.window),
+        turn=turned(one.rotary_base or 1.0, 0 if still else width, one.rotary_interleaved),
         heads=one.head_count,
         zero=one.adds_zero_attention,
         rate=one.dropout if training else 0.0,

@@ -126,7 +126,8 @@ def _join_weight_gradients(
 def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
     """The operator that computes the gradients of query, key and value, if it is a single one and they are alike."""
     origins = [_origin(one) for one in gradients]
-    sources = {one.args[0] for one in origins if one.target is operator.getitem}
+    # A gradient that was rotated or summed over shared heads is not the operator's own result.
+    sources = {one.args[0] if one.target is operator.getitem else None for one in origins}
     (found,) = sources if len(sources) == 1 else (None,)
     is_attention = isinstance(found, fx.Node) and str(found.target) == "stepgraph.attend_gradients.default"
     alike = len({fake(one).shape for one in origins}) == 1

@@ -60,12 +60,14 @@ def _has_implementations(node: Node) -> bool:
     if not isinstance(node.layer, ConvolutionLayer):
         return False
     settings = node.layer.descriptor
-    plain = settings.type is ConvolutionType.STANDARD and settings.group_count == 1
+    plain = settings.type is ConvolutionType.STANDARD and settings.group_count == 1 and settings.dimensions == 2
     return plain and settings.dilation_rate_in_x == settings.dilation_rate_in_y == 1
 
 
 def _is_large_pool(node: Node, step: Step) -> bool:
     if not isinstance(node.layer, PoolingLayer) or node.layer.descriptor.type is not PoolingType.MAX:
+        return False
+    if node.layer.descriptor.dimensions != 2:
         return False
     rows = step.batch[1] / step.batch[0]  # the declared shape has the declared batch
     return rows * node.sources[0].descriptor.element_count >= LARGE

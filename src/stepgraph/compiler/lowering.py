@@ -13,23 +13,25 @@ from torch.overrides import TorchFunctionMode
 from stepgraph.compiler.lstm_cudnn import by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
-from stepgraph.layers.attention import MultiheadAttentionLayer, attention_weights, weighted
+from stepgraph.layers.attending import attention_weights, position_mask, repeat_heads, weighted
+from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.recurrent import LSTMLayer
 
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
+WIDEST_FLASH = 256  # the widest head of PyTorch's flash attention
 LAST = torch.channels_last
 Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
 
 
 def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
     """A layer's forward as it is recorded for a step."""
-    if step.channels_last and isinstance(layer, ConvolutionLayer):
+    if step.channels_last and isinstance(layer, ConvolutionLayer) and layer.descriptor.dimensions == 2:
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
-        return _under(_WrittenOut(step), forward)
+        return _under(_Attention(step), forward)
     if step.device.type == "cuda" and isinstance(layer, LSTMLayer):
         return _under(_ByCudnn(), forward)
     return forward
@@ -68,8 +70,8 @@ class _ByCudnn(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _WrittenOut(TorchFunctionMode):
-    """Records products and a softmax in the place of PyTorch's attention over few keys, where they are faster.
+class _Attention(TorchFunctionMode):
+    """Records attention on a GPU as what is fastest there: as products and a softmax, or as one of PyTorch's kernels.
 
     Tuned code may take attention as one operator instead.
     """
@@ -79,11 +81,33 @@ class _WrittenOut(TorchFunctionMode):
         self._taken = [row.takes_attention for row in MANIFEST if row.takes_attention is not None and row.applies(step)]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention and self._is_faster(*args):
-            q, k, v, mask = args
-            return weighted(attention_weights(q, k, mask), v, mask)
+        if function is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
-    def _is_faster(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        as_one = mask is None and any(takes(q, k, v) for takes in self._taken)
-        return not as_one and q.dtype is torch.float32 and k.shape[2] <= SHORT
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        as_one = mask is None and not is_causal and any(takes(q, k, v) for takes in self._taken)
+        if q.dtype is torch.float32 and k.shape[2] <= SHORT and not as_one:
+            seen = position_mask(q.shape[2], k.shape[2], causal=True, window=None, like=q) if is_causal else mask
+            return weighted(attention_weights(q, k, seen), v, mask)
+        if enable_gqa and not _shares_heads(q, v, mask):
+            k, v, enable_gqa = repeat_heads(k, heads=q.shape[1]), repeat_heads(v, heads=q.shape[1]), False
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+def _shares_heads(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a GPU kernel supports fewer key and value heads: only flash attention does, in half precision.
+
+    For others, PyTorch would compute the scores of all heads in memory; repeated heads need less.
+    """
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return is_half and mask is None and q.shape[-1] == v.shape[-1] <= WIDEST_FLASH

@@ -19,7 +19,7 @@ from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
 from stepgraph.compiler.program import fake, fakes, note
 from stepgraph.compiler.tuned import MANIFEST
-from stepgraph.layers import lstm_kernel
+from stepgraph.layers import gru_kernel, lstm_kernel
 from stepgraph.random import draw_mask, draw_uniform
 from stepgraph.system import torch_private
 
@@ -102,6 +102,11 @@ TABLE: dict[Any, Operator] = {
     ours.lstm.default: Operator(out=Out(lstm_kernel.run), workspace=_like(2), is_costly=True),
     # `∂h/∂c` of all steps
     ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
+    ours.gru.default: Operator(is_costly=True, direct=gru_kernel.run),
+    # the states before all steps and three factors
+    ours.gru_gradient.default: Operator(
+        workspace=lambda given, _: 4 * given[1].nbytes, is_costly=True, direct=gru_kernel.run_gradient
+    ),
     # Implementations beside PyTorch's
     **{one.function: _alternative(one) for one in ALTERNATIVES},
     **{one.function: _alternative(one) for row in MANIFEST for one in row.offers},

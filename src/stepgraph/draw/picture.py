@@ -33,11 +33,11 @@ _HUES = {
     "own": "#b3538c",
 }
 _FAMILIES = {
-    "weights": ("convolution", "linear", "products"),
+    "weights": ("convolution", "linear", "feed_forward", "products"),
     "activation": ("activation", "softmax", "dropout"),
     "normalization": ("normalization", "layer_normalization"),
-    "memory": ("attention", "recurrent", "embedding"),
-    "pooling": ("pooling", "reduction", "upsample"),
+    "memory": ("attention", "recurrent", "gru", "embedding"),
+    "pooling": ("pooling", "global_pooling", "reduction", "upsample"),
     "loss": ("loss", "yolo"),
     "shape": ("shape", "indexing", "padding", "arithmetic", "comparison"),
 }

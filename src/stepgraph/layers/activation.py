@@ -39,6 +39,7 @@ class ActivationType(RawEnum):
     HARD_SWISH = 19, "HardSwish"  # x (x + 3) / 6, with 0 below -3 and x above 3
     CLAMP = 20, "Clamp"  # x clamped to [a, b]
     GELU_ERF = 1001, "GELU erf"  # ours: x Φ(x), exactly
+    SILU = 1002, "SiLU"  # ours: x / (1 + exp(-x)), also called Swish
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,11 @@ class ActivationLayer(Layer):
         return cls._of(ActivationType.GELU_ERF, label)
 
     @classmethod
+    def silu(cls, *, label: str = "") -> ActivationLayer:
+        """`x / (1 + exp(-x))`, also called Swish; ours."""
+        return cls._of(ActivationType.SILU, label)
+
+    @classmethod
     def hard_swish(cls, *, label: str = "") -> ActivationLayer:
         """`x (x + 3) / 6`, with 0 below -3 and `x` above 3."""
         return cls._of(ActivationType.HARD_SWISH, label)
@@ -287,4 +293,5 @@ ACTIVATIONS: dict[ActivationType, Callable[[torch.Tensor, float, float, float], 
     ActivationType.HARD_SWISH: lambda x, a, b, c: F.hardswish(x),
     ActivationType.CLAMP: lambda x, a, b, c: torch.clamp(x, a, b),
     ActivationType.GELU_ERF: lambda x, a, b, c: F.gelu(x),
+    ActivationType.SILU: lambda x, a, b, c: F.silu(x),
 }

@@ -11,8 +11,18 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
+from stepgraph.layers.attending import (
+    append_rows,
+    attend,
+    attention_weights,
+    join_masks,
+    position_mask,
+    split_heads,
+    weighted,
+)
 from stepgraph.layers.dropout import drop
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
+from stepgraph.layers.rotary import rotate
 from stepgraph.layers.shape import require_same_type
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -28,8 +38,17 @@ class MultiheadAttentionDescriptor:
     Args:
         model_dimension: width of the query and of the result.
         head_count: number of attention heads; it must divide the key and the value dimension.
-        key_dimension: width of projected queries and keys, all heads together; default: the model dimension.
-        value_dimension: width of projected values, all heads together; default: the model dimension.
+        key_dimension: width of the projected queries, all heads together; default: the model dimension.
+        value_dimension: width of the gathered values, all heads together; default: the model dimension.
+        key_value_head_count: heads of keys and values, each shared by `head_count / key_value_head_count` adjacent
+            query heads (grouped-query attention; 1: multi-query attention); default: one for each query head.
+        causal: whether query `i` sees only keys up to `i`.
+        window: query `i` sees only keys `j` with `|i - j| < window`; with `causal`, the last `window` keys up to `i`.
+        rotary_base: turn queries and keys by their positions (RoPE), with this base: 10000 in most models, 500000 in
+            Llama 3. Default: no rotation.
+        rotary_dimension: rotate only so many features at the start of each head; default: all of them.
+        rotary_interleaved: rotate the pairs `(2 i, 2 i + 1)`, as in Meta's Llama files, GPT-J and Cohere's models,
+            instead of `(i, i + dimension / 2)`, as in Hugging Face's Llama, Mistral, Qwen, Gemma and GPT-NeoX.
         dropout: the fraction of attention weights dropped in training, at least 0 and below 1.
         has_biases: whether the four projections have biases.
         has_attention_biases: whether one learned row is appended to the projected keys and to the projected values.
@@ -38,6 +57,8 @@ class MultiheadAttentionDescriptor:
     Example:
         >>> MultiheadAttentionDescriptor(64, 8).key_dimension
         64
+        >>> MultiheadAttentionDescriptor(64, 8, key_value_head_count=2).projected
+        (64, 16, 16, 64)
     """
 
     model_dimension: int
@@ -49,35 +70,67 @@ class MultiheadAttentionDescriptor:
     has_biases: bool = True
     has_attention_biases: bool = False
     adds_zero_attention: bool = False
+    key_value_head_count: int = None  # type: ignore[assignment]
+    causal: bool = False
+    window: int | None = None
+    rotary_base: float | None = None
+    rotary_dimension: int | None = None
+    rotary_interleaved: bool = False
 
     def __post_init__(self) -> None:
         where, heads = "MultiheadAttentionDescriptor", self.head_count
-        for name in ("key_dimension", "value_dimension"):
+        for name, default in (
+            ("key_dimension", self.model_dimension),
+            ("value_dimension", self.model_dimension),
+            ("key_value_head_count", heads),
+        ):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self.model_dimension)
-        for name in ("model_dimension", "head_count", "key_dimension", "value_dimension"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(where, f"{name} is {number!r}", fix="pass an integer ≥ 1")
+                object.__setattr__(self, name, default)
+        for name in ("model_dimension", "head_count", "key_dimension", "value_dimension", "key_value_head_count"):
+            _require_count(name, getattr(self, name))
+        if self.window is not None:
+            _require_count("window", self.window)
         for name, width in (("key_dimension", self.key_dimension), ("value_dimension", self.value_dimension)):
             if width % heads:
                 raise ArgumentError(
                     where, f"{heads} heads do not divide {name} {width}", fix=f"use a multiple of {heads}"
                 )
+        if heads % self.key_value_head_count:
+            problem = f"{self.key_value_head_count} key and value heads do not divide {heads} heads"
+            raise ArgumentError(where, problem, fix=f"pass a key_value_head_count that divides {heads}")
         if not 0 <= self.dropout < 1:
             problem = f"dropout is {self.dropout}, not in [0, 1)"
             raise ArgumentError(where, problem, fix="pass the fraction to drop, for example 0.1")
+        self._check_rotary(where)
+
+    def _check_rotary(self, where: str) -> None:
+        """Checks the base and that an even number of features is rotated, or that nothing is set without a base."""
+        base, width, dimension = self.rotary_base, self.key_dimension // self.head_count, self.rotary_dimension
+        if base is None:
+            if dimension is not None or self.rotary_interleaved:
+                name = "rotary_interleaved" if dimension is None else "rotary_dimension"
+                raise ArgumentError(where, f"{name} has no effect without rotary_base", fix="pass rotary_base=10000.0")
+            return
+        if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < math.inf:
+            raise ArgumentError(where, f"rotary_base is {base!r}", fix="pass a number > 0, such as 10000.0")
+        rotated = width if dimension is None else dimension
+        if isinstance(rotated, bool) or not isinstance(rotated, int) or not 2 <= rotated <= width or rotated % 2:
+            problem = f"{rotated!r} features of a head {width} wide cannot be rotated in pairs"
+            raise ArgumentError(where, problem, fix=f"use an even rotary_dimension from 2 to {width}")
 
     @property
     def projected(self) -> tuple[int, int, int, int]:
         """Output widths of the query, key, value and output projections."""
-        return self.key_dimension, self.key_dimension, self.value_dimension, self.model_dimension
+        widths = self.key_dimension, self.value_dimension
+        key, value = (width // self.head_count * self.key_value_head_count for width in widths)
+        return self.key_dimension, key, value, self.model_dimension
 
 
 class MultiheadAttentionLayer(Layer):
     """Multihead attention: each query gathers the values whose keys match it, in several parallel heads.
 
         q = X_q Wqᵀ + bq,   k = X_k Wkᵀ + bk,   v = X_v Wvᵀ + bv       then, for each head's columns
+        q = rotated(q),     k = rotated(k)                             with `rotary_base`
         k = [k; row; 0],    v = [v; row; 0]                            with attention biases, with zero attention
         head = dropout(softmax(q kᵀ / sqrt(K / heads) + mask)) v
         y = [head ... head] Woᵀ + bo
@@ -93,16 +146,26 @@ class MultiheadAttentionLayer(Layer):
     The result is `[N, L, E]`. Appended rows are never masked. A query whose keys are all masked gathers nothing: its
     heads are zero, its result is the output bias, its gradient is zero (`torch.nn.MultiheadAttention` gives NaN).
 
-    Weights are query, key, value, output: `[K, E]`, `[K, width of the key source]`, `[V, width of the value source]`,
-    `[E, V]`, or Apple's `[1, heads, K / heads, E]`, …, `[1, 1, E, V]`: the same numbers in memory. Biases hold K, K, V
-    and E numbers, attention biases (key, value) K and V, in any shape.
+    `causal` and `window` compare positions, so they need as many queries as keys; masks apply in addition. Causal
+    attention without other masks needs no mask in memory. Both sequences of rotary attention start at position 0.
 
-    `torch.nn.MultiheadAttention(batch_first=True)` has K = V = E; otherwise it is the same.
+    Weights are query, key, value, output: `[K, E]`, `[K', width of the key source]`, `[V', width of the value source]`,
+    `[E, V]`, or Apple's `[1, heads, K / heads, E]`, …, `[1, 1, E, V]`: the same numbers in memory. Biases hold K, K',
+    V' and E numbers, attention biases (key, value) K' and V', in any shape. With fewer heads for keys and values,
+    K' and V' are that share of K and V; otherwise they are K and V.
+
+    `torch.nn.MultiheadAttention(batch_first=True)` has K = V = E and one key head per query head, and neither
+    positions nor windows; otherwise it is the same.
 
     Example:
         >>> layer = MultiheadAttentionLayer.create(64, 8)
         >>> layer.infer(*[TensorDescriptor((2, 10, 64))] * 3)[0].shape
         (2, 10, 64)
+        >>> llama = MultiheadAttentionLayer.create(
+        ...     64, 8, key_value_head_count=2, causal=True, rotary_base=10_000.0, has_biases=False
+        ... )
+        >>> [weights.shape for weights in llama.weights]
+        [(64, 64), (16, 64), (16, 64), (64, 64)]
     """
 
     descriptor: MultiheadAttentionDescriptor
@@ -195,7 +258,20 @@ class MultiheadAttentionLayer(Layer):
                 value=value,
                 fix="use one batch size for all three, and as many keys as values",
             )
+        self._check_positions(query, key)
         _require_masks(self, masks, query.shape[0], query.shape[1], key.shape[1], self.descriptor.head_count)
+
+    def _check_positions(self, query: TensorDescriptor, key: TensorDescriptor) -> None:
+        """Rejects a causal or sliding window between sequences of different lengths, whose positions do not match."""
+        limit = "causal" if self.descriptor.causal else "window"
+        if (self.descriptor.causal or self.descriptor.window is not None) and query.shape[1] != key.shape[1]:
+            raise ShapeError(
+                self.where,
+                f"{limit} compares positions, but there are {query.shape[1]} queries and {key.shape[1]} keys",
+                query=query,
+                key=key,
+                fix="pass as many queries as keys, or pass an attention mask instead",
+            )
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor, scope: Scope
@@ -203,18 +279,43 @@ class MultiheadAttentionLayer(Layer):
         """Projects, attends per head, and projects back."""
         settings = self.descriptor
         q, k, v = (self._project(i, x, scope) for i, x in enumerate((query, key, value)))
+        q, k = self._rotate(q, settings.head_count), self._rotate(k, settings.key_value_head_count)
         rows = [None, None] if self.attention_biases is None else [scope.array(t) for t in self.attention_biases]
         k, v = (append_rows(x, row, zero=settings.adds_zero_attention) for x, row in zip((k, v), rows, strict=True))
-        q, k, v = (split_heads(x, heads=settings.head_count) for x in (q, k, v))
-        mask = join_masks(*masks, batch=query.shape[0], keys=k.shape[2], dtype=q.dtype)
+        q = split_heads(q, heads=settings.head_count)
+        k, v = (split_heads(x, heads=settings.key_value_head_count) for x in (k, v))
         drops = scope.training and settings.dropout > 0
+        mask, causal = self._limits(masks, q, k, steps=key.shape[1], drops=drops)
         if drops:
             weights = attention_weights(q, k, mask)
             kept = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
             heads = weighted(kept, v, mask)
         else:
-            heads = attend(q, k, v, mask)
+            heads = attend(q, k, v, mask, causal=causal)
         return self._project(3, heads.transpose(1, 2).flatten(2), scope)
+
+    def _limits(
+        self, masks: Sequence[torch.Tensor], q: torch.Tensor, k: torch.Tensor, *, steps: int, drops: bool
+    ) -> tuple[torch.Tensor | None, bool]:
+        """An additive mask for what a query may see, and whether the operator is to be causal instead."""
+        settings = self.descriptor
+        mask = join_masks(*masks, batch=q.shape[0], keys=k.shape[2], dtype=q.dtype)
+        window = settings.window if settings.window is not None and settings.window < steps else None
+        if window is None and not settings.causal:
+            return mask, False
+        if window is None and mask is None and not drops and k.shape[2] == steps:
+            return None, True
+        seen = position_mask(steps, k.shape[2], causal=settings.causal, window=window, like=q)
+        return seen if mask is None else mask + seen, False
+
+    def _rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        settings = self.descriptor
+        if settings.rotary_base is None:
+            return x
+        dimension = settings.rotary_dimension or x.shape[-1] // heads
+        return rotate(
+            x, heads=heads, base=settings.rotary_base, dimension=dimension, interleaved=settings.rotary_interleaved
+        )
 
     def _project(self, index: int, x: torch.Tensor, scope: Scope) -> torch.Tensor:
         rows = self.descriptor.projected[index]
@@ -222,55 +323,9 @@ class MultiheadAttentionLayer(Layer):
         return F.linear(x, scope.array(self.weights[index], rows, x.shape[-1]), biases)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`softmax(q kᵀ / sqrt(d) + mask) v` in one operator, zero for queries whose keys are all masked."""
-    return F.scaled_dot_product_attention(q, k, v, mask)
-
-
-def attention_weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`softmax(q kᵀ / sqrt(d) + mask)`; the smallest finite number represents -∞, so that no row becomes NaN."""
-    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
-    return torch.softmax(scores if mask is None else (scores + mask).clamp_min(torch.finfo(q.dtype).min), -1)
-
-
-def weighted(weights: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The values, weighted; zero for queries whose keys are all masked."""
-    return weights @ v if mask is None else (weights @ v).masked_fill(all_masked(mask), 0)
-
-
-def split_heads(x: torch.Tensor, *, heads: int) -> torch.Tensor:
-    """`[N, T, heads * d] → [N, heads, T, d]`, without a copy."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def append_rows(x: torch.Tensor, row: torch.Tensor | None, *, zero: bool) -> torch.Tensor:
-    """`[x; row; 0]` along the steps, each only if it exists."""
-    shape = x.shape[0], 1, x.shape[2]
-    rows = [] if row is None else [row.reshape(1, 1, -1).expand(shape)]
-    rows += [x.new_zeros(shape)] if zero else []
-    return torch.cat([x, *rows], 1) if rows else x
-
-
-def join_masks(*masks: torch.Tensor, batch: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """One additive mask for scores `[N, heads, L, keys]`, against which it broadcasts: -∞ where a key is masked.
-
-    Keys beyond those of a mask are appended rows, which are not masked. Booleans become numbers here because not every
-    implementation behind PyTorch's operator returns zeros for a row of a boolean mask that masks everything.
-    """
-    joined: torch.Tensor | None = None
-    for mask in masks:
-        if mask.dtype is torch.bool:
-            mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(mask, -math.inf)
-        mask = F.pad(mask.to(dtype), (0, keys - mask.shape[-1])) if keys > mask.shape[-1] else mask.to(dtype)
-        rows = batch if mask.shape[0] > 1 else 1
-        mask = mask[:, None, None] if mask.ndim == 2 else mask.reshape(rows, -1, *mask.shape[1:])
-        joined = mask if joined is None else joined + mask
-    return joined
-
-
-def all_masked(mask: torch.Tensor) -> torch.Tensor:
-    """`[..., L, 1]`: whether all keys of a query are masked."""
-    return (mask == -math.inf).all(-1, keepdim=True)
+def _require_count(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ArgumentError("MultiheadAttentionDescriptor", f"{name} is {number!r}", fix="pass an integer ≥ 1")
 
 
 def _require_tensors(layer: Layer, name: str, tensors: list[Tensor], counts: list[int | None]) -> None:

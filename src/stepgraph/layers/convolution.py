@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
-from stepgraph.layers.window import Pair, Size, WindowDescriptor, require_images, require_room
+from stepgraph.layers.window import Numbers, Pair, Size, WindowDescriptor, by, require_room, require_window
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import PaddingPolicy, RandomInitializerType, RawEnum
@@ -28,7 +28,7 @@ class ConvolutionType(RawEnum):
 
 @dataclass(frozen=True)
 class ConvolutionDescriptor(WindowDescriptor):
-    """The settings of a convolution. One number applies to both axes; a pair is `(height, width)`.
+    """The settings of a convolution. One number applies to all axes; a pair is `(height, width)`.
 
     Args:
         kernel_sizes: the size of a filter in pixels.
@@ -40,10 +40,14 @@ class ConvolutionDescriptor(WindowDescriptor):
         dilation_rates: pixels from one tap of a filter to the next.
         padding_policy: how windows treat the border.
         padding_sizes: pixels added on both sides; only `USE_PADDING_SIZE` uses them.
+        dimensions: 1 for sequences `[batch, channels, steps]`, 2 for images, 3 for volumes
+            `[batch, channels, depth, height, width]`.
 
     Example:
         >>> ConvolutionDescriptor((3, 5), 8, 16, strides=2).kernel_width
         5
+        >>> ConvolutionDescriptor(3, 8, 16, dimensions=1).weights_shape
+        (16, 8, 3)
     """
 
     kernel_sizes: Size
@@ -56,6 +60,7 @@ class ConvolutionDescriptor(WindowDescriptor):
     dilation_rates: Size = 1
     padding_policy: PaddingPolicy = PaddingPolicy.SAME
     padding_sizes: Size = 0
+    dimensions: int = 2
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -104,33 +109,33 @@ class ConvolutionDescriptor(WindowDescriptor):
         return self.type is ConvolutionType.DEPTHWISE
 
     @property
-    def weights_shape(self) -> tuple[int, int, int, int]:
+    def weights_shape(self) -> Numbers:
         """The natural shape of the weights, `[outputs, inputs / groups, height, width]`, for every type."""
         inputs = 1 if self.uses_depthwise_convolution else self.input_feature_channel_count // self.group_count
-        return self.output_feature_channel_count, inputs, self.kernel_height, self.kernel_width
+        return self.output_feature_channel_count, inputs, *self.kernel_sizes  # type: ignore[misc]
 
-    def padding(self, height: int, width: int) -> tuple[Pair, Pair]:
+    def padding(self, *sizes: int) -> tuple[Pair, ...]:
         """Pixels (before, after) added to each axis of a source of this size, or removed from a transposed result.
 
         A transposed result whose stride is wider than its window loses a negative number: it gains pixels of bias.
         """
         if not self.is_convolution_transpose or self.padding_policy is not PaddingPolicy.SAME:
-            return super().padding(height, width)
-        y, x = self.extents[0] - self.stride_in_y, self.extents[1] - self.stride_in_x
-        return (max(y, 0) // 2, y - max(y, 0) // 2), (max(x, 0) // 2, x - max(x, 0) // 2)
+            return super().padding(*sizes)
+        totals = [span - stride for span, (_, stride, _, _) in zip(self.extents, self.axes, strict=True)]
+        return tuple((max(total, 0) // 2, total - max(total, 0) // 2) for total in totals)
 
-    def transposed_sizes(self, height: int, width: int) -> Pair:
-        """Height and width of a transposed convolution's result: `(n - 1) s + e - before - after`."""
-        y, x = self.padding(height, width)
-        rows = (height - 1) * self.stride_in_y + self.extents[0] - sum(y)
-        return rows, (width - 1) * self.stride_in_x + self.extents[1] - sum(x)
+    def transposed_sizes(self, *sizes: int) -> Numbers:
+        """Pixels of a transposed convolution's result along every axis: `(n - 1) s + e - before - after`."""
+        axes = zip(sizes, self.axes, self.extents, self.padding(*sizes), strict=True)
+        return tuple((size - 1) * stride + span - sum(lost) for size, (_, stride, _, _), span, lost in axes)
 
 
 class ConvolutionLayer(Layer):
     """`y[o, p] = b[o] + Σᵢₖ W[o, i, k] x[i, s p + d k - before]`: filters slide over an image without being flipped.
 
-    Shapes: `[batch, inputs, height, width] → [batch, outputs, height', width']`. With `e = (kernel - 1) d + 1` an axis
-    of `n` pixels becomes
+    Shapes: `[batch, inputs, height, width] → [batch, outputs, height', width']`; with `dimensions=1`,
+    `[batch, inputs, steps] → [batch, outputs, steps']`; with `dimensions=3`, volumes with a depth before the height.
+    With `e = (kernel - 1) d + 1` an axis of `n` pixels becomes
 
     | policy | standard, depthwise | transposed |
     |---|---|---|
@@ -145,12 +150,14 @@ class ConvolutionLayer(Layer):
     Weights hold `outputs * (inputs / groups) * height * width` numbers in any shape, output-major for every type
     (`[outputs, inputs / groups, height, width]`, Apple's `[1, outputs * inputs, height, width]`); biases `outputs`.
 
-    Unlike `torch.nn.Conv2d`, the default padding is `SAME`, with strides too; unlike `torch.nn.ConvTranspose2d`, the
-    weights of a transposed convolution are output-major.
+    Unlike in `torch.nn.Conv1d`, `Conv2d` and `Conv3d`, the default padding is `SAME`, with strides too; unlike in
+    `torch.nn.ConvTranspose2d`, the weights of a transposed convolution are output-major.
 
     Example:
         >>> ConvolutionLayer.create(3, 16, 5, strides=2).infer(TensorDescriptor((8, 3, 33, 32)))[0].shape
         (8, 16, 17, 16)
+        >>> ConvolutionLayer.create(3, 16, 5, dimensions=1).infer(TensorDescriptor((8, 3, 100)))[0].shape
+        (8, 16, 100)
     """
 
     weights: Tensor
@@ -186,6 +193,7 @@ class ConvolutionLayer(Layer):
         dilation_rates: Size = 1,
         padding_policy: PaddingPolicy | None = None,
         padding_sizes: Size | None = None,
+        dimensions: int = 2,
         biases: bool = True,
         initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
         label: str = "",
@@ -205,6 +213,7 @@ class ConvolutionLayer(Layer):
             dilation_rates=dilation_rates,
             padding_policy=default if padding_policy is None else padding_policy,
             padding_sizes=0 if padding_sizes is None else padding_sizes,
+            dimensions=dimensions,
         )
         shape = descriptor.weights_shape
         fan_in, groups = math.prod(shape[1:]), inputs // shape[1]
@@ -217,16 +226,16 @@ class ConvolutionLayer(Layer):
         super().check(*sources)
         self.require_type(sources[0], self.weights)
         source, inputs = sources[0], self.descriptor.input_feature_channel_count
-        require_images(self, source)
+        require_window(self, source, self.descriptor)
         if source.shape[1] != inputs:
             problem = f"the source has {source.shape[1]} channels, but the layer takes {inputs}"
             raise ShapeError(
                 self.where, problem, source=source, fix=f"pass {inputs} channels, or change the descriptor"
             )
         if self.descriptor.is_convolution_transpose:
-            height, width = self.descriptor.transposed_sizes(*source.shape[2:])
-            if height < 1 or width < 1:
-                problem = f"the padding {self.descriptor.padding_sizes} leaves {height} × {width} pixels"
+            sizes = self.descriptor.transposed_sizes(*source.shape[2:])
+            if min(sizes) < 1:
+                problem = f"the padding {self.descriptor.padding_sizes} leaves {by(sizes)} pixels"
                 raise ShapeError(self.where, problem, source=source, fix="use smaller padding_sizes")
         else:
             require_room(self, source, self.descriptor)
@@ -252,16 +261,21 @@ def convolve(
     weights: torch.Tensor,
     biases: torch.Tensor | None,
     *,
-    stride: Pair,
-    dilation: Pair,
-    padding: tuple[Pair, Pair],
+    stride: Numbers,
+    dilation: Numbers,
+    padding: Sequence[Pair],
     groups: int,
 ) -> torch.Tensor:
     """`y[o, p] = b[o] + Σᵢₖ W[o, i, k] x[i, s p + d k - before]`; `padding` is (before, after) of each axis."""
-    (top, bottom), (left, right) = padding
-    if (top, left) != (bottom, right):
-        x = F.pad(x, (0, right - left, 0, bottom - top))
-    return F.conv2d(x, weights, biases, stride, (top, left), dilation, groups)
+    if x.ndim == 3:  # an image of one row, so that everything that is fast for images is fast for sequences
+        window: dict[str, Any] = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *padding)}
+        return convolve(x.unsqueeze(2), weights.unsqueeze(2), biases, **window, groups=groups).squeeze(2)
+    befores = tuple(before for before, _ in padding)
+    missing = [after - before for before, after in padding]
+    if any(missing):
+        x = F.pad(x, [n for one in reversed(missing) for n in (0, one)])
+    function = F.conv2d if x.ndim == 4 else F.conv3d
+    return function(x, weights, biases, stride, befores, dilation, groups)
 
 
 def convolve_transposed(
@@ -269,17 +283,23 @@ def convolve_transposed(
     weights: torch.Tensor,
     biases: torch.Tensor | None,
     *,
-    stride: Pair,
-    dilation: Pair,
-    padding: tuple[Pair, Pair],
+    stride: Numbers,
+    dilation: Numbers,
+    padding: Sequence[Pair],
     groups: int,
 ) -> torch.Tensor:
     """`y[o, s p + d k - before] += W[o, i, k] x[i, p]`; `padding` is removed from each axis (before, after)."""
-    (top, bottom), (left, right) = padding
-    gain, loss = (max(top - bottom, 0), max(left - right, 0)), (max(bottom - top, 0), max(right - left, 0))
+    if x.ndim == 3:
+        window: dict[str, Any] = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *padding)}
+        return convolve_transposed(x.unsqueeze(2), weights.unsqueeze(2), biases, **window, groups=groups).squeeze(2)
+    befores = tuple(before for before, _ in padding)
+    gains, losses = ([max(sign * (before - after), 0) for before, after in padding] for sign in (1, -1))
     input_major = weights.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    y = F.conv_transpose2d(x, input_major, biases, stride, (top, left), gain, groups, dilation)
-    return y[:, :, : y.shape[2] - loss[0], : y.shape[3] - loss[1]] if any(loss) else y
+    function = F.conv_transpose2d if x.ndim == 4 else F.conv_transpose3d
+    y = function(x, input_major, biases, stride, befores, gains, groups, dilation)
+    for axis, lost in enumerate(losses, 2):
+        y = y.narrow(axis, 0, y.shape[axis] - lost) if lost else y
+    return y
 
 
 CONVOLUTIONS: dict[ConvolutionType, Callable[..., torch.Tensor]] = {

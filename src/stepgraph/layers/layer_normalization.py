@@ -1,4 +1,4 @@
-"""Normalization within one sample: `y = γ (x - mean) / sqrt(variance + ε) + β`, by groups of channels or by layer."""
+"""Normalization within one sample: by groups of channels, by layer, or by the root mean square of a layer."""
 
 from __future__ import annotations
 
@@ -121,15 +121,7 @@ class LayerNormalizationLayer(Layer):
     def __post_init__(self) -> None:
         require_epsilon(self, self.variance_epsilon)
         object.__setattr__(self, "normalized_shape", _extents(self, self.normalized_shape))
-        shape, count = list(self.normalized_shape), math.prod(self.normalized_shape)
-        for name, tensor in (("beta", self.beta), ("gamma", self.gamma)):
-            if tensor is not None and tensor.descriptor.element_count != count:
-                raise ShapeError(
-                    self.where,
-                    f"{name} holds {tensor.descriptor.element_count} numbers, but the shape {shape} needs {count}",
-                    fix=f"pass {name} of shape {shape}",
-                    **{name: tensor.descriptor},
-                )
+        _require_counts(self, self.normalized_shape, {"beta": self.beta, "gamma": self.gamma})
 
     @classmethod
     def create(
@@ -143,14 +135,7 @@ class LayerNormalizationLayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """Checks that the source ends in the normalized shape."""
         super().check(*sources)
-        shape, source = tuple(self.normalized_shape), sources[0]
-        if source.shape[-len(shape) :] != shape:
-            raise ShapeError(
-                self.where,
-                f"the layer normalizes {list(shape)}, but the source ends in {list(source.shape[-len(shape) :])}",
-                source=source,
-                fix=f"pass a source [..., {', '.join(map(str, shape))}]",
-            )
+        _require_end(self, tuple(self.normalized_shape), sources[0])
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """Normalizes over the last axes."""
@@ -163,6 +148,88 @@ def layer_normalize(
 ) -> torch.Tensor:
     """`γ (x - mean) / sqrt(variance + ε) + β`, mean and biased variance over the last axes, those of `shape`."""
     return F.layer_norm(x, list(shape), gamma, beta, epsilon)
+
+
+class RMSNormalizationLayer(Layer):
+    """`y = γ x / sqrt(mean(x²) + ε)`, with the mean square of the last axes of each sample.
+
+    The mean square is taken over the axes of `normalized_shape`, the last ones of the source; γ has one number per
+    element of that shape, by default 1. Nothing is subtracted and nothing added, which transformers rarely miss.
+    Training and inference are the same. In mixed precision, the layer computes in float32.
+
+    Shapes: `[..., *normalized_shape] → ` the same. `gamma` holds as many numbers as `normalized_shape`.
+
+    Same as `torch.nn.RMSNorm`, whose default ε is the smallest number that changes 1; 1e-6 is that of Llama.
+
+    Args:
+        normalized_shape: the last dimensions of the source; an int means one dimension.
+        gamma: multiplied per element.
+        variance_epsilon: prevents division by zero.
+
+    Example:
+        >>> RMSNormalizationLayer.create(16).infer(TensorDescriptor((8, 5, 16)))[0].shape
+        (8, 5, 16)
+    """
+
+    normalized_shape: Sequence[int]
+    gamma: Tensor | None = None
+    variance_epsilon: float = 1e-6
+
+    default_label = "RMSNorm"
+    full_precision = True
+    gamma_parameter = ParameterOf("gamma")
+
+    def __post_init__(self) -> None:
+        require_epsilon(self, self.variance_epsilon)
+        object.__setattr__(self, "normalized_shape", _extents(self, self.normalized_shape))
+        _require_counts(self, self.normalized_shape, {"gamma": self.gamma})
+
+    @classmethod
+    def create(
+        cls, normalized_shape: int | Sequence[int], *, variance_epsilon: float = 1e-6, label: str = ""
+    ) -> RMSNormalizationLayer:
+        """A layer that starts with gamma 1, of shape `normalized_shape`."""
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        return cls(shape, Tensor(shape, fill=1.0), variance_epsilon, label=label)
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """Checks that the source ends in the normalized shape."""
+        super().check(*sources)
+        _require_end(self, tuple(self.normalized_shape), sources[0])
+
+    def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
+        """Normalizes over the last axes."""
+        gamma = None if self.gamma is None else scope.array(self.gamma, *self.normalized_shape)
+        return rms_normalize(x, gamma, shape=self.normalized_shape, epsilon=self.variance_epsilon)
+
+
+def rms_normalize(x: torch.Tensor, gamma: torch.Tensor | None, *, shape: Sequence[int], epsilon: float) -> torch.Tensor:
+    """`γ x / sqrt(mean(x²) + ε)`, the mean over the last axes, those of `shape`."""
+    return F.rms_norm(x, list(shape), gamma, epsilon)
+
+
+def _require_counts(layer: Layer, normalized: Sequence[int], tensors: dict[str, Tensor | None]) -> None:
+    """Rejects tensors that do not hold one number per normalized element."""
+    shape, count = list(normalized), math.prod(normalized)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.descriptor.element_count != count:
+            raise ShapeError(
+                layer.where,
+                f"{name} holds {tensor.descriptor.element_count} numbers, but the shape {shape} needs {count}",
+                fix=f"pass {name} of shape {shape}",
+                **{name: tensor.descriptor},
+            )
+
+
+def _require_end(layer: Layer, shape: tuple[int, ...], source: TensorDescriptor) -> None:
+    """Rejects a source that does not end in the normalized shape."""
+    if source.shape[-len(shape) :] != shape:
+        raise ShapeError(
+            layer.where,
+            f"the layer normalizes {list(shape)}, but the source ends in {list(source.shape[-len(shape) :])}",
+            source=source,
+            fix=f"pass a source [..., {', '.join(map(str, shape))}]",
+        )
 
 
 def _extents(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:

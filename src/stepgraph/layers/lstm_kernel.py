@@ -29,7 +29,9 @@ def sequence_lengths(lengths: Array, steps: int) -> Array:
     """`lengths` as int64; values outside 0 to `steps` are an error on the CPU and are clamped elsewhere."""
     if lengths.is_cpu and bool(((lengths < 0) | (lengths > steps)).any()):
         raise ArgumentError(
-            "LSTMLayer", f"sequence lengths are {lengths.tolist()}, but there are {steps} steps", fix="use 0 to steps"
+            "a recurrent layer",
+            f"sequence lengths are {lengths.tolist()}, but there are {steps} steps",
+            fix="use 0 to steps",
         )
     return lengths.clamp(0, steps).to(torch.int64)
 

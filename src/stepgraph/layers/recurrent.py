@@ -1,22 +1,31 @@
-"""Recurrent layers: the LSTM, stacked and in both directions."""
+"""The LSTM, stacked and in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
+from stepgraph.errors import ArgumentError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
-from stepgraph.layers.dropout import drop
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
-from stepgraph.layers.lstm_kernel import one_direction, sequence_lengths
-from stepgraph.layers.lstm_steps import lstm_steps, running
+from stepgraph.layers.lstm_kernel import one_direction
+from stepgraph.layers.lstm_steps import lstm_steps
+from stepgraph.layers.recurrence import (
+    check_lengths,
+    check_sequences,
+    check_sizes,
+    check_state,
+    input_sizes,
+    require_tensors,
+    stacked,
+)
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
-from stepgraph.types import DataType, RandomInitializerType, RawEnum
+from stepgraph.types import RandomInitializerType, RawEnum
 
 Array = torch.Tensor
 SIGMOID, TANH = ActivationDescriptor(ActivationType.SIGMOID), ActivationDescriptor(ActivationType.TANH)
@@ -62,14 +71,7 @@ class LSTMDescriptor:
     result_mode: LSTMResultMode = field(default=LSTMResultMode.OUTPUT, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("input_size", "hidden_size", "layer_count"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError("LSTMDescriptor", f"{name} is {value!r}", fix="pass an integer ≥ 1")
-        if not 0 <= self.dropout < 1:
-            raise ArgumentError(
-                "LSTMDescriptor", f"dropout is {self.dropout}, not in [0, 1)", fix="pass the fraction to drop, e.g. 0.5"
-            )
+        check_sizes("LSTMDescriptor", self)
         if not isinstance(self.result_mode, LSTMResultMode):
             raise ArgumentError(
                 "LSTMDescriptor", f"the result_mode is {self.result_mode!r}", fix="use a member of LSTMResultMode"
@@ -82,11 +84,7 @@ class LSTMDescriptor:
 
     def input_sizes(self) -> list[int]:
         """Features that each layer reads, first to last and direction by direction: the order of the tensors."""
-        return [
-            self.hidden_size * self.direction_count if layer else self.input_size
-            for _ in range(self.direction_count)
-            for layer in range(self.layer_count)
-        ]
+        return input_sizes(self)
 
 
 class LSTMLayer(Layer):
@@ -136,10 +134,14 @@ class LSTMLayer(Layer):
     def __post_init__(self) -> None:
         hidden, sizes = self.descriptor.hidden_size, self.descriptor.input_sizes()
         square = hidden * hidden
-        self._normalize("input_weights", [{hidden * inputs} for inputs in sizes])
-        self._normalize("hidden_weights", [{square} for _ in sizes])
-        self._normalize("peephole_weights", [{square, hidden} for _ in sizes])
-        self._normalize("biases", [{hidden} for _ in sizes])
+        for name, counts in (
+            ("input_weights", [{hidden * inputs} for inputs in sizes]),
+            ("hidden_weights", [{square} for _ in sizes]),
+            ("peephole_weights", [{square, hidden} for _ in sizes]),
+            ("biases", [{hidden} for _ in sizes]),
+        ):
+            order = "four per layer (input, forget, candidate, output)"
+            require_tensors(self, name, self.descriptor, counts, each=4, order=order)
         if self.biases is not None and not self.descriptor.uses_biases:
             raise ArgumentError(
                 self.where,
@@ -160,29 +162,6 @@ class LSTMLayer(Layer):
         """Whether there are no peepholes and only the usual activations: the fast case."""
         usual = (GATE_ACTIVATIONS, TANH)
         return self.peephole_weights is None and (self.gate_activations, self.output_result_activation) == usual
-
-    def _normalize(self, name: str, counts: list[set[int]]) -> None:
-        """Converts a field to a tuple of tensors, after checking their number and sizes."""
-        if getattr(self, name) is None:
-            return
-        tensors, needed = tuple(getattr(self, name)), [count for count in counts for _ in range(4)]
-        if len(tensors) != len(needed):
-            raise ShapeError(
-                self.where,
-                f"there are {len(tensors)} {name}, but {self.descriptor.layer_count} layers in"
-                f" {self.descriptor.direction_count} directions need {len(needed)}",
-                fix="pass four per layer (input, forget, candidate, output), all forward layers first",
-            )
-        for index, (tensor, allowed) in enumerate(zip(tensors, needed, strict=True)):
-            if tensor.descriptor.element_count not in allowed:
-                wanted = " or ".join(str(count) for count in sorted(allowed))
-                raise ShapeError(
-                    self.where,
-                    f"{name}[{index}] holds {tensor.descriptor.element_count} numbers, but {wanted} are needed",
-                    tensor=tensor.descriptor,
-                    fix="make it match the descriptor, or use LSTMLayer.create",
-                )
-        object.__setattr__(self, name, tensors)
 
     @classmethod
     def create(
@@ -223,91 +202,24 @@ class LSTMLayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """Checks `x`, or `x, h0, c0`, and optionally `lengths`."""
         x, (states, lengths) = sources[0], _separate(sources[1:])
-        batch = self._check_sequences(x)
+        batch = check_sequences(self, x, self.input_weights[0], self.descriptor)
         if lengths is not None:
-            self._check_lengths(lengths, batch)
-        wanted = (self.descriptor.layer_count, self.descriptor.direction_count, batch, self.descriptor.hidden_size)
+            check_lengths(self, lengths, batch)
         for name, state in zip(("h0", "c0"), states, strict=False):
-            if state.shape != wanted or state.data_type is not x.data_type:
-                needed = TensorDescriptor(wanted, x.data_type)
-                raise ShapeError(
-                    self.where,
-                    f"{name} is {state}, but {needed} is needed",
-                    fix="pass states [layers, directions, batch, hidden]",
-                )
-
-    def _check_sequences(self, x: TensorDescriptor) -> int:
-        self.require_floating(x)
-        weights = self.input_weights[0].data_type
-        if x.data_type is not weights:
-            raise DataTypeError(
-                self.where,
-                f"the source is {x.data_type.debug_description}, but the weights are {weights.debug_description}",
-                fix="use the same data type for both",
-            )
-        features, order = self.descriptor.input_size, "batch, steps" if self.descriptor.batch_first else "steps, batch"
-        if x.dimension_count != 3 or x.shape[2] != features:
-            raise ShapeError(
-                self.where,
-                f"the source is {list(x.shape)}, but [{order}, {features}] is needed",
-                source=x,
-                fix=f"pass {features} features on the last of three axes, or use another input_size",
-            )
-        return x.shape[0 if self.descriptor.batch_first else 1]
-
-    def _check_lengths(self, lengths: TensorDescriptor, batch: int) -> None:
-        if lengths.data_type not in (DataType.INT32, DataType.INT64):
-            raise DataTypeError(
-                self.where,
-                f"the last of two or four sources is {lengths}, not the sequence lengths",
-                fix="pass int32 or int64 lengths, or both h0 and c0",
-            )
-        if lengths.shape != (batch,):
-            raise ShapeError(
-                self.where,
-                f"the sequence lengths are {list(lengths.shape)}, but the batch has {batch} sequences",
-                fix=f"pass lengths of shape [{batch}]",
-            )
+            check_state(self, name, state, x, batch, self.descriptor)
 
     def forward(self, x: Array, *others: Array, scope: Scope) -> Array | tuple[Array, ...]:
         """The output, and optionally the final states."""
         settings, (states, lengths) = self.descriptor, _separate(others)
-        x = x.transpose(0, 1) if settings.batch_first else x
-        if lengths is not None:
-            lengths = sequence_lengths(lengths, len(x))
-            x = torch.where(running(len(x), lengths)[..., None], x, 0)  # nothing after the end of a sequence matters
-        firsts = list(zip(*(state.flatten(0, 1).unbind() for state in states), strict=True))
-        finals: list[tuple[Array, Array]] = []
-        for layer in range(settings.layer_count):
-            if layer and settings.dropout and scope.training:
-                x = drop(x, scope.keep_mask(x, settings.dropout, seed=layer), rate=settings.dropout)
-            outputs = []
-            for direction in range(settings.direction_count):
-                h0, c0 = firsts[len(finals)] if firsts else (None, None)
-                output, h, c = self._run(x, h0, c0, lengths, layer, direction, scope)
-                outputs.append(output)
-                finals.append((h, c))
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-        if not settings.returns_sequences:
-            x = torch.cat([h for h, _ in finals[-settings.direction_count :]], 1)[None]
-        x = x.transpose(0, 1) if settings.batch_first else x
-        if settings.result_mode is LSTMResultMode.OUTPUT:
-            return x
-        shape = settings.layer_count, settings.direction_count, -1, settings.hidden_size
-        return x, *(torch.stack(state).view(shape) for state in zip(*finals, strict=True))
+        run = partial(self._run, scope=scope)
+        y, finals = stacked(x, states, lengths, settings=settings, state_count=2, run=run, scope=scope)
+        return y if settings.result_mode is LSTMResultMode.OUTPUT else (y, *finals)
 
     def _run(
-        self,
-        x: Array,
-        h0: Array | None,
-        c0: Array | None,
-        lengths: Array | None,
-        layer: int,
-        direction: int,
-        scope: Scope,
+        self, x: Array, first: Sequence[Any], lengths: Array | None, layer: int, direction: int, *, scope: Scope
     ) -> tuple[Array, Array, Array]:
         """One direction of one layer: with the fast operator, or step by step for other equations."""
-        hidden = self.descriptor.hidden_size
+        hidden, (h0, c0) = self.descriptor.hidden_size, first
         start = 4 * (direction * self.descriptor.layer_count + layer)
 
         def gates(tensors: Sequence[Tensor], *shape: int) -> list[Array]:
