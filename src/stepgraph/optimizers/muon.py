@@ -1,0 +1,89 @@
+"""Muon: orthogonalized momentum for matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from stepgraph.errors import ArgumentError, StateError
+from stepgraph.optimizers.base import TORCH, Alias, Arrays, Optimizer
+from stepgraph.optimizers.adam import adam
+from stepgraph.optimizers.groups import ParameterGroup, Selector
+from stepgraph.optimizers.settings import OptimizerDescriptor
+from stepgraph.tensors.tensor import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at 0
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+SCALES = ("adamw", "original")
+
+
+class MuonOptimizer(Optimizer):
+    """Muon: matrices move along their orthogonalized momentum, everything else by AdamW.
+
+    For a matrix `m = μ m + (1 - μ) g`, with Nesterov `u = (1 - μ) g + μ m`, otherwise `u = m`, and
+    `W -= lr (s O(u) + λ W)`. `O` brings all singular values close to 1, with five Newton–Schulz iterations. Convolution
+    weights are matrices with one row per output channel. With `scale="adamw"`, `s = 0.2 √max(rows, columns)`: a step is
+    then as large as one of AdamW, and one learning rate and weight decay suit both. With `scale="original"`,
+    `s = √max(1, rows / columns)`. `torch.optim.Muon` computes the same, in bfloat16.
+
+    AdamW, as `torch.optim.AdamW` computes it, updates parameters with fewer than 2 dimensions and those that `adamw`
+    selects: usually embeddings and the last layer. State: `momentum`; for AdamW also `velocity`.
+
+    Args:
+        learning_rate: the step size, or an `OptimizerDescriptor`.
+        momentum: μ.
+        nesterov: whether to use Nesterov momentum.
+        adamw: matrices that AdamW updates: patterns, functions or tensors, as in `ParameterGroup`.
+        scale: `"adamw"` or `"original"`.
+        beta1: β₁ of AdamW.
+        beta2: β₂ of AdamW.
+        epsilon: ε of AdamW.
+        settings: `weight_decay`, `clip_norm`, `clip_value` and `groups`, as in `Optimizer`.
+
+    Example:
+        >>> MuonOptimizer(3e-4, weight_decay=0.1, adamw=["Embedding.*", "head.*"]).rule
+        'muon'
+    """
+
+    live = (*Optimizer.live, "momentum_scale", "beta1", "beta2", "epsilon")
+    momentum = Alias("momentum_scale")
+    nesterov = Alias("uses_nesterov_momentum")
+    decouples_decay = True
+    slots = ("momentum", "velocity")
+    rule = "muon"
+    momentum_scale: float
+    uses_nesterov_momentum: bool
+    beta1: float
+    beta2: float
+    epsilon: float
+    adamw: tuple[Selector, ...]
+    scale: str
+
+    def __init__(
+        self,
+        learning_rate: float | OptimizerDescriptor | None = None,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adamw: Selector | Sequence[Selector] = (),
+        scale: str = "adamw",
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        **settings: Any,
+    ) -> None:
+        super().__init__(learning_rate, **settings)
+        if scale not in SCALES:
+            raise ArgumentError(type(self).__name__, f"scale is {scale!r}", fix=f"use one of {', '.join(SCALES)}")
+        self.momentum_scale, self.uses_nesterov_momentum = momentum, bool(nesterov)
+        self.beta1, self.beta2, self.epsilon, self.scale = beta1, beta2, epsilon, scale
+        self.adamw = ParameterGroup(adamw).parameters
+
+    def slots_of(self, tensor: Tensor, names: Sequence[str]) -> tuple[str, ...]:
+        """`momentum` for matrices, also `velocity` for what AdamW updates."""
+        by_adamw = len(tensor.shape) < 2 or ParameterGroup(self.adamw).selects(tensor, names)
+        return self.slots if by_adamw else self.slots[:1]
