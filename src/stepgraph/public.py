@@ -84,6 +84,8 @@ from stepgraph.optimizers import (
     AdamOptimizer as AdamOptimizer,
     AdamWOptimizer as AdamWOptimizer,
     GradientClippingType as GradientClippingType,
+    LionOptimizer as LionOptimizer,
+    MuonOptimizer as MuonOptimizer,
     Optimizer as Optimizer,
     OptimizerDescriptor as OptimizerDescriptor,
     ParameterGroup as ParameterGroup,

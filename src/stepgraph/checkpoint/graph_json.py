@@ -144,21 +144,28 @@ class Describer:
         return found
 
     def _optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        settings = {name: self.encoder.value(value) for name, value in optimizer.settings.items()}
+        settings = {
+            name: self._selectors(value, optimizer) if name in optimizer.selecting else self.encoder.value(value)
+            for name, value in optimizer.settings.items()
+        }
         found = {"class": class_name(type(optimizer)), "rule": optimizer.rule, "settings": settings}
         groups = [self._group(group, optimizer) for group in optimizer.groups]
         return {**found, "groups": groups} if groups else found
 
     def _group(self, group: ParameterGroup, optimizer: Optimizer) -> dict[str, Any]:
-        """A group with patterns as they are; what functions select is written down tensor by tensor."""
+        settings = {name: self.encoder.value(value) for name, value in group.settings.items()}
+        return {"parameters": self._selectors(group.parameters, optimizer), "settings": settings}
+
+    def _selectors(self, selectors: Iterable[Any], optimizer: Optimizer) -> list[Any]:
+        """Patterns as they are; what functions select is written down tensor by tensor."""
         names: dict[Tensor, tuple[str, ...]] = {}
         for graph in (one for one in self.declared if one.optimizer is optimizer):
             names |= graph.parameter_names
-        selectors: list[Any] = []
-        for one in group.parameters:
+        found: list[Any] = []
+        for one in selectors:
             chosen = [one] if not callable(one) else [t for t in names if ParameterGroup(one).selects(t, names[t])]
-            selectors += [self.encoder.value(selector) for selector in chosen]
-        return {"parameters": selectors, "settings": {n: self.encoder.value(v) for n, v in group.settings.items()}}
+            found += [self.encoder.value(selector) for selector in chosen]
+        return found
 
     def _progress(self, graph: Kept) -> dict[str, Any]:
         number, array, progress = self.encoder.tensors, self.encoder.array, graph.progress
@@ -238,6 +245,8 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     settings = {name: decoder.value(value) for name, value in described["settings"].items()}
     shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
     own = {name: value for name, value in settings.items() if name in kind.accepted() and name not in shared}
+    for name in kind.selecting:
+        own[name] = [one for one in own[name] if one is not None]
     if described.get("groups"):
         own["groups"] = [read_group(one, decoder) for one in described["groups"]]
     optimizer = kind(OptimizerDescriptor.exact(**shared), **own)

@@ -146,15 +146,15 @@ class Compilation:
     def groups(self) -> dict[Tensor, int]:
         """The optimizer's group of each trained tensor; raises an error if a group selects nothing."""
         optimizer = self.declaration.optimizer
-        if optimizer is None or not optimizer.groups:
+        if optimizer is None or not optimizer.selections:
             return {}
         sharing = [one for one in self.group if one.declaration.optimizer is optimizer]
         # A graph that will be linked may have only some of the parameters.
         if len(self.group) > 1 or Options.LINK_GRAPHS not in self.settings.options:
             names = {tensor: own for one in sharing for tensor, own in one.declaration.parameter_names.items()}
-            require_matches(f"{self.declaration.kind}.compile", optimizer.groups, names)
+            require_matches(f"{self.declaration.kind}.compile", optimizer.selections, names)
         found = assigned(optimizer.groups, self.declaration.parameter_names)
-        return {tensor: found[tensor] for tensor in self.trainable}
+        return {tensor: found[tensor] for tensor in self.trainable} if optimizer.groups else {}
 
     def batch_size(self, given: int | None) -> int:
         """The batch size of a call; rejected if it differs from the declared one and the result has other rows."""

@@ -14,6 +14,9 @@ from stepgraph.optimizers.groups import (
     assigned as assigned,
     require_matches as require_matches,
 )
+from stepgraph.optimizers.conversion import from_torch as from_torch
+from stepgraph.optimizers.lion import LionOptimizer as LionOptimizer
+from stepgraph.optimizers.muon import MuonOptimizer as MuonOptimizer
 from stepgraph.optimizers.rmsprop import RMSPropOptimizer as RMSPropOptimizer
 from stepgraph.optimizers.settings import (
     GradientClippingType as GradientClippingType,

@@ -74,23 +74,34 @@ class AdamOptimizer(Optimizer):
 
     def derive(self, n: SimpleNamespace) -> None:
         """The step size with bias correction, ε as it is added to `√v`, and the weights of new values."""
-        n.share1, n.share2 = 1 - n.beta1, 1 - n.beta2  # in full precision: near 1, a rounded β would matter
-        correction = (1 - n.beta2**n.time_step) ** 0.5
-        n.rate = n.learning_rate * correction / (1 - n.beta1**n.time_step)
-        if self.formula == TORCH:
-            n.added = n.epsilon * correction
+        correct(n, self.formula)
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
     ) -> tuple[torch.Tensor, Arrays]:
         """One step of Adam."""
-        added = n.added if self.formula == TORCH else n.epsilon
-        momentum = n.beta1 * state[0] + n.share1 * gradient
-        velocity = n.beta2 * state[1] + n.share2 * gradient.square()
-        if not self.uses_ams_grad:
-            return parameter - n.rate * momentum / (velocity.sqrt() + added), (momentum, velocity)
-        largest = torch.maximum(state[2], velocity)
-        return parameter - n.rate * momentum / (largest.sqrt() + added), (momentum, velocity, largest)
+        return adam(parameter, gradient, state, n, n.added if self.formula == TORCH else n.epsilon)
+
+
+def correct(n: SimpleNamespace, formula: str) -> None:
+    """Adds the step size with bias correction, ε as it is added to `√v`, and the weights of new values."""
+    n.share1, n.share2 = 1 - n.beta1, 1 - n.beta2  # in full precision: near 1, a rounded β would matter
+    correction = (1 - n.beta2**n.time_step) ** 0.5
+    n.rate = n.learning_rate * correction / (1 - n.beta1**n.time_step)
+    if formula == TORCH:
+        n.added = n.epsilon * correction
+
+
+def adam(
+    parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace, added: torch.Tensor
+) -> tuple[torch.Tensor, Arrays]:
+    """One step of Adam; a third buffer is the largest `v` so far. `added` is ε."""
+    momentum = n.beta1 * state[0] + n.share1 * gradient
+    velocity = n.beta2 * state[1] + n.share2 * gradient.square()
+    if len(state) == 2:
+        return parameter - n.rate * momentum / (velocity.sqrt() + added), (momentum, velocity)
+    largest = torch.maximum(state[2], velocity)
+    return parameter - n.rate * momentum / (largest.sqrt() + added), (momentum, velocity, largest)
 
 
 class AdamWOptimizer(AdamOptimizer):

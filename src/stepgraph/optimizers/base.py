@@ -75,6 +75,7 @@ class Optimizer:
     slots: tuple[str, ...] = ()
     rule: str = ""
     decouples_decay: ClassVar[bool] = False
+    selecting: ClassVar[tuple[str, ...]] = ()  # settings that select parameters
     live: ClassVar[tuple[str, ...]] = (
         "learning_rate",
         "gradient_rescale",
@@ -290,6 +291,11 @@ class Optimizer:
             return [list(whole.values())]
         stored = self.stored()
         return [list(one.values()) for one in (whole | {FROZEN: 0.0}, *(group.row(whole, stored) for group in self.groups))]
+
+    @property
+    def selections(self) -> tuple[ParameterGroup, ...]:
+        """The groups, and other settings that select parameters, as groups."""
+        return (*self.groups, *(ParameterGroup(getattr(self, name)) for name in self.selecting))
 
     @property
     def group_version(self) -> int:

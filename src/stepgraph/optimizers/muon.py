@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import ArgumentError, StateError
+from stepgraph.errors import ArgumentError
+from stepgraph.optimizers.adam import adam, correct
 from stepgraph.optimizers.base import TORCH, Alias, Arrays, Optimizer
-from stepgraph.optimizers.adam import adam
 from stepgraph.optimizers.groups import ParameterGroup, Selector
 from stepgraph.optimizers.settings import OptimizerDescriptor
 from stepgraph.tensors.tensor import Tensor
@@ -46,7 +46,7 @@ class MuonOptimizer(Optimizer):
 
     Example:
         >>> MuonOptimizer(3e-4, weight_decay=0.1, adamw=["Embedding.*", "head.*"]).rule
-        'muon'
+        'muon nesterov'
     """
 
     live = (*Optimizer.live, "momentum_scale", "beta1", "beta2", "epsilon")
@@ -54,7 +54,7 @@ class MuonOptimizer(Optimizer):
     nesterov = Alias("uses_nesterov_momentum")
     decouples_decay = True
     slots = ("momentum", "velocity")
-    rule = "muon"
+    selecting = ("adamw",)
     momentum_scale: float
     uses_nesterov_momentum: bool
     beta1: float
@@ -76,14 +76,51 @@ class MuonOptimizer(Optimizer):
         epsilon: float = 1e-8,
         **settings: Any,
     ) -> None:
+        momentum = settings.pop("momentum_scale", momentum)
+        nesterov = settings.pop("uses_nesterov_momentum", nesterov)
         super().__init__(learning_rate, **settings)
         if scale not in SCALES:
             raise ArgumentError(type(self).__name__, f"scale is {scale!r}", fix=f"use one of {', '.join(SCALES)}")
         self.momentum_scale, self.uses_nesterov_momentum = momentum, bool(nesterov)
         self.beta1, self.beta2, self.epsilon, self.scale = beta1, beta2, epsilon, scale
         self.adamw = ParameterGroup(adamw).parameters
+        self.rule = "muon nesterov" if nesterov else "muon"
 
     def slots_of(self, tensor: Tensor, names: Sequence[str]) -> tuple[str, ...]:
         """`momentum` for matrices, also `velocity` for what AdamW updates."""
         by_adamw = len(tensor.shape) < 2 or ParameterGroup(self.adamw).selects(tensor, names)
         return self.slots if by_adamw else self.slots[:1]
+
+    def derive(self, n: SimpleNamespace) -> None:
+        """What AdamW derives, and the weight of a new gradient in the momentum."""
+        correct(n, TORCH)
+        n.share = 1 - n.momentum_scale
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Arrays, n: SimpleNamespace
+    ) -> tuple[torch.Tensor, Arrays]:
+        """One step of decay, then one of Muon, or of Adam if there are two buffers."""
+        decayed = parameter * (1 - n.learning_rate * n.regularization_scale)
+        if len(state) == 2:
+            return adam(decayed, gradient, state, n, n.added)
+        momentum = n.momentum_scale * state[0] + n.share * gradient
+        used = n.momentum_scale * momentum + n.share * gradient if self.uses_nesterov_momentum else momentum
+        step = orthogonalized(used.flatten(1))
+        rate = n.learning_rate * _scale(self.scale, *step.shape)
+        return decayed - rate * step.view(parameter.shape), (momentum,)
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with the same singular vectors and singular values near 1: `x = a x + (b x xᵀ + c (x xᵀ)²) x`, 5 times."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix  # the smaller of the two squares
+    x = x / torch.linalg.vector_norm(x).clamp_min(SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        square = x @ x.T
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return (x.T if is_tall else x).contiguous()
+
+
+def _scale(scale: str, rows: int, columns: int) -> float:
+    return 0.2 * max(rows, columns) ** 0.5 if scale == "adamw" else max(1.0, rows / columns) ** 0.5

@@ -28,6 +28,7 @@ TOGETHER = "together"  # all live numbers in one array
 AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
     **{"sgd": 3, "sgd momentum": 4, "sgd nesterov": 4, "rmsprop": 5, "rmsprop momentum": 5},
     **{"adam": 6, "adam amsgrad": 7, "adamw": 7, "adamw amsgrad": 8},
+    **{"lion": 7, "muon": 9, "muon nesterov": 10},
 }
 MOST_AT_ONCE = 7  # for other rules
 
@@ -282,7 +283,7 @@ def _(*_: object) -> None:
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
     parameters, optimizer = arguments[0], arguments[6]
-    count = AT_ONCE.get(_numbered[optimizer].rule, MOST_AT_ONCE)
+    count = AT_ONCE.get(_numbered[optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in parameters)
 
 
