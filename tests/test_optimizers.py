@@ -100,9 +100,7 @@ def test_every_preparation_changes_what_is_learned(preparation: str) -> None:
 
 
 @pytest.mark.parametrize("preparation", PREPARATIONS)
-@pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if not rule.startswith(WITHOUT_KERNEL)]
-)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.startswith(WITHOUT_KERNEL)])
 def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> None:
     optimizer, generator = RULES[rule](descriptor(preparation)), torch.Generator().manual_seed(5)
 

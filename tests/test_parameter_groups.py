@@ -75,8 +75,11 @@ def made(rule: str, clip: str, groups: Any) -> sg.Optimizer:
     return PAIRS[rule][0](groups=groups, **settings)
 
 
-@pytest.mark.parametrize(("rule", "clip"), [("sgd", "global"), ("sgd", "value"), ("sgd", "each"), ("nesterov", "value"),
-                                            ("adam", "global"), ("adamw", "global"), ("rmsprop", "global")])  # fmt: skip
+TRIED = [*(("sgd", clip) for clip in CLIPS), ("nesterov", "value")]
+TRIED += [(rule, "global") for rule in ("adam", "adamw", "rmsprop")]
+
+
+@pytest.mark.parametrize(("rule", "clip"), TRIED)
 def test_thirty_steps_equal_pytorchs_groups(rule: str, clip: str) -> None:
     net = Net()
     most = next(value for name, value in CLIPS[clip].items() if name != "learning_rate") if clip != "each" else 0.1
@@ -118,7 +121,9 @@ def test_everything_is_live_and_nothing_recompiles() -> None:
     run(training, net, range(3, 6))
     same = [bool((a == b).all()) for a, b in zip(values(net), now, strict=True)]
     assert same == [True, True, False, True]
-    kept = [[bytes(d.bytes) for d in tensor.optimizer_data] == was for tensor, was in zip(net.tensors, state, strict=True)]
+    kept = [
+        [bytes(d.bytes) for d in tensor.optimizer_data] == was for tensor, was in zip(net.tensors, state, strict=True)
+    ]
     assert kept == [True, True, False, True]
     group.frozen, group.learning_rate_factor = False, 0.0
     run(training, net, range(6, 8))
@@ -341,7 +346,7 @@ def test_linked_graphs_share_an_optimizer_and_its_groups() -> None:
     one.execute_gradient()
     for training in (one, two):
         training.execute_optimizer_update()
-    moved = [bool((l.parameters["weights"].numpy() != b).any()) for l, b in zip(layers, before, strict=True)]
+    moved = [bool((layer.parameters["weights"].numpy() != b).any()) for layer, b in zip(layers, before, strict=True)]
     assert moved == [True, False]
 
 

@@ -16,6 +16,7 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient
 from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
+from stepgraph.graphs.averaging import averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
@@ -26,7 +27,6 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -73,7 +73,7 @@ class TrainingGraph(CompiledGraph):
                 "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
             )
         checked = None if optimizer is None else _checked(optimizer)
-        decay = None if average is None else _decay(average)
+        decay = None if average is None else checked_decay(average)
         self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked, average=decay)
         self._pending: Progress | None = None  # restored before the graph is compiled
 
@@ -110,7 +110,7 @@ class TrainingGraph(CompiledGraph):
     def average(self, decay: float) -> None:
         if self._declared.average is None:
             raise StateError("average", "the graph keeps no averages", fix="create it with average=0.999")
-        self._declared = replace(self._declared, average=_decay(decay))
+        self._declared = replace(self._declared, average=checked_decay(decay))
         if self._state is not None and SHARE in self._state.arrays:
             self._state.set_decay(decay)
 
@@ -118,8 +118,8 @@ class TrainingGraph(CompiledGraph):
     def averages(self) -> dict[Tensor, torch.Tensor]:
         """The moving averages of the trained parameters: copies, on the graph's device."""
         session = self.require_session("averages")
-        with turn(session.device), torch.inference_mode():
-            return {tensor: array.clone() for tensor, array in self._averages("averages").items()}
+        with turn(session.device), torch.no_grad():
+            return {tensor: array.clone() for tensor, array in averages_of(session, "averages").items()}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -131,33 +131,14 @@ class TrainingGraph(CompiledGraph):
             >>> with training.averaged():  # doctest: +SKIP
             ...     scores = evaluate(training, test_data)
         """
-        state = self.require_session("averaged").state
-        if state is not None and state.is_averaged:
-            raise StateError("averaged", "the parameters already hold their averages", fix="leave the outer block first")
-        self._exchange()
+        session = self.require_session("averaged")
+        if session.state is not None:
+            require_own(session.state, "averaged")
+        exchange(session)
         try:
             yield
         finally:
-            self._exchange()
-
-    @torch.inference_mode()
-    def _exchange(self) -> None:
-        """Swaps parameters with their averages, in place: whatever shares their memory sees it."""
-        session = self.require_session("averaged")
-        assert session.state is not None
-        with turn(session.device), Uninterrupted():
-            for tensor, array in self._averages("averaged").items():
-                current = tensor.torch()
-                kept = current.clone()
-                current.copy_(array)
-                array.copy_(kept)
-            session.state.is_averaged = not session.state.is_averaged
-
-    def _averages(self, call: str) -> dict[Tensor, torch.Tensor]:
-        if self._state is None or self._declared.average is None or self._declared.optimizer is None:
-            problem = "no optimizer" if self._declared.optimizer is None else "no averages"
-            raise StateError(call, f"the graph keeps {problem}", fix="create it with an optimizer and average=0.999")
-        return self._state.averages
+            exchange(self.require_session("averaged"))
 
     def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
         """Makes input tensors trainable: the graph keeps their data and the optimizer updates them."""
@@ -367,7 +348,7 @@ class TrainingGraph(CompiledGraph):
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
             learning = not evaluating and (session.compilation.last_loss is not None or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
-                raise _averaged("execute")
+                require_own(session.state, "execute")
             if learning and len(self.linked) > 1 and session.compilation.exchanges:
                 raise StateError(
                     "TrainingGraph.execute",
@@ -483,8 +464,8 @@ class TrainingGraph(CompiledGraph):
                     fix="call execute_forward and execute_gradient first",
                 )
 
-            if self._state is not None and self._state.is_averaged:
-                raise _averaged("execute_optimizer_update")
+            if session.state is not None:
+                require_own(session.state, "execute_optimizer_update")
             binding = session.bound(PartName.UPDATE, session.feeds.batch)
             gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
             for _, key in binding.opened:
@@ -528,8 +509,7 @@ class TrainingGraph(CompiledGraph):
             optimizer = self._declared.optimizer
             time = None if optimizer is None else optimizer.time_step
             return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
-        if self._state.is_averaged:
-            raise _averaged("TrainingGraph")
+        require_own(self._state, "TrainingGraph")
         found, unused = self._state.progress(), {} if self.gradients.used else self.gradients.found
         found.gradients = {key.owner: array for key, array in unused.items() if key.kind == KeyKind.GRADIENT}
         return found
@@ -594,17 +574,6 @@ def _forward_batch(session: Session, batch_size: int | None) -> int:
             fix="leave it out",
         )
     return session.forward_batch
-
-
-def _averaged(call: str) -> StateError:
-    return StateError(call, "the parameters hold their averages", fix="leave the block of averaged() first")
-
-
-def _decay(given: float) -> float:
-    """The decay of moving averages, after a check."""
-    if not 0 <= number("TrainingGraph", "average", given) < 1:
-        raise ArgumentError("TrainingGraph", f"average is {given}, not in [0, 1)", fix="use 0.999")
-    return float(given)
 
 
 def _require_tensor(where: str, given: Any) -> None:

@@ -7,10 +7,8 @@ the next update and never recompiles anything.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,32 +25,13 @@ from stepgraph.optimizers.settings import (
     in_range,
     switch,
 )
+from stepgraph.optimizers.spelling import Alias, annotated, documented, stored, unknown
 from stepgraph.tensors.tensor import Tensor
 
 Arrays = tuple[torch.Tensor, ...]
 Groups = ParameterGroup | Sequence[ParameterGroup]
 
 ML_COMPUTE, TORCH = "ml compute", "torch"  # whose formula is used where the two differ
-ELSEWHERE = {  # what other libraries call our settings
-    **{"lr": "learning_rate", "rate": "learning_rate", "eps": "epsilon", "betas": "beta1", "rho": "alpha"},
-    **{"wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay", "regularization_scale": "weight_decay"},
-    **{"max_norm": "clip_norm", "max_grad_norm": "clip_norm", "clipnorm": "clip_norm", "global_clipnorm": "clip_norm"},
-    **{"maximum_clipping_norm": "clip_norm", "clipvalue": "clip_value", "gradient_clip_max": "clip_value"},
-    **{"params": "groups", "param_groups": "groups", "parameter_groups": "groups"},
-}
-
-
-class Alias:
-    """The documented name of a setting that ML Compute calls differently; both can be passed, read and assigned."""
-
-    def __init__(self, stored: str) -> None:
-        self.stored = stored
-
-    def __get__(self, optimizer: Optimizer | None, kind: type | None = None) -> Any:
-        return self if optimizer is None else getattr(optimizer, self.stored)
-
-    def __set__(self, optimizer: Optimizer, value: Any) -> None:
-        setattr(optimizer, self.stored, value)
 
 
 class Optimizer:
@@ -115,7 +94,7 @@ class Optimizer:
         where = type(self).__name__
         descriptor = settings.pop("descriptor", None)
         if settings:
-            raise _unknown(type(self), next(iter(settings)))
+            raise unknown(type(self), next(iter(settings)))
         given = learning_rate if descriptor is None else descriptor
         if given is None or (descriptor is not None and learning_rate is not None):
             problem = "there is no learning rate" if given is None else "descriptor and learning_rate are both passed"
@@ -126,7 +105,7 @@ class Optimizer:
         shared = _decaying(where, shared, weight_decay, self.decouples_decay)
         shared = _clipping(where, shared, clip_norm, clip_value)
         own = [name for name in self.live if name not in Optimizer.live]
-        self.groups = checked(where, groups, ["gradient_rescale", *self.stored(), *own])
+        self.groups = checked(where, groups, ["gradient_rescale", *stored(type(self)), *own])
         if self.groups and not self.decouples_decay:
             shared = _grouped(where, shared, self.groups)
         self.time_step = 1
@@ -137,10 +116,10 @@ class Optimizer:
         """The values of settings that have an alias, from whichever spelling was passed; takes ML Compute's out."""
         found = []
         for name, value in documented.items():
-            stored = getattr(type(self), name).stored
-            if stored in settings and value:
-                raise ArgumentError(type(self).__name__, f"{name} and {stored} are both passed", fix=f"pass only {name}")
-            found.append(settings.pop(stored, value))
+            other = getattr(type(self), name).stored
+            if other in settings and value:
+                raise ArgumentError(type(self).__name__, f"{name} and {other} are both passed", fix=f"pass only {name}")
+            found.append(settings.pop(other, value))
         return tuple(found)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -154,8 +133,8 @@ class Optimizer:
             switch(where, name, value)
         elif name in self.__dict__:
             raise StateError(where, f"{name} cannot change after construction", fix="create a new optimizer")
-        elif not hasattr(type(self), name) and name not in _annotated(type(self)):
-            raise _unknown(type(self), name)
+        elif not hasattr(type(self), name) and name not in annotated(type(self)):
+            raise unknown(type(self), name)
         if "maximum_clipping_norm" in self.__dict__:
             check_bounds(where, SimpleNamespace(**{**self.__dict__, name: value}))
         self._require_clipping(name)
@@ -253,18 +232,14 @@ class Optimizer:
     @classmethod
     def accepted(cls) -> set[str]:
         """The names of all settings that can be passed, in every spelling."""
-        return {*_documented(cls), *cls.stored().values()}
-
-    @classmethod
-    def stored(cls) -> dict[str, str]:
-        """The names under which settings with an alias are kept."""
-        members = {name: value for base in cls.__mro__ for name, value in vars(base).items()}
-        return {name: value.stored for name, value in members.items() if isinstance(value, Alias)}
+        return {*documented(cls), *stored(cls).values()}
 
     def require_momentum(self) -> None:
         """Rejects momentum that only a group has: then there is no buffer for it."""
         if "momentum" not in self.slots and any({"momentum", "momentum_scale"} & {*one.numbers} for one in self.groups):
-            raise ArgumentError(type(self).__name__, "a group has momentum, but the optimizer has none", fix="pass momentum")
+            raise ArgumentError(
+                type(self).__name__, "a group has momentum, but the optimizer has none", fix="pass momentum"
+            )
 
     def adopt(self, other: Optimizer) -> None:
         """Copies the live numbers of an optimizer with the same rule, including its time step, and those of groups."""
@@ -289,8 +264,10 @@ class Optimizer:
         whole = self.numbers()
         if not self.groups:
             return [list(whole.values())]
-        stored = self.stored()
-        return [list(one.values()) for one in (whole | {FROZEN: 0.0}, *(group.row(whole, stored) for group in self.groups))]
+        other = stored(type(self))
+        return [
+            list(one.values()) for one in (whole | {FROZEN: 0.0}, *(group.row(whole, other) for group in self.groups))
+        ]
 
     @property
     def selections(self) -> tuple[ParameterGroup, ...]:
@@ -413,28 +390,3 @@ def _grouped(where: str, shared: OptimizerDescriptor, groups: Sequence[Parameter
     if shared.regularization_type is RegularizationType.L1 and any(one.weight_decay is not None for one in groups):
         raise ArgumentError(where, "a group has weight decay, but the optimizer regularizes by L1", fix="use L2")
     return shared
-
-
-def _unknown(kind: type[Optimizer], name: str) -> ArgumentError:
-    """The error for a setting that an optimizer does not have, with the one that was probably meant."""
-    known = [one for one in dict.fromkeys(_documented(kind)) if one != "settings"]
-    meant = ELSEWHERE.get(name)
-    close = [meant] if meant in known else get_close_matches(name, known, 1)
-    fix = f"use {close[0]}" if close else f"use {', '.join(known)}"
-    if name == "betas" and "beta2" in known:
-        fix = "use beta1 and beta2"
-    return ArgumentError(kind.__name__, f"there is no setting {name}", fix=fix)
-
-
-def _documented(kind: type) -> list[str]:
-    return [name for base in kind.__mro__ if "__init__" in vars(base) and base is not object for name in _parameters(base)]
-
-
-def _parameters(kind: type) -> list[str]:
-    found = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    return [name for name, one in found.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
-
-
-def _annotated(optimizer: type[Optimizer]) -> frozenset[str]:
-    """The names that an optimizer's classes declare."""
-    return frozenset(name for base in optimizer.__mro__ for name in getattr(base, "__annotations__", {}))

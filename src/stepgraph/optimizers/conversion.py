@@ -111,7 +111,9 @@ def _require_alike(given: Sequence[Given], base: Given) -> None:
     for one in given:
         for name in (name for name in FIXED if name in base):
             if one[name] != base[name]:
-                raise ArgumentError(WHERE, f"{name} is {base[name]} in one group and {one[name]} in another", fix="use one")
+                raise ArgumentError(
+                    WHERE, f"{name} is {base[name]} in one group and {one[name]} in another", fix="use one"
+                )
         if bool(one.get("momentum")) != bool(base.get("momentum")):
             raise ArgumentError(WHERE, "some groups have momentum and others do not", fix="use momentum in all of them")
 
@@ -135,7 +137,7 @@ def _members(given: Sequence[Given], names: Names | None) -> list[list[str | Ten
     return [[_escaped(_named(one, i, names)) for i in range(len(one["params"]))] for one in given]
 
 
-def _named(group: Given, index: int, names: Mapping[Any, str | Tensor] | None | Any) -> str | Tensor:
+def _named(group: Given, index: int, names: Mapping[Any, str | Tensor] | Any | None) -> str | Tensor:
     parameter, called = group["params"][index], (*group.get("param_names", ()), *[None] * (index + 1))[index]
     if names is None:
         return called

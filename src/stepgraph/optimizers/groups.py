@@ -41,7 +41,8 @@ class ParameterGroup:
 
     Example:
         >>> slow = ParameterGroup("encoder*.*", learning_rate_factor=0.1)
-        >>> optimizer = AdamWOptimizer(3e-4, weight_decay=0.1, groups=[slow, ParameterGroup("*.biases", weight_decay=0)])
+        >>> biases = ParameterGroup("*.biases", weight_decay=0)
+        >>> optimizer = AdamWOptimizer(3e-4, weight_decay=0.1, groups=[slow, biases])
         >>> slow.frozen = True  # from the next update on
     """
 
@@ -87,7 +88,9 @@ class ParameterGroup:
             in_range("ParameterGroup", name, value)
         elif name != "weight_decay":
             close = get_close_matches(name, self.own, 1) or [self.own[0]]
-            raise ArgumentError("ParameterGroup", f"{name} cannot be assigned", fix=f"assign {close[0]}, or create another")
+            raise ArgumentError(
+                "ParameterGroup", f"{name} cannot be assigned", fix=f"assign {close[0]}, or create another"
+            )
         self.__dict__[name] = value
         self.__dict__["version"] += 1  # a graph compares it to detect assignments
 
@@ -195,7 +198,9 @@ def require_matches(where: str, groups: Sequence[ParameterGroup], names: Names) 
                 where,
                 f"the group {_text(one)} of the optimizer matches no parameter",
                 known=", ".join(known[:MOST_NAMES]) + more,
-                fix=f'did you mean "{close[0]}"' if close else "use names that print(training) shows, or * for any text",
+                fix=f'did you mean "{close[0]}"'
+                if close
+                else "use names that print(training) shows, or * for any text",
             )
 
 
@@ -224,7 +229,9 @@ def _selects(one: Selector, tensor: Tensor, names: Sequence[str]) -> bool:
 
 def _several(given: Any) -> tuple[Any, ...]:
     if not isinstance(given, Sequence | set | frozenset | Iterator):
-        raise DataTypeError("ParameterGroup", f"{given!r} selects no parameters", fix='pass a pattern such as "*.biases"')
+        raise DataTypeError(
+            "ParameterGroup", f"{given!r} selects no parameters", fix='pass a pattern such as "*.biases"'
+        )
     return tuple(given)
 
 

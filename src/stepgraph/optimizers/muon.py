@@ -10,9 +10,10 @@ import torch
 
 from stepgraph.errors import ArgumentError
 from stepgraph.optimizers.adam import adam, correct
-from stepgraph.optimizers.base import TORCH, Alias, Arrays, Optimizer
+from stepgraph.optimizers.base import TORCH, Arrays, Optimizer
 from stepgraph.optimizers.groups import ParameterGroup, Selector
 from stepgraph.optimizers.settings import OptimizerDescriptor
+from stepgraph.optimizers.spelling import Alias
 from stepgraph.tensors.tensor import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at 0
@@ -111,7 +112,10 @@ class MuonOptimizer(Optimizer):
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the same singular vectors and singular values near 1: `x = a x + (b x xᵀ + c (x xᵀ)²) x`, 5 times."""
+    """A matrix with the same singular vectors and with singular values near 1.
+
+    Normalized, then five times `x = a x + (b x xᵀ + c (x xᵀ)²) x`.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix  # the smaller of the two squares

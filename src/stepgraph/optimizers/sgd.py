@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, StateError
-from stepgraph.optimizers.base import ML_COMPUTE, TORCH, Alias, Arrays, Optimizer, check_formula
+from stepgraph.optimizers.base import ML_COMPUTE, TORCH, Arrays, Optimizer, check_formula
 from stepgraph.optimizers.settings import OptimizerDescriptor
+from stepgraph.optimizers.spelling import Alias
 
 
 class SGDOptimizer(Optimizer):

@@ -216,8 +216,7 @@ class TrainingState:
             self._steps.fill_(progress.time_step)
         if SHARE in self.arrays and progress.averages:
             self.arrays = self.arrays | {
-                average(t): array.to(self.device.torch, copy=True)
-                for t, array in progress.averages.items()
+                average(t): array.to(self.device.torch, copy=True) for t, array in progress.averages.items()
             }
             self._unaveraged = tuple(t for t in self._unaveraged if t not in progress.averages)
         elif SHARE in self.arrays:  # saved without averages: they start again
