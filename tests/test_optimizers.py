@@ -21,7 +21,7 @@ import stepgraph as sg
 from stepgraph.compiler.kernels.update import named, reference, update
 from stepgraph.compiler.operators import note_workspaces
 from stepgraph.compiler.program import notes
-from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule
+from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule, buffers_of
 from tests.test_memory import measured_peak
 
 RULES: dict[str, Callable[[sg.OptimizerDescriptor], sg.Optimizer]] = {
@@ -37,7 +37,15 @@ RULES: dict[str, Callable[[sg.OptimizerDescriptor], sg.Optimizer]] = {
     "rmsprop momentum": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, momentum_scale=0.6),
     "rmsprop centered": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, is_centered=True),
     "rmsprop both": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, is_centered=True, momentum_scale=0.6),
+    "sgd torch": lambda d: sg.SGDOptimizer(d, momentum=0.8, dampening=0.3, formula="torch"),
+    "adam torch": lambda d: sg.AdamOptimizer(d, epsilon=1e-2, formula="torch"),
+    "adamw torch": lambda d: sg.AdamWOptimizer(d, beta2=0.8, epsilon=1e-2, amsgrad=True, formula="torch"),
+    "rmsprop torch": lambda d: sg.RMSPropOptimizer(d, alpha=0.9, epsilon=0.1, momentum=0.6, formula="torch"),
+    "lion": sg.LionOptimizer,
+    "muon": sg.MuonOptimizer,
+    "muon original": lambda d: sg.MuonOptimizer(d, momentum=0.8, nesterov=False, scale="original"),
 }
+WITHOUT_KERNEL = ("rmsprop ", "lion", "muon")  # only the plain rule
 PREPARATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "by value": {"gradient_clip_max": 0.05, "gradient_clip_min": -0.02},
@@ -92,9 +100,7 @@ def test_every_preparation_changes_what_is_learned(preparation: str) -> None:
 
 
 @pytest.mark.parametrize("preparation", PREPARATIONS)
-@pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if "rmsprop " not in rule]
-)  # those have no kernel of their own
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.startswith(WITHOUT_KERNEL)])
 def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> None:
     optimizer, generator = RULES[rule](descriptor(preparation)), torch.Generator().manual_seed(5)
 
@@ -223,11 +229,11 @@ def test_state_has_the_order_and_count_of_the_specification(rule: str) -> None:
     plain, expected = Rule(rule, RULES[rule](descriptor("plain"))), Net()
     net.stepgraph(optimizer)
     expected.numpy(plain)
-    assert len(optimizer.slots) == STATE[rule]
+    assert len(optimizer.slots_of(net.tensors[0], ())) == STATE[rule]
     for i, tensor in enumerate(net.tensors):
         tensor.synchronize_optimizer_data()
         buffers = [np.frombuffer(data.bytes, np.float32).reshape(tensor.shape) for data in tensor.optimizer_data]
-        assert len(buffers) == len(tensor.optimizer_device_data) == STATE[rule]
+        assert len(buffers) == len(tensor.optimizer_device_data) == (buffers_of(rule, tensor.numpy()))
         for buffer, wanted in zip(buffers, plain.state[i], strict=True):
             np.testing.assert_allclose(buffer, wanted, rtol=2e-5, atol=1e-7)
 

@@ -11,6 +11,7 @@ import typing as _typing
 __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
+    from stepgraph import optimizers as optimizers
     from stepgraph.public import *
 else:
 
@@ -23,8 +24,11 @@ else:
         return names
 
     def __getattr__(name: str) -> _typing.Any:
+        from importlib import import_module
         from importlib.util import find_spec
 
+        if name == "optimizers":  # the one module whose functions are public
+            return import_module("stepgraph.optimizers")
         if name == "__all__":  # for `from stepgraph import *`
             return sorted(_load())
         # For a module, `from stepgraph import module` continues and imports it.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from stepgraph import draw
 from stepgraph.errors import StateError, StepgraphError, UnknownNameError
 from stepgraph.graph import make_node
 from stepgraph.layers.layer import Layer
@@ -30,6 +31,7 @@ class Declaration:
         loss_node: that layer as a node; None if there is none, or if labels are missing or do not fit.
         loss_results: the tensors of that node, which stay the same while their shapes do.
         optimizer: updates the parameters.
+        average: the decay of the moving averages of the parameters; None if there are none.
         parameters: inputs that are trained.
         stopped: tensors that pass no gradient back.
         user_gradients: gradients from outside, by the result they are for.
@@ -45,6 +47,7 @@ class Declaration:
     loss_node: Node | None = None
     loss_results: tuple[Tensor, ...] = ()
     optimizer: Optimizer | None = None
+    average: float | None = None
     parameters: tuple[Tensor, ...] = ()
     stopped: frozenset[Tensor] = frozenset()
     user_gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
@@ -67,6 +70,24 @@ class Declaration:
             found.pop(self.loss_layer, None)
             found[self.loss_layer] = None
         return list(found)
+
+    @cached_property
+    def parameter_names(self) -> dict[Tensor, tuple[str, ...]]:
+        """All names of each parameter: `layer.field` as printed first, then with the kind of the layer in its place."""
+        printed: dict[Tensor, dict[str, None]] = {}
+        by_kind: dict[Tensor, dict[str, None]] = {}
+        for layer, name in draw.unique_names(node.layer for node in self.nodes).items():
+            for field_name, tensor in layer.parameters.items():
+                printed.setdefault(tensor, {})[f"{name}.{field_name}"] = None
+                by_kind.setdefault(tensor, {})[f"{draw.kind(layer)}.{field_name}"] = None
+        called = {tensor: name for _, name, tensor in self.feeds}
+        for tensor in self.parameters:
+            printed.setdefault(tensor, {})[f"input.{called.get(tensor, tensor.label)}"] = None
+        return {t: tuple(dict.fromkeys((*printed[t], *by_kind.get(t, ())))) for t in printed}
+
+    def slots(self, tensor: Tensor) -> tuple[str, ...]:
+        """The optimizer's buffers of a parameter."""
+        return () if self.optimizer is None else self.optimizer.slots_of(tensor, self.parameter_names.get(tensor, ()))
 
     def with_loss(self) -> Declaration:
         """The same with the loss after the last result; raises an error if it has nothing to compare with."""

@@ -84,11 +84,15 @@ from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperat
 from stepgraph.layers.upsample import SampleMode as SampleMode, UpsampleLayer as UpsampleLayer
 from stepgraph.layers.yolo import YOLOLossDescriptor as YOLOLossDescriptor, YOLOLossLayer as YOLOLossLayer
 from stepgraph.optimizers import (
+    DECAY_MATRICES_ONLY as DECAY_MATRICES_ONLY,
     AdamOptimizer as AdamOptimizer,
     AdamWOptimizer as AdamWOptimizer,
     GradientClippingType as GradientClippingType,
+    LionOptimizer as LionOptimizer,
+    MuonOptimizer as MuonOptimizer,
     Optimizer as Optimizer,
     OptimizerDescriptor as OptimizerDescriptor,
+    ParameterGroup as ParameterGroup,
     RMSPropOptimizer as RMSPropOptimizer,
     RegularizationType as RegularizationType,
     SGDOptimizer as SGDOptimizer,

@@ -138,7 +138,7 @@ class Decoder:
     Args:
         where: the checkpoint, for messages.
         layers: descriptions of the layers.
-        tensors: the tensors, by number.
+        tensors: the tensors, by number; None for those that the graph does not have.
         arrays: the arrays of the tensors file.
         custom: classes that are not part of stepgraph.
     """
@@ -147,7 +147,7 @@ class Decoder:
         self,
         where: str,
         layers: Sequence[Mapping[str, Any]],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
         arrays: Mapping[str, torch.Tensor],
         custom: Sequence[type] = (),
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -19,7 +18,7 @@ from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
-from stepgraph.optimizers import Optimizer, OptimizerDescriptor
+from stepgraph.optimizers import Optimizer, OptimizerDescriptor, ParameterGroup
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType
@@ -82,6 +81,7 @@ class Describer:
             "nodes": [self._node(node) for node in declared.own],
             "loss_layer": None if loss is None else encoder.layer(loss),
             "optimizer": None if optimizer is None else self.optimizers.setdefault(optimizer, len(self.optimizers)),
+            "average": declared.average,
             "inputs": self._names(feeds.inputs),
             "loss_labels": self._names(feeds.labels),
             "loss_label_weights": self._names(feeds.weights),
@@ -144,24 +144,48 @@ class Describer:
         return found
 
     def _optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        settings = {name: self.encoder.value(value) for name, value in optimizer.settings.items()}
-        return {"class": class_name(type(optimizer)), "rule": optimizer.rule, "settings": settings}
+        settings = {
+            name: self._selectors(value, optimizer) if name in optimizer.selecting else self.encoder.value(value)
+            for name, value in optimizer.settings.items()
+        }
+        found = {"class": class_name(type(optimizer)), "rule": optimizer.rule, "settings": settings}
+        groups = [self._group(group, optimizer) for group in optimizer.groups]
+        return {**found, "groups": groups} if groups else found
+
+    def _group(self, group: ParameterGroup, optimizer: Optimizer) -> dict[str, Any]:
+        settings = {name: self.encoder.value(value) for name, value in group.settings.items()}
+        return {"parameters": self._selectors(group.parameters, optimizer), "settings": settings}
+
+    def _selectors(self, selectors: Iterable[Any], optimizer: Optimizer) -> list[Any]:
+        """Patterns as they are; what functions select is written down tensor by tensor."""
+        names: dict[Tensor, tuple[str, ...]] = {}
+        for graph in (one for one in self.declared if one.optimizer is optimizer):
+            names |= graph.parameter_names
+        found: list[Any] = []
+        for one in selectors:
+            chosen = [one] if not callable(one) else [t for t in names if ParameterGroup(one).selects(t, names[t])]
+            found += [self.encoder.value(selector) for selector in chosen]
+        return found
 
     def _progress(self, graph: Kept) -> dict[str, Any]:
         number, array, progress = self.encoder.tensors, self.encoder.array, graph.progress
-        optimizer = graph.declaration.optimizer
-        slots = () if optimizer is None else optimizer.slots
+        declared = graph.declaration
         names = {tensor: name for name, tensor in named_tensors(self.declared).items()}
         buffers = {
             str(number[tensor]): [
-                array(f"{names[tensor]}@{slot}", one) for slot, one in zip(slots, arrays, strict=True)
+                array(f"{names[tensor]}@{slot}", one) for slot, one in zip(declared.slots(tensor), arrays, strict=True)
             ]
             for tensor, arrays in progress.buffers.items()
-            if tensor in names and len(arrays) == len(slots)
+            if tensor in names and len(arrays) == len(declared.slots(tensor))
         }
         gradients = {
             str(number[tensor]): array(f"{names[tensor]}@gradient", one)
             for tensor, one in progress.gradients.items()
+            if tensor in names
+        }
+        averages = {
+            str(number[tensor]): array(f"{names[tensor]}@average", one)
+            for tensor, one in progress.averages.items()
             if tensor in names
         }
         return {
@@ -170,6 +194,7 @@ class Describer:
             "time_step": progress.time_step,
             "buffers": buffers,
             "gradients": gradients,
+            "averages": averages,
         }
 
 
@@ -216,11 +241,14 @@ def read_descriptor(described: Mapping[str, Any]) -> TensorDescriptor:
 
 def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     """The described optimizer: shared settings through the descriptor, its own by keyword."""
-    kind = decoder.kind(described["class"], Optimizer)
+    kind: Any = decoder.kind(described["class"], Optimizer)
     settings = {name: decoder.value(value) for name, value in described["settings"].items()}
     shared = {one.name: settings[one.name] for one in fields(OptimizerDescriptor)}
-    taken = {name for base in kind.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
-    own = {name: value for name, value in settings.items() if name in taken and name not in shared}
+    own = {name: value for name, value in settings.items() if name in kind.accepted() and name not in shared}
+    for name in kind.selecting:
+        own[name] = [one for one in own[name] if one is not None]
+    if described.get("groups"):
+        own["groups"] = [read_group(one, decoder) for one in described["groups"]]
     optimizer = kind(OptimizerDescriptor.exact(**shared), **own)
     optimizer.time_step = settings["time_step"]
     optimizer.numbers()  # raises if one of them is not a number
@@ -233,17 +261,27 @@ def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:
     return optimizer
 
 
+def read_group(described: Mapping[str, Any], decoder: Decoder) -> ParameterGroup:
+    """The described group, with the selectors that exist."""
+    selectors = [decoder.value(one) for one in of_kind(list, described["parameters"])]
+    settings = {of_kind(str, name): decoder.value(value) for name, value in described["settings"].items()}
+    return ParameterGroup([one for one in selectors if one is not None], **settings)
+
+
 def read_progress(described: Mapping[str, Any], tensors: Mapping[int, Tensor], arrays: Mapping[str, Any]) -> Progress:
     """The described progress, for the tensors that exist."""
     stream, scale, time_step = described["stream"], described["loss_scale"], described["time_step"]
     buffers = {int(number): keys for number, keys in described["buffers"].items()}
     gradients = {int(number): key for number, key in described["gradients"].items()}
+    # Checkpoints of earlier versions have no averages.
+    averages = {int(number): key for number, key in described.get("averages", {}).items()}
     return Progress(
         stream=None if stream is None else [_count(one) for one in _pair(stream)],
         scale=None if scale is None else [of_kind(float, one) for one in _pair(scale)],
         time_step=None if time_step is None else _count(time_step),
         buffers={tensors[n]: tuple(arrays[key] for key in keys) for n, keys in buffers.items() if n in tensors},
         gradients={tensors[n]: arrays[key] for n, key in gradients.items() if n in tensors},
+        averages={tensors[n]: arrays[key] for n, key in averages.items() if n in tensors},
     )
 
 
@@ -263,7 +301,3 @@ def _count(given: Any) -> int:
     if not 0 <= of_kind(int, given) < 2**63:
         raise ValueError(f"{given} is outside 0 to 2⁶³")
     return given
-
-
-def _parameters(kind: type) -> Iterable[str]:
-    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]

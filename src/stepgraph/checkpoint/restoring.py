@@ -27,7 +27,7 @@ from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
-from stepgraph.optimizers import Optimizer
+from stepgraph.optimizers import Optimizer, assigned
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor
 
@@ -36,10 +36,11 @@ OTHER = "use another checkpoint"
 
 @dataclass(frozen=True)
 class Taken:
-    """The training state that one graph restores."""
+    """The training state that one graph restores, and settings that differ."""
 
     progress: Progress
     optimizer: Optimizer | None
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool,
     with understood(content.path):
         tensors, report = _match(declared, content)
         taken, problems = (taken, []) if only_parameters else _states(declared, content, tensors)
-        changed = _changed(declared, content.description)
+        changed = [*_changed(declared, content.description), *(one for each in taken if each for one in each.changed)]
         report = replace(report, state=tuple(problems), changed=tuple(changed))
         described = content.description["tensors"]
         arrays = {tensor: read_array(described[number], content.arrays) for number, tensor in tensors.items()}
@@ -145,7 +146,8 @@ def _state(
 ) -> tuple[Taken, list[str]]:
     progress = read_progress(described["progress"], tensors, content.arrays)
     number, mine = described["optimizer"], graph.optimizer
-    decoder = Decoder(f"{content.path}", [], [], {}, [] if mine is None else [type(mine)])
+    known = [tensors.get(number) for number in range(len(content.description["tensors"]))]
+    decoder = Decoder(f"{content.path}", [], known, {}, [] if mine is None else [type(mine)])
     there = None if number is None else Numbered(content.description["optimizers"])[number]
     rules = ["no optimizer" if one is None else one for one in (there and there["rule"], mine and mine.rule)]
     if rules[0] != rules[1]:
@@ -153,17 +155,32 @@ def _state(
         return Taken(stream, None), [f"{rules[0]} in the checkpoint, {rules[1]} here"]
     optimizer = None if there is None else read_optimizer(there, decoder)
     progress.time_version = 0 if mine is None else mine.time_version
-    check_buffers(f"{content.path}", progress, 0 if mine is None else len(mine.slots))
-    return Taken(progress, optimizer), []
+    check_buffers(f"{content.path}", progress, graph)
+    changed = []
+    if optimizer is not None and mine is not None and _members(optimizer, graph) != _members(mine, graph):
+        optimizer.__dict__["groups"] = mine.groups
+        changed.append("the parameter groups of the optimizer, which keep their own numbers")
+    if graph.average != described.get("average"):
+        changed.append(f"average is {graph.average}, was {described.get('average')}")
+    return Taken(progress, optimizer, tuple(changed)), []
 
 
-def check_buffers(where: str, progress: Progress, slots: int) -> None:
-    """Rejects optimizer buffers and gradients that do not match their parameters."""
-    for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in progress.gradients.items())):
+def _members(optimizer: Optimizer, graph: Declaration) -> list[tuple[set[Tensor], tuple[str, ...]]]:
+    """The parameters of each group, and the names of its numbers."""
+    found = assigned(optimizer.groups, graph.parameter_names)
+    groups = enumerate(optimizer.groups, 1)
+    return [({t for t in found if found[t] == i}, group.numbers) for i, group in groups]
+
+
+def check_buffers(where: str, progress: Progress, graph: Declaration) -> None:
+    """Rejects optimizer buffers, gradients and averages that do not match their parameters."""
+    single = [*progress.gradients.items(), *progress.averages.items()]
+    for tensor, arrays in (*progress.buffers.items(), *((t, (a,)) for t, a in single)):
         if any(array.shape != tensor.shape or array.dtype != tensor.data_type.torch for array in arrays):
             raise CheckpointError(where, f"a buffer of {tensor!r} has a different shape or type", fix=OTHER)
-    if any(len(arrays) != slots for arrays in progress.buffers.values()):
-        raise CheckpointError(where, f"a parameter does not have {slots} buffers", fix=OTHER)
+    for tensor, arrays in progress.buffers.items():
+        if len(arrays) != (slots := len(graph.slots(tensor))):
+            raise CheckpointError(where, f"{tensor!r} does not have {slots} buffers", fix=OTHER)
 
 
 def _changed(group: Sequence[Declaration], description: Mapping[str, Any]) -> list[str]:

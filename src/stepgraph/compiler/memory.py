@@ -66,13 +66,13 @@ def plan(step: Step, part: Part) -> MemoryPlan:
     live = timeline(part)
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
-    slots = len(step.optimizer.slots) if step.optimizer is not None and step.differentiates else 0
-    trained = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
+    learns = step.optimizer is not None and step.differentiates
+    copies = {t: len(step.slots_of(t)) + step.averages for t in step.trainable} if learns else {}
     seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)
     learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
     return MemoryPlan(
         parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned),
-        optimizer_state=slots * trained,
+        optimizer_state=sum(t.descriptor.tensor_allocation_size_in_bytes * copies[t] for t in copies),
         statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
         activations=at_peak.get("activations", 0),
         gradients=at_peak.get("gradients", 0) + seeds,

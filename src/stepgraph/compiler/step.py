@@ -25,6 +25,8 @@ class KeyKind(StrEnum):
     SOURCE_GRADIENT = "source gradient"
     USER_GRADIENT = "user gradient"
     STATE = "state"
+    AVERAGE = "average"
+    SHARE = "share"
     NUMBERS = "numbers"
     STREAM = "stream"
     SCALE = "scale"
@@ -69,6 +71,11 @@ def state(parameter: Tensor, index: int) -> Key:
     return Key(_STATE, parameter, index)
 
 
+def average(parameter: Tensor) -> Key:
+    """The moving average of a parameter."""
+    return Key(KeyKind.AVERAGE, parameter)
+
+
 class Limit(NamedTuple):
     """The upper bound of an index, and the layer that requires it."""
 
@@ -78,6 +85,7 @@ class Limit(NamedTuple):
 
 
 NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
+SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving averages
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
 SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
 
@@ -102,6 +110,9 @@ class Step:
         trainable: tensors that the optimizer updates, in a fixed order.
         wanted: other tensors to compute gradients for.
         optimizer: how trainable tensors are updated; None leaves them unchanged.
+        slots: the optimizer's buffers of trainable tensors, where they are not the same for all.
+        groups: the number of the optimizer's group that each trainable tensor is in; empty if there are no groups.
+        averages: whether the update also moves an average of each trainable tensor.
         seeded: results that receive a gradient from outside the graph.
         starts: those of them that serve as the loss if they are a single number and no gradient was written.
         shared: trainable tensors for which linked graphs also compute gradients.
@@ -124,6 +135,9 @@ class Step:
     trainable: tuple[Tensor, ...] = ()
     wanted: frozenset[Tensor] = frozenset()
     optimizer: Optimizer | None = None
+    slots: Mapping[Tensor, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[Tensor, int] = field(default_factory=dict)
+    averages: bool = False
     seeded: tuple[Tensor, ...] = ()
     starts: frozenset[Tensor] = frozenset()
     shared: frozenset[Tensor] = frozenset()
@@ -182,6 +196,17 @@ class Step:
     def updates_last(self) -> bool:
         """Whether no parameter may be updated before all gradients are known."""
         return self.scales_loss or (self.optimizer is not None and self.optimizer.needs_global_norm)
+
+    def slots_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """The optimizer's buffers of a trainable tensor."""
+        return self.slots.get(tensor, () if self.optimizer is None else self.optimizer.slots)
+
+    @property
+    def numbers_shape(self) -> tuple[int, ...]:
+        """The shape of the live numbers: one row, or a table with a row per group."""
+        assert self.optimizer is not None
+        columns = len(self.optimizer.columns)
+        return (1 + len(self.optimizer.groups), columns) if self.optimizer.groups else (columns,)
 
     @cached_property
     def differentiates(self) -> bool:

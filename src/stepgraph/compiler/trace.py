@@ -18,7 +18,20 @@ from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, Step, gradient, state, user_gradient, value
+from stepgraph.compiler.step import (
+    NUMBERS,
+    SCALE,
+    SHARE,
+    STREAM,
+    Key,
+    KeyKind,
+    Step,
+    average,
+    gradient,
+    state,
+    user_gradient,
+    value,
+)
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
@@ -89,8 +102,10 @@ def input_keys(step: Step) -> list[Key]:
     if step.differentiates:
         keys += [user_gradient(tensor) for tensor in step.seeded]
         if step.optimizer is not None:
-            keys += [state(tensor, i) for tensor in step.trainable for i in range(len(step.optimizer.slots))]
+            keys += [state(tensor, i) for tensor in step.trainable for i in range(len(step.slots_of(tensor)))]
             keys.append(NUMBERS)
+            if step.averages:
+                keys += [*map(average, step.trainable), SHARE]
         if step.scales_loss:
             keys.append(SCALE)
     return keys
@@ -108,11 +123,12 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
     match key.kind:
         case KeyKind.VALUE | KeyKind.USER_GRADIENT:
             return shapes[key.owner].shape, key.owner.data_type.torch
-        case KeyKind.STATE:
+        case KeyKind.STATE | KeyKind.AVERAGE:
             return key.owner.shape, key.owner.data_type.torch
         case KeyKind.NUMBERS:
-            assert step.optimizer is not None
-            return (len(step.optimizer.live),), kernels.number_type(step.device)
+            return step.numbers_shape, kernels.number_type(step.device)
+        case KeyKind.SHARE:
+            return (1,), torch.float32
         case KeyKind.SCALE:
             return (2,), torch.float32
         case _:

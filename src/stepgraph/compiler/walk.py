@@ -12,7 +12,7 @@ finite.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -27,10 +27,12 @@ from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
+    SHARE,
     STREAM,
     Fusion,
     Key,
     Step,
+    average,
     gradient,
     layer_tensors,
     source_gradient,
@@ -41,7 +43,7 @@ from stepgraph.compiler.step import (
 from stepgraph.errors import ExecutionError, StepgraphError, reason
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.node import Node
-from stepgraph.optimizers import global_norm
+from stepgraph.optimizers import FROZEN, combined_norm, global_norm
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor
 
@@ -91,7 +93,7 @@ class _Walk:
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     waiting: list[Tensor] = field(default_factory=list)
     claimed: set[int] = field(default_factory=set)
-    named: SimpleNamespace | None = None
+    named: dict[int, SimpleNamespace] = field(default_factory=dict)
     drew: bool = False
 
     # Forward
@@ -240,40 +242,84 @@ class _Walk:
         if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
             return
         with _tagged("optimizer", Phase.UPDATE):
-            gradients = [self.found[gradient(t)] for t in self.waiting]
-            finite = torch.stack([g.isfinite().all() for g in gradients]).all() if self.step.scales_loss else None
-            norm = global_norm(gradients, self._numbers()) if optimizer.needs_global_norm else None
+            gradients = {t: self.found[gradient(t)] for t in self.waiting}
+            finite = self._finite(gradients) if self.step.scales_loss else None
+            norm = self._norm(gradients) if optimizer.needs_global_norm else None
         self._update(self.waiting, norm, finite)
         with _tagged("optimizer", Phase.UPDATE):
-            steps = self.arrays[NUMBERS][optimizer.live.index("time_step")]
+            numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
+            steps = numbers[:, column] if optimizer.groups else numbers[column]
             steps.add_(1 if finite is None else finite)
             if finite is not None:
                 _adapt(self.arrays[SCALE], finite)
 
+    def _finite(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
+        """Whether all gradients that an update uses are finite."""
+        each = {tensor: array.isfinite().all() for tensor, array in gradients.items()}
+        if self.step.groups:
+            each = {tensor: one | self._frozen(self.step.groups[tensor]) for tensor, one in each.items()}
+        return torch.stack(list(each.values())).all()
+
+    def _norm(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients together, without those of groups that are frozen or not clipped."""
+        if not self.step.groups:
+            return global_norm(list(gradients.values()), self._numbers())
+        norms = []
+        for tensor, array in gradients.items():
+            group, norm = self.step.groups[tensor], torch.linalg.vector_norm(array)
+            counts = self._numbers(group).maximum_clipping_norm.isfinite() & ~self._frozen(group)
+            norms.append(torch.where(counts, norm, torch.zeros_like(norm)))
+        return combined_norm(norms, self._numbers())
+
     def _update(
         self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, finite: torch.Tensor | None = None
     ) -> None:
+        """Updates parameters, those of one group and with the same buffers together."""
+        together: dict[Any, list[Tensor]] = defaultdict(list)
+        for tensor in tensors if self.step.optimizer is not None else ():
+            together[self.step.groups.get(tensor, 0), self.step.slots_of(tensor)].append(tensor)
+        for (group, _), members in together.items():
+            self._update_alike(members, group, norm, finite)
+
+    def _update_alike(
+        self, tensors: Sequence[Tensor], group: int, norm: torch.Tensor | None, finite: torch.Tensor | None
+    ) -> None:
         optimizer = self.step.optimizer
-        if optimizer is None or not tensors:
-            return
+        assert optimizer is not None
         name = self.step.names.get(tensors[0], tensors[0].label) if len(tensors) == 1 else "optimizer"
         parameters = [self.arrays[value(t)] for t in tensors]
         gradients = [self.found[gradient(t)] for t in tensors]
-        states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(optimizer.slots))]
+        states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(self.step.slots_of(tensors[0])))]
         # PyTorch's compiler fuses small updates with what precedes them; large ones have a kernel.
         expanded = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
-        found: dict[str, Any] = {"norm": norm, "finite": finite, "expanded": expanded}
         with _tagged(name, Phase.UPDATE), torch.no_grad():
-            numbers = self.arrays[NUMBERS]
-            kernels.update(optimizer, parameters, gradients, states, numbers, self._numbers, **found)
+            if optimizer.groups:
+                changes = ~self._frozen(group)
+                finite = changes if finite is None else finite & changes
+            found: dict[str, Any] = {"norm": norm, "finite": finite, "expanded": expanded}
+            by_name = partial(self._numbers, group)
+            kernels.update(optimizer, parameters, gradients, states, self._row(group), by_name, **found)
+            if self.step.averages:
+                share = self.arrays[SHARE][0] if finite is None else self.arrays[SHARE][0] * finite
+                for tensor, parameter in zip(tensors, parameters, strict=True):
+                    self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
 
-    def _numbers(self) -> SimpleNamespace:
-        """The optimizer's hyperparameters by name, looked up once per run."""
+    def _row(self, group: int) -> torch.Tensor:
+        """The live numbers of a group."""
         assert self.step.optimizer is not None
-        if self.named is None:
+        return self.arrays[NUMBERS][group] if self.step.optimizer.groups else self.arrays[NUMBERS]
+
+    def _frozen(self, group: int) -> torch.Tensor:
+        assert self.step.optimizer is not None
+        return self._row(group)[self.step.optimizer.columns.index(FROZEN)] != 0
+
+    def _numbers(self, group: int = 0) -> SimpleNamespace:
+        """The hyperparameters of a group by name, looked up once per run."""
+        assert self.step.optimizer is not None
+        if group not in self.named:
             with _tagged("optimizer", Phase.UPDATE):
-                self.named = kernels.named(self.step.optimizer, self.arrays[NUMBERS])
-        return self.named
+                self.named[group] = kernels.named(self.step.optimizer, self._row(group))
+        return self.named[group]
 
     def _tag(self, node: Node, phase: Phase) -> Any:
         return _tagged(self.step.names.get(node.layer, node.layer.label), phase)

@@ -19,6 +19,7 @@ from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.layers.node import Node
+from stepgraph.optimizers import assigned, require_matches
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.programs import PASSES, Programs
@@ -132,12 +133,28 @@ class Compilation:
             trainable=self.trainable,
             wanted=self.wanted,
             optimizer=declared.optimizer,
+            slots={tensor: declared.slots(tensor) for tensor in self.trainable},
+            groups=self.groups(),
+            averages=declared.optimizer is not None and declared.average is not None,
             seeded=self.seeded(),
             starts=frozenset(self.terminal) - {*declared.user_gradients, *self.read_elsewhere},
             shared=handed & {*self.trainable},
             stopped=declared.stopped,
             all_gradients=Options.COMPUTE_ALL_GRADIENTS in self.settings.options,
         )
+
+    def groups(self) -> dict[Tensor, int]:
+        """The optimizer's group of each trained tensor; raises an error if a group selects nothing."""
+        optimizer = self.declaration.optimizer
+        if optimizer is None or not optimizer.selections:
+            return {}
+        sharing = [one for one in self.group if one.declaration.optimizer is optimizer]
+        # A graph that will be linked may have only some of the parameters.
+        if len(self.group) > 1 or Options.LINK_GRAPHS not in self.settings.options:
+            names = {tensor: own for one in sharing for tensor, own in one.declaration.parameter_names.items()}
+            require_matches(f"{self.declaration.kind}.compile", optimizer.selections, names)
+        found = assigned(optimizer.groups, self.declaration.parameter_names)
+        return {tensor: found[tensor] for tensor in self.trainable} if optimizer.groups else {}
 
     def batch_size(self, given: int | None) -> int:
         """The batch size of a call; rejected if it differs from the declared one and the result has other rows."""

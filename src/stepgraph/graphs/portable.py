@@ -186,6 +186,7 @@ class _Builder:
             adopted,
             None if loss is None else self.decoder.layer(loss),
             None if optimizer is None else self.optimizers[optimizer],
+            average=described.get("average"),
         )
 
     def _adopted(self, nodes: Sequence[Mapping[str, Any]]) -> Graph:
@@ -231,7 +232,7 @@ class _Builder:
         optimizer = graph.optimizer
         if optimizer is not None:
             progress.time_version = optimizer.time_version
-        check_buffers(f"{self.content.path}", progress, 0 if optimizer is None else len(optimizer.slots))
+        check_buffers(f"{self.content.path}", progress, graph.declaration)
         graph.resume(progress)
 
     def _output(self, graph: TrainingGraph | InferenceGraph, described: Mapping[str, Any]) -> Tensor | None:

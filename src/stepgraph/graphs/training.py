@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
-from stepgraph.compiler.step import KeyKind, gradient, source_gradient
+from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient
 from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
+from stepgraph.graphs.averaging import averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
@@ -40,6 +42,8 @@ class TrainingGraph(CompiledGraph):
         graphs: graphs whose nodes are adopted, in order. You can add more nodes to the training graph itself.
         loss_layer: compares the last result with the labels. None if loss nodes or outside code do so.
         optimizer: updates the parameters. None computes gradients only; `compile_optimizer` can add one later.
+        average: the decay `d` of a moving average of the trained parameters, `A = d A + (1 - d) W` after each update,
+            which starts from the first parameters. See `averages` and `averaged`.
 
     Example:
         >>> x, y = Tensor((4, 1)), Tensor((4, 1))
@@ -56,7 +60,12 @@ class TrainingGraph(CompiledGraph):
     trains = True
 
     def __init__(
-        self, graphs: Sequence[Graph] = (), loss_layer: Layer | None = None, optimizer: Optimizer | None = None
+        self,
+        graphs: Sequence[Graph] = (),
+        loss_layer: Layer | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        average: float | None = None,
     ) -> None:
         super().__init__(graphs)
         if loss_layer is not None and not isinstance(loss_layer, Layer):
@@ -64,7 +73,8 @@ class TrainingGraph(CompiledGraph):
                 "TrainingGraph", f"loss_layer is {type(loss_layer).__name__}, not a layer", fix="use a LossLayer"
             )
         checked = None if optimizer is None else _checked(optimizer)
-        self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked)
+        decay = None if average is None else checked_decay(average)
+        self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked, average=decay)
         self._pending: Progress | None = None  # restored before the graph is compiled
 
     # Preparing
@@ -90,6 +100,45 @@ class TrainingGraph(CompiledGraph):
         if not number("loss_scale", "loss_scale", scale) > 0:
             raise ArgumentError("loss_scale", f"the scale is {scale}", fix="pass a positive number")
         self._state.loss_scale = scale
+
+    @property
+    def average(self) -> float | None:
+        """The decay of the parameters' moving averages; None if there are none. Assign another for later updates."""
+        return self._declared.average
+
+    @average.setter
+    def average(self, decay: float) -> None:
+        if self._declared.average is None:
+            raise StateError("average", "the graph keeps no averages", fix="create it with average=0.999")
+        self._declared = replace(self._declared, average=checked_decay(decay))
+        if self._state is not None and SHARE in self._state.arrays:
+            self._state.set_decay(decay)
+
+    @property
+    def averages(self) -> dict[Tensor, torch.Tensor]:
+        """The moving averages of the trained parameters: copies, on the graph's device."""
+        session = self.require_session("averages")
+        with turn(session.device), torch.no_grad():
+            return {tensor: array.clone() for tensor, array in averages_of(session, "averages").items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block, parameters hold their moving averages, for every graph that has these layers.
+
+        Evaluate and run inference graphs there. Training and saving are refused; afterwards the parameters are back.
+
+        Example:
+            >>> with training.averaged():  # doctest: +SKIP
+            ...     scores = evaluate(training, test_data)
+        """
+        session = self.require_session("averaged")
+        if session.state is not None:
+            require_own(session.state, "averaged")
+        exchange(session)
+        try:
+            yield
+        finally:
+            exchange(self.require_session("averaged"))
 
     def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
         """Makes input tensors trainable: the graph keeps their data and the optimizer updates them."""
@@ -157,8 +206,9 @@ class TrainingGraph(CompiledGraph):
             raise UnknownNameError(
                 "bind_optimizer_data", f"{tensor!r} is not trained by this graph", fix="pass a layer's parameter"
             )
-        if now is not None and optimizer is not None and len(data) != len(optimizer.slots):
-            slots = ", ".join(optimizer.slots) or "none"
+        own = self._declared.slots(tensor)
+        if now is not None and optimizer is not None and len(data) != len(own):
+            slots = ", ".join(own) or "none"
             raise ArgumentError(
                 "bind_optimizer_data",
                 f"{len(data)} buffers were passed, but {optimizer.rule} takes {slots}",
@@ -297,6 +347,8 @@ class TrainingGraph(CompiledGraph):
             feeds = session.fed(given, batch, options)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
             learning = not evaluating and (session.compilation.last_loss is not None or session.has_seed(batch))
+            if learning and session.state is not None and session.state.is_averaged:
+                require_own(session.state, "execute")
             if learning and len(self.linked) > 1 and session.compilation.exchanges:
                 raise StateError(
                     "TrainingGraph.execute",
@@ -412,6 +464,8 @@ class TrainingGraph(CompiledGraph):
                     fix="call execute_forward and execute_gradient first",
                 )
 
+            if session.state is not None:
+                require_own(session.state, "execute_optimizer_update")
             binding = session.bound(PartName.UPDATE, session.feeds.batch)
             gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
             for _, key in binding.opened:
@@ -455,6 +509,7 @@ class TrainingGraph(CompiledGraph):
             optimizer = self._declared.optimizer
             time = None if optimizer is None else optimizer.time_step
             return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
+        require_own(self._state, "TrainingGraph")
         found, unused = self._state.progress(), {} if self.gradients.used else self.gradients.found
         found.gradients = {key.owner: array for key, array in unused.items() if key.kind == KeyKind.GRADIENT}
         return found
@@ -484,7 +539,9 @@ class TrainingGraph(CompiledGraph):
         before, device, optimizer = self._state, compilation.device, compilation.declaration.optimizer
         kept = before if before is not None and before.device == device else TrainingState(device)
         scaled = compilation.settings.compute_type is torch.float16
-        state = kept.attached(optimizer, compilation.trainable if optimizer else (), scaled)
+        trained = compilation.trainable if optimizer else ()
+        slots = {tensor: compilation.declaration.slots(tensor) for tensor in trained}
+        state = kept.attached(optimizer, slots, scaled, self._declared.average)
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
     def _gradients_elsewhere(self) -> list[Gradients]:

@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.device import Device
 from stepgraph.errors import working_directory
-from stepgraph.optimizers import Optimizer, RegularizationType
+from stepgraph.optimizers import Optimizer, ParameterGroup, RegularizationType
 from stepgraph.system.surroundings import Precision
 
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api[-_]?key|auth)")
@@ -81,11 +81,16 @@ def _optimizer(optimizer: Optimizer) -> str:
     off = {"time_step"}
     if not optimizer.applies_gradient_clipping:
         off |= {"gradient_clip_max", "gradient_clip_min", "maximum_clipping_norm", "custom_global_norm"}
-    if optimizer.penalty is RegularizationType.NONE:
+    if optimizer.penalty is RegularizationType.NONE and not optimizer.decouples_decay:
         off.add("regularization_scale")
     numbers = (f"{name}={getattr(optimizer, name):g}" for name in optimizer.live if name not in off)
     clipping = [f"clipping={optimizer.gradient_clipping_type.name}"] if optimizer.applies_gradient_clipping else []
-    return f"{type(optimizer).__name__}({', '.join([*numbers, *clipping])})"
+    groups = [f"groups=[{'; '.join(_group(group) for group in optimizer.groups)}]"] if optimizer.groups else []
+    return f"{type(optimizer).__name__}({', '.join([*numbers, *clipping, *groups])})"
+
+
+def _group(group: ParameterGroup) -> str:
+    return ": ".join([group.text, ", ".join(group.changes)])
 
 
 def _without_secrets(given: list[str]) -> list[str]:

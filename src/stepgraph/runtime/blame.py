@@ -18,6 +18,7 @@ from stepgraph.compiler.program import Phase
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
+    SHARE,
     STREAM,
     Key,
     KeyKind,
@@ -34,6 +35,7 @@ from stepgraph.runtime.trial import Trial
 from stepgraph.tensors.tensor import Tensor
 
 _Mark = tuple[Key, bool]  # an array of a trial, before or after the step changed it
+_STATE = (KeyKind.STATE, KeyKind.AVERAGE)
 _GRADIENTS = (KeyKind.GRADIENT, KeyKind.SOURCE_GRADIENT, KeyKind.USER_GRADIENT)
 
 
@@ -116,7 +118,7 @@ class Search:
         yield from ((value(t), False) for t in unread(step.nodes))
         if not step.scales_loss:
             yield from ((gradient(t), False) for t in step.trainable)
-        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SCALE))
+        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SHARE, SCALE))
 
     def _causes(self, mark: _Mark) -> Iterator[_Mark]:
         """The arrays that an array was computed from."""
@@ -142,7 +144,7 @@ class Search:
             optimizer = self.step.optimizer
             together = optimizer is not None and optimizer.needs_global_norm
             yield from ((gradient(t), False) for t in (self.step.trainable if together else [key.owner]))
-            slots = 0 if optimizer is None else len(optimizer.slots)
+            slots = len(self.step.slots_of(key.owner))
             yield from ((one, False) for one in (value(key.owner), *(state(key.owner, i) for i in range(slots))))
         else:
             for node in self._readers.get(key.owner, ()):
@@ -199,17 +201,17 @@ class Search:
             return 2 * count - index + (0.5 if key.kind == KeyKind.GRADIENT else 0), 0, order
         if key.owner in self._made_by:
             return index, 0, 0
-        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind == KeyKind.STATE else 1, order
+        return index - 0.5, 0 if key.owner in self.step.fed else 2 if key.kind in _STATE else 1, order
 
     def _described(self, mark: _Mark) -> Origin:
         key, after = mark
         gradients = key.kind in _GRADIENTS
         written = after and key.owner in self.step.trainable_set
-        phase = Phase.UPDATE if written or key.kind == KeyKind.STATE else Phase.GRADIENT if gradients else Phase.FORWARD
+        phase = Phase.UPDATE if written or key.kind in _STATE else Phase.GRADIENT if gradients else Phase.FORWARD
         return Origin(key, after, self._node(mark), phase, given=not after and self._is_given(key))
 
     def _is_given(self, key: Key) -> bool:
         """Whether an array comes from outside the step."""
         if key.kind == KeyKind.VALUE:
             return key.owner not in self._made_by
-        return key.kind in (KeyKind.STATE, KeyKind.USER_GRADIENT)
+        return key.kind in (*_STATE, KeyKind.USER_GRADIENT)

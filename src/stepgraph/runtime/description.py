@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.compiler.program import Program, notes
 from stepgraph.compiler.step import Fusion, Step
+from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.executable import FUSES_AT, Executable
 
 WIDTH = 96  # characters per line about kernels
@@ -24,14 +25,25 @@ def described(program: Program, executable: Executable | None) -> list[tuple[str
     step = program.step
     lines = [("batch", str(step.batch[1])), ("precision", _precision(step))]
     if step.optimizer is not None and step.training:
-        rate = f"{step.optimizer.learning_rate:g}"
-        lines.append(("optimizer", f"{type(step.optimizer).__name__}, learning rate {rate}"))
+        lines += _optimizer(step, step.optimizer)
     if step.channels_last and step.device.type == "cpu":
         lines.append(("images", "channels last in memory, which measured faster here"))
     kernels = _kernels(program)
     lines += [("kernels" if not i else "", text) for i, text in enumerate(kernels)]
     if executable is not None:
         lines += [("fused", _fused(executable)), ("runs as", _runs(executable))]
+    return lines
+
+
+def _optimizer(step: Step, optimizer: Optimizer) -> list[tuple[str, str]]:
+    """The optimizer, and a line per group with what is different there."""
+    first = f"{type(optimizer).__name__}, learning rate {optimizer.learning_rate:g}"
+    first += f", weight decay {optimizer.weight_decay:g}" if optimizer.weight_decay else ""
+    lines = [("optimizer", first + (", averages the parameters" if step.averages else ""))]
+    for i, group in enumerate(optimizer.groups, 1):
+        count = sum(1 for number in step.groups.values() if number == i)
+        changes = ", ".join(group.changes) or "nothing different"
+        lines.append(("", f"group {group.text}: {count} parameter{'s' * (count != 1)}, {changes}"))
     return lines
 
 

@@ -160,7 +160,9 @@ class _Description:
         if node is not None and not name and key.owner in node.sources:
             name = f"source {node.sources.index(key.owner) + 1}"
         if key.kind == KeyKind.STATE and optimizer is not None:
-            return f"{optimizer.slots[key.position]} of {name}"
+            return f"{self.search.step.slots_of(key.owner)[key.position]} of {name}"
+        if key.kind == KeyKind.AVERAGE:
+            return f"the average of {name}"
         return name
 
     def _seen(self, what: str) -> dict[str, object]:
@@ -192,7 +194,7 @@ class _Description:
         tensor, search, optimizer = self.origin.key.owner, self.search, self.search.step.optimizer
         assert optimizer is not None
         keys = {"before": value(tensor), "gradient": gradient(tensor)}
-        keys |= {f"{slot} before": state(tensor, i) for i, slot in enumerate(optimizer.slots)}
+        keys |= {f"{slot} before": state(tensor, i) for i, slot in enumerate(search.step.slots_of(tensor))}
         seen = {name: Contents.of(a) for name, key in keys.items() if (a := search.array(key)) is not None}
         return {**seen, "learning rate": f"{optimizer.learning_rate:g}"}
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, state
+from stepgraph.compiler.step import NUMBERS, SCALE, SHARE, STREAM, Key, KeyKind, average, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
-from stepgraph.optimizers import Optimizer
+from stepgraph.optimizers import Optimizer, ParameterGroup
 from stepgraph.random import draw_seed
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
@@ -32,6 +33,7 @@ class Progress:
         time_version: the optimizer's version when `time_step` was read; a step count assigned later takes precedence.
         buffers: the optimizer's buffers by parameter, in the order of its slots.
         gradients: gradients that no update has used yet, by parameter.
+        averages: moving averages by parameter.
     """
 
     stream: list[int] | None = None
@@ -40,6 +42,7 @@ class Progress:
     time_version: int = 0
     buffers: dict[Tensor, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    averages: dict[Tensor, torch.Tensor] = field(default_factory=dict)
 
 
 class TrainingState:
@@ -50,15 +53,22 @@ class TrainingState:
         # Replaced as a whole: the identity of the dictionary identifies the arrays.
         self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
-        self._trainable: tuple[Tensor, ...] = ()
+        self._slots: Mapping[Tensor, tuple[str, ...]] = {}
+        self._groups: tuple[ParameterGroup, ...] = ()
         self._seen = (-1, -1)
+        self._seen_groups = 0
         self._updates = 0
+        self.is_averaged = False  # whether parameters and averages are exchanged
+        self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
 
-    def attached(self, optimizer: Optimizer | None, trainable: Sequence[Tensor], scaled: bool) -> TrainingState:
-        """A state with an optimizer: buffers bound by the user, previous ones, or zeros; and with a loss scale.
+    def attached(
+        self, optimizer: Optimizer | None, slots: Mapping[Tensor, tuple[str, ...]], scaled: bool, decay: float | None
+    ) -> TrainingState:
+        """A state with an optimizer: buffers bound by the user, previous ones, or zeros; loss scale and averages.
 
-        The buffers of the same optimizer are kept, even while their tensor is frozen. A scale in use
-        is kept. This state and the tensors do not change until the new one begins.
+        `slots` has the buffers of every trained tensor, `decay` is that of the averages. The buffers of the same
+        optimizer are kept, even while their tensor is frozen, and so is a scale in use. This state and the tensors do
+        not change until the new one begins.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -68,36 +78,67 @@ class TrainingState:
         elif SCALE not in new.arrays:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
         if optimizer is not None:
-            new.attach(optimizer, trainable)
+            new.attach(optimizer, slots)
+        if optimizer is not None and decay is not None:
+            new.attach_averages(decay)
         return new
 
-    def attach(self, optimizer: Optimizer, trainable: Sequence[Tensor]) -> None:
+    def attach(self, optimizer: Optimizer, slots: Mapping[Tensor, tuple[str, ...]]) -> None:
         """Sets the optimizer; its buffers start as described in `attached`."""
         same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
         self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != KeyKind.STATE}
         device = self.device.torch
-        for tensor in trainable:
-            for i in range(len(optimizer.slots)):
+        for tensor in slots:
+            for i in range(len(slots[tensor])):
                 if state(tensor, i) not in self.arrays:
                     zeros = torch.zeros(tensor.shape, dtype=tensor.data_type.torch, device=device)
                     self.arrays[state(tensor, i)] = zeros
-        self._trainable = tuple(trainable)
+        self._slots = slots
         if self.optimizer is not optimizer:
-            count = len(optimizer.live)
-            self.arrays[NUMBERS] = torch.zeros(count, dtype=number_type(device), device=device)
+            columns = len(optimizer.columns)
+            shape = (1 + len(optimizer.groups), columns) if optimizer.groups else (columns,)
+            self.arrays[NUMBERS] = torch.zeros(shape, dtype=number_type(device), device=device)
             self.optimizer, self._seen, self._updates = optimizer, (-1, -1), 0
-        for tensor in trainable:
+            self._groups = optimizer.groups
+        for tensor in slots:
             self._take_bound(tensor)
         self._write_numbers(optimizer)
+
+    def attach_averages(self, decay: float) -> None:
+        """Adds averages of trained tensors that have none yet: copies, until the first update."""
+        new = tuple(tensor for tensor in self._slots if average(tensor) not in self.arrays)
+        device = self.device.torch
+        self.arrays |= {average(t): t.on(self.device).to(device, copy=True) for t in new}
+        self.arrays[SHARE] = torch.tensor([1 - decay], dtype=torch.float32, device=device)
+        self._unaveraged = (*self._unaveraged, *new)
+
+    @torch.inference_mode()
+    def set_decay(self, decay: float) -> None:
+        """Changes the decay of the averages from the next update on."""
+        self.arrays[SHARE].fill_(1 - decay)
+
+    @property
+    def averages(self) -> dict[Tensor, torch.Tensor]:
+        """The averages by parameter, also of those that are frozen now; the arrays in use."""
+        self._follow()
+        return {key.owner: array for key, array in self.arrays.items() if key.kind == KeyKind.AVERAGE}
+
+    @torch.inference_mode()
+    def _follow(self) -> None:
+        """Lets averages start from what parameters hold when the first update comes."""
+        for tensor in self._unaveraged:
+            self.arrays[average(tensor)].copy_(tensor.torch())
 
     def begin(self, fresh: bool) -> None:
         """Takes over from the previous state: tensors show its buffers. A `fresh` state draws its own seed."""
         if fresh:
             self.arrays[STREAM].copy_(torch.tensor([draw_seed(), 0]))
-        slots = range(0 if self.optimizer is None else len(self.optimizer.slots))
-        for tensor in self._trainable:
+        for tensor in self._slots:
             if not self._shows(tensor):
-                self._publish(tensor, [self.arrays[state(tensor, i)] for i in slots])
+                self._publish(tensor, self._buffers(tensor))
+
+    def _buffers(self, tensor: Tensor) -> list[torch.Tensor]:
+        return [self.arrays[state(tensor, i)] for i in range(len(self._slots[tensor]))]
 
     def refresh(self) -> None:
         """Copies what the user assigned or bound since the last update to the device; nothing is compiled."""
@@ -105,22 +146,30 @@ class TrainingState:
         if optimizer is None:
             return
         if self._updates == 0:
-            for tensor in self._trainable:
+            for tensor in self._slots:
                 self.adopt(tensor)
-        if self._seen[0] != optimizer.version:
+        if self._unaveraged:
+            self._follow()
+        if self._seen[0] != optimizer.version or (self._groups and self._seen_groups != optimizer.group_version):
             self._write_numbers(optimizer)
 
     def updated(self) -> None:
         """Mirrors the step count that the device has just advanced."""
         if self.optimizer is not None:
             self._updates += 1
+            self._unaveraged = ()
             self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
 
     def count_steps(self) -> None:
         """Reads the step count if the device decides whether a step counts: with a scaled loss."""
         if SCALE in self.arrays and self.optimizer is not None and self._updates:
-            steps = self.arrays[NUMBERS][self.optimizer.live.index("time_step")]
-            self.optimizer.__dict__["time_step"] = int(steps)
+            self.optimizer.__dict__["time_step"] = int(self._steps[0])
+
+    @property
+    def _steps(self) -> torch.Tensor:
+        """The step counts on the device, one per row of numbers; all are equal."""
+        assert self.optimizer is not None
+        return torch.atleast_2d(self.arrays[NUMBERS])[:, self.optimizer.columns.index("time_step")]
 
     @property
     def loss_scale(self) -> float | None:
@@ -140,10 +189,10 @@ class TrainingState:
         scale = self.arrays[SCALE].tolist() if SCALE in self.arrays else None
         found = Progress(stream=self.arrays[STREAM].tolist(), scale=scale)
         if self.optimizer is not None:
-            slots = range(len(self.optimizer.slots))
-            found.time_step = int(self.arrays[NUMBERS][self.optimizer.live.index("time_step")])
-            owners = dict.fromkeys(key.owner for key in self.arrays if key.kind == KeyKind.STATE)
-            found.buffers = {t: tuple(self.arrays[state(t, i)] for i in slots) for t in owners}
+            found.time_step = int(self._steps[0])
+            counts = Counter(key.owner for key in self.arrays if key.kind == KeyKind.STATE)
+            found.buffers = {t: tuple(self.arrays[state(t, i)] for i in range(counts[t])) for t in counts}
+            found.averages = self.averages
         return found
 
     @torch.inference_mode()
@@ -164,7 +213,14 @@ class TrainingState:
             self._resume_buffers(tensor, buffers)
         self.refresh()
         if progress.time_step is not None and progress.time_version == optimizer.time_version:
-            self.arrays[NUMBERS][optimizer.live.index("time_step")] = progress.time_step
+            self._steps.fill_(progress.time_step)
+        if SHARE in self.arrays and progress.averages:
+            self.arrays = self.arrays | {
+                average(t): array.to(self.device.torch, copy=True) for t, array in progress.averages.items()
+            }
+            self._unaveraged = tuple(t for t in self._unaveraged if t not in progress.averages)
+        elif SHARE in self.arrays:  # saved without averages: they start again
+            self._unaveraged = tuple(self._slots)
 
     def _resume_buffers(self, tensor: Tensor, buffers: Sequence[torch.Tensor]) -> None:
         for i, array in enumerate(buffers):
@@ -177,26 +233,24 @@ class TrainingState:
         tensor.synchronize_optimizer_data()
 
     def _write_numbers(self, optimizer: Optimizer) -> None:
-        names, numbers = optimizer.live, self.arrays[NUMBERS]
-        values = torch.tensor(list(optimizer.numbers().values()), dtype=numbers.dtype)
+        names, numbers = optimizer.columns, torch.atleast_2d(self.arrays[NUMBERS])
+        values = torch.tensor(optimizer.rows(), dtype=numbers.dtype)
         time = names.index("time_step")
         # The device holds this graph's own step count, unless the user has just assigned one.
         mine = slice(None) if self._seen[1] != optimizer.time_version else [i for i in range(len(names)) if i != time]
-        numbers[mine] = values[mine].to(numbers.device)
-        self._seen = (optimizer.version, optimizer.time_version)
+        numbers[:, mine] = values[:, mine].to(numbers.device)
+        self._seen, self._seen_groups = (optimizer.version, optimizer.time_version), optimizer.group_version
 
     def adopt(self, tensor: Tensor) -> None:
         """Buffers bound by the user become the optimizer's; on the CPU the caller's memory is used in place."""
         if not self._shows(tensor):
-            assert self.optimizer is not None
             self._take_bound(tensor)
-            self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))])
+            self._publish(tensor, self._buffers(tensor))
 
     def _shows(self, tensor: Tensor) -> bool:
         """Whether a tensor shows the buffers in use."""
-        assert self.optimizer is not None
         current = [device.array for device in tensor.optimizer_device_data]
-        mine = [self.arrays[state(tensor, i)] for i in range(len(self.optimizer.slots))]
+        mine = self._buffers(tensor)
         return len(current) == len(mine) and all(map(is_, current, mine))
 
     def _take_bound(self, tensor: Tensor) -> None:
@@ -209,7 +263,7 @@ class TrainingState:
 
     def _check(self, tensor: Tensor) -> None:
         assert self.optimizer is not None
-        given, slots = len(tensor.optimizer_data), self.optimizer.slots
+        given, slots = len(tensor.optimizer_data), self._slots[tensor]
         if given != len(slots):
             wanted = f"{len(slots)} ({', '.join(slots)})" if slots else "none"
             raise DataError(

@@ -28,6 +28,7 @@ TOGETHER = "together"  # all live numbers in one array
 AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
     **{"sgd": 3, "sgd momentum": 4, "sgd nesterov": 4, "rmsprop": 5, "rmsprop momentum": 5},
     **{"adam": 6, "adam amsgrad": 7, "adamw": 7, "adamw amsgrad": 8},
+    **{"lion": 7, "muon": 9, "muon nesterov": 10},
 }
 MOST_AT_ONCE = 7  # for other rules
 
@@ -75,7 +76,7 @@ def update(
     if numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
         flat = [array for slot in states for array in slot]
         settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
-        names = ",".join(optimizer.live)
+        names = ",".join(optimizer.columns)
         # The fused kernels traverse memory, not dimensions.
         gradients = [
             g if g.stride() == p.stride() else g.contiguous() for p, g in zip(parameters, gradients, strict=True)
@@ -115,7 +116,7 @@ def reference(
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
     """The live numbers and values derived from them as device scalars, by name."""
     live = numbers.unbind()
-    n = SimpleNamespace(**dict(zip(optimizer.live, live, strict=True)))
+    n = SimpleNamespace(**dict(zip(optimizer.columns, live, strict=True)))
     optimizer.derive(n)
     names, values = zip(*vars(n).items(), strict=True)
     as_given = all(map(operator.is_, values, live))  # a rule may change them too
@@ -148,7 +149,7 @@ def number_type(device: torch.device) -> torch.dtype:
 
 def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     # PyTorch adds ε after the bias correction; dividing it by the correction gives our formula.
-    correction = math.sqrt(1 - n.beta2**n.time_step)
+    correction = 1.0 if n.as_in_torch else math.sqrt(1 - n.beta2**n.time_step)
     step = torch.scalar_tensor(n.time_step, dtype=torch.float32, device="cpu")
     largest = states[2] if len(states) == 3 else []
     fused, decay = (fused_adamw_, n.regularization_scale) if n.decoupled else (fused_adam_, n.decay)
@@ -186,6 +187,14 @@ def _sgd_nesterov(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays
     )  # fmt: skip
 
 
+def _sgd_momentum_torch(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
+    fused_sgd_(
+        parameters, gradients, states[0],
+        weight_decay=n.decay, momentum=n.momentum_scale, lr=n.learning_rate,
+        dampening=n.dampening if n.time_step > 1 else 0.0, nesterov=False, maximize=False, is_first_step=False,
+    )  # fmt: skip
+
+
 def _sgd_momentum(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     for parameter, gradient, momentum in zip(parameters, gradients, states[0], strict=True):
         momentum.mul_(n.momentum_scale).add_(gradient, alpha=n.learning_rate)
@@ -195,13 +204,12 @@ def _sgd_momentum(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays
 
 
 FUSED: dict[str, Callable[[Arrays, Arrays, Sequence[Arrays], SimpleNamespace], None]] = {
-    "adam": _adam,
-    "adam amsgrad": _adam,
-    "adamw": _adamw,
-    "adamw amsgrad": _adamw,
+    **{name: _adam for name in ("adam", "adam amsgrad", "adam torch", "adam amsgrad torch")},
+    **{name: _adamw for name in ("adamw", "adamw amsgrad", "adamw torch", "adamw amsgrad torch")},
     "rmsprop": _rmsprop,
     "sgd": _sgd,
     "sgd momentum": _sgd_momentum,
+    "sgd momentum torch": _sgd_momentum_torch,
     "sgd nesterov": _sgd_nesterov,
 }
 
@@ -230,6 +238,7 @@ def update_on_cpu(
     n = SimpleNamespace(**dict(zip(_split(names), numbers.tolist(), strict=True)))
     n.decay = n.regularization_scale if regularization == RegularizationType.L2 else 0.0
     n.decoupled = False
+    n.as_in_torch = rule.endswith(" torch")
     clips = math.isfinite(n.gradient_clip_max if clipping == GradientClippingType.BY_VALUE else n.maximum_clipping_norm)
     if clips or n.gradient_rescale != 1 or regularization == RegularizationType.L1:
         pairs = zip(parameters, gradients, strict=True)
@@ -274,7 +283,7 @@ def _(*_: object) -> None:
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
     parameters, optimizer = arguments[0], arguments[6]
-    count = AT_ONCE.get(_numbered[optimizer].rule, MOST_AT_ONCE)
+    count = AT_ONCE.get(_numbered[optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in parameters)
 
 

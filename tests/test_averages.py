@@ -1,0 +1,161 @@
+"""Moving averages of the parameters: in the step, in checkpoints, for evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from tests.optimizer_rules import Net
+
+DECAY = 0.8
+
+
+def averaging(net: Net, optimizer: sg.Optimizer | None = None, **settings: Any) -> sg.TrainingGraph:
+    """The network with averages, compiled."""
+    return net.graph(optimizer or sg.AdamOptimizer(0.05, clip_norm=1.0), average=DECAY, **settings)
+
+
+def step(training: sg.TrainingGraph, net: Net, number: int) -> None:
+    training.execute({"x": net.x[number]}, {"y": net.y[number]})
+
+
+def expected_averages(training: sg.TrainingGraph, net: Net, count: int) -> list[np.ndarray]:
+    """`A = d A + (1 - d) W` in float64, beside the training."""
+    found = [tensor.numpy().astype(np.float64) for tensor in net.tensors]
+    for number in range(count):
+        step(training, net, number)
+        found = [DECAY * a + (1 - DECAY) * t.numpy() for a, t in zip(found, net.tensors, strict=True)]
+    return found
+
+
+def assert_averages(training: sg.TrainingGraph, net: Net, expected: list[np.ndarray]) -> None:
+    for tensor, wanted in zip(net.tensors, expected, strict=True):
+        np.testing.assert_allclose(training.averages[tensor].numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adam", "groups", "float16"])
+def test_averages_follow_the_formula(kind: str) -> None:
+    net = Net()
+    optimizer: dict[str, sg.Optimizer] = {
+        "groups": sg.AdamWOptimizer(0.05, weight_decay=0.1, groups=[sg.ParameterGroup("*.biases", frozen=True)]),
+    }
+    settings = {"compute_type": "float16"} if kind == "float16" else {}
+    training = averaging(net, optimizer.get(kind), **settings)
+    if kind == "float16":
+        training.loss_scale = 8.0  # no update is skipped
+    assert_averages(training, net, expected_averages(training, net, 6))
+    assert "averages the parameters" in str(training)
+    slots = len(training.optimizer.slots) + 1
+    assert training.memory_plan.optimizer_state == slots * sum(w.nbytes for w in net.start)
+
+
+def test_a_skipped_update_moves_no_average() -> None:
+    net = Net()
+    training = averaging(net, compute_type="float16")
+    step(training, net, 0)
+    before = {tensor: array.clone() for tensor, array in training.averages.items()}
+    training.execute({"x": np.full((6, 3), 1e30, np.float32)}, {"y": net.y[0]})
+    assert all(torch.equal(training.averages[tensor], array) for tensor, array in before.items())
+
+
+def test_phases_accumulate_into_the_same_average() -> None:
+    net = Net()
+    training = averaging(net)
+    expected = [w.astype(np.float64) for w in net.start]
+    for number in range(3):
+        names = {"x": net.inputs, "y": net.labels}
+        training.bind_and_write_data({"x": net.x[number], "y": net.y[number]}, names, sg.Device.cpu())
+        training.execute_forward()
+        training.execute_gradient()
+        training.execute_optimizer_update()
+        expected = [DECAY * a + (1 - DECAY) * t.numpy() for a, t in zip(expected, net.tensors, strict=True)]
+    assert_averages(training, net, expected)
+
+
+def test_inside_the_block_the_averages_are_used_and_afterwards_not() -> None:
+    net = Net()
+    training = averaging(net)
+    for number in range(4):
+        step(training, net, number)
+    weights, averages = [t.numpy().copy() for t in net.tensors], training.averages
+    inference = sg.InferenceGraph([net.wired])
+    inference.add_inputs({"x": net.inputs})
+    inference.compile(sg.Device.cpu())
+    with training.averaged():
+        assert all((t.numpy() == averages[t].numpy()).all() for t in net.tensors)
+        assert all(torch.equal(training.averages[t], averages[t]) for t in net.tensors)
+        found = inference.execute({"x": net.x[0]}).result
+        evaluated = training.execute(
+            {"x": net.x[0]}, {"y": net.y[0]}, options=sg.ExecutionOptions.FORWARD_FOR_INFERENCE
+        )
+        for refused in (lambda: step(training, net, 4), lambda: training.save("never"), training.averaged().__enter__):
+            with pytest.raises(sg.StateError, match="averages"):
+                refused()
+    a = [averages[t].numpy().astype(np.float64) for t in net.tensors]
+    wanted = np.tanh(net.x[0] @ a[0].T + a[1]) @ a[2].T + a[3]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert evaluated.loss == pytest.approx(((wanted - net.y[0]) ** 2).mean(), rel=1e-4)
+    assert all((t.numpy() == w).all() for t, w in zip(net.tensors, weights, strict=True))
+    step(training, net, 4)
+
+
+def test_saved_restored_and_loaded(tmp_path: Path) -> None:
+    net, again = Net(), Net()
+    training = averaging(net)
+    for number in range(3):
+        step(training, net, number)
+    training.save(tmp_path)
+    other = averaging(again)
+    report = other.restore(tmp_path)
+    assert report.is_complete and not report.changed
+    loaded = sg.load(tmp_path, sg.Device.cpu())
+    assert loaded.average == DECAY
+    for graph in (training, other, loaded):
+        for number in range(3, 5):
+            graph.execute({"x": net.x[number]}, {"y": net.y[number]})
+    kept = [array.numpy() for array in training.averages.values()]
+    for graph in (other, loaded):
+        found = [array.numpy() for array in graph.averages.values()]
+        assert all((a == b).all() for a, b in zip(found, kept, strict=True))
+
+
+def test_averages_start_from_what_is_restored(tmp_path: Path) -> None:
+    net, again = Net(), Net(seed=9)
+    plain = net.graph(sg.AdamOptimizer(0.05))
+    step(plain, net, 0)
+    plain.save(tmp_path)
+    training = averaging(again, sg.AdamOptimizer(0.05))
+    report = training.restore(tmp_path)
+    assert report.changed == ("average is 0.8, was None",)
+    assert_averages(training, again, [tensor.numpy() for tensor in net.tensors])
+    assert_averages(training, again, expected_averages(training, again, 2))
+
+
+def test_the_decay_is_live() -> None:
+    net = Net()
+    training = averaging(net)
+    step(training, net, 0)
+    training.average = 0.0
+    step(training, net, 1)
+    assert_averages(training, net, [tensor.numpy() for tensor in net.tensors])
+    assert training.average == 0.0
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), 2, "0.9"])
+def test_bad_decays_are_refused(decay: Any) -> None:
+    with pytest.raises(sg.StepgraphError, match="average is"):
+        sg.TrainingGraph([], None, None, average=decay)
+
+
+def test_without_averages_there_are_none() -> None:
+    training = Net().graph(sg.SGDOptimizer(0.1))
+    for call in (lambda: training.averages, lambda: training.averaged().__enter__()):
+        with pytest.raises(sg.StateError, match=r"average=0\.999"):
+            call()
+    with pytest.raises(sg.StateError, match=r"average=0\.999"):
+        training.average = 0.9
+    with pytest.raises(sg.StateError, match="not compiled"):
+        _ = sg.TrainingGraph([], None, None, average=0.9).averages
