@@ -18,7 +18,19 @@ from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, Step, gradient, state, user_gradient, value
+from stepgraph.compiler.step import (
+    NUMBERS,
+    SCALE,
+    SEEDS,
+    STREAM,
+    Key,
+    KeyKind,
+    Step,
+    gradient,
+    state,
+    user_gradient,
+    value,
+)
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
@@ -93,6 +105,8 @@ def input_keys(step: Step) -> list[Key]:
             keys.append(NUMBERS)
         if step.scales_loss:
             keys.append(SCALE)
+        if step.seeds_losses:
+            keys.append(SEEDS)
     return keys
 
 
@@ -115,5 +129,7 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
             return (len(step.optimizer.live),), kernels.number_type(step.device)
         case KeyKind.SCALE:
             return (2,), torch.float32
+        case KeyKind.SEEDS:
+            return (len(step.losses),), torch.float32
         case _:
             return (2,), torch.int64

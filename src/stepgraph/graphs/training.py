@@ -296,7 +296,7 @@ class TrainingGraph(CompiledGraph):
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = session.fed(given, batch, options)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            learning = not evaluating and (session.compilation.last_loss is not None or session.has_seed(batch))
+            learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and len(self.linked) > 1 and session.compilation.exchanges:
                 raise StateError(
                     "TrainingGraph.execute",
