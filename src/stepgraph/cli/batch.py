@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from stepgraph.errors import DataError, DataTypeError, StorageError, UnknownNameError, reason
+from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.layers.embedding import EmbeddingLayer
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType
@@ -18,7 +19,7 @@ from stepgraph.types import DataType
 Batch = dict[str, np.ndarray | torch.Tensor]
 
 
-def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
+def feeds(graphs: Sequence[CompiledGraph]) -> Iterator[tuple[str, str, Tensor]]:
     """The tensors that linked graphs need data for, as kind, name, tensor; excludes what one produces for another."""
     made = {tensor for graph in graphs for node in graph.shown_nodes() for tensor in node.results}
     for graph in graphs:
@@ -27,7 +28,7 @@ def feeds(graphs: Sequence[Any]) -> Iterator[tuple[str, str, Tensor]]:
                 yield kind, name, tensor
 
 
-def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
+def drawn(graphs: Sequence[CompiledGraph], rows: int, seed: int) -> Batch:
     """Inputs from a normal distribution, labels and weights from [0, 1), integers within the range of their readers."""
     generator = np.random.default_rng(seed)
     found: Batch = {}
@@ -41,7 +42,7 @@ def drawn(graphs: Sequence[Any], rows: int, seed: int) -> Batch:
     return found
 
 
-def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
+def _bound(tensor: Tensor, graphs: Sequence[CompiledGraph]) -> int:
     """One more than the largest integer that every reader of a tensor accepts; 0 is always valid."""
     bounds = [2] if tensor.data_type is DataType.BOOLEAN else []
     for node in (node for graph in graphs for node in graph.shown_nodes() if tensor in node.arguments):
@@ -57,7 +58,7 @@ def _bound(tensor: Tensor, graphs: Sequence[Any]) -> int:
     return min(bounds, default=1)
 
 
-def read(path: Path, graphs: Sequence[Any]) -> Batch:
+def read(path: Path, graphs: Sequence[CompiledGraph]) -> Batch:
     """The arrays of an `.npz` file, which must have one per name."""
     try:
         with path.open("rb") as stream:
@@ -84,7 +85,7 @@ def _check_names(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tens
         )
 
 
-def rows_of(batch: Batch, graphs: Sequence[Any]) -> int:
+def rows_of(batch: Batch, graphs: Sequence[CompiledGraph]) -> int:
     """The number of rows of a batch: the first dimension of the first input."""
     first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0].declaration.feeds.tensors[0]), None)
     return graphs[0].declaration.feeds.batch if first is None else len(batch[first])

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from stepgraph import draw
 from stepgraph.checkpoint.graph_json import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
 from stepgraph.compiler.step import KeyKind
+from stepgraph.device import Device
+from stepgraph.graphs.compiled import CompiledGraph
+from stepgraph.graphs.inference import InferenceGraph
+from stepgraph.graphs.training import TrainingGraph
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -27,6 +31,7 @@ class What(NamedTuple):
 
 
 Numbers = dict[What, torch.Tensor]
+_Kind = TypeVar("_Kind", bound=CompiledGraph)
 
 
 @dataclass(frozen=True)
@@ -77,20 +82,29 @@ def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
+def run(graphs: Sequence[CompiledGraph], batch: Batch, rows: int, seed: int) -> Numbers:
     """Results of all layers in the order of the forward pass, then gradients of all parameters, last layers first."""
+    training = [graph for graph in graphs if isinstance(graph, TrainingGraph)]
+    if training:
+        return _trained(training, batch, rows, seed)
     found: Numbers = {}
-    ordered = _in_order(graphs)
-    if not graphs[0].trains:
-        for graph in ordered:
-            _infer(graph, batch, rows)
-            found |= _results(graphs, graph)
-        return found
+    for graph in _in_order(graphs):
+        assert isinstance(graph, InferenceGraph)
+        _infer(graph, batch, rows)
+        found |= _results(graphs, graph)
+    return found
+
+
+def _trained(graphs: Sequence[TrainingGraph], batch: Batch, rows: int, seed: int) -> Numbers:
+    """Results and gradients of compiled training graphs."""
+    found: Numbers = {}
+    ordered, device = _in_order(graphs), graphs[0].device
+    assert device is not None
     for _, name, tensor in feeds(graphs):
         taken = rows if tensor.shape[0] == graphs[0].declaration.feeds.batch else None
-        graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, graphs[0].device, batch_size=taken)
+        graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, device, batch_size=taken)
     for graph in ordered:
-        _start_gradients(graph, rows, seed)
+        _start_gradients(graph, device, rows, seed)
         graph.execute_forward(rows).wait()
         found |= _results(graphs, graph)
     for graph in reversed(ordered):
@@ -98,7 +112,7 @@ def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
     return found | _gradients(graphs)
 
 
-def _infer(graph: Any, batch: Batch, rows: int) -> None:
+def _infer(graph: InferenceGraph, batch: Batch, rows: int) -> None:
     """Runs an inference graph so that every result stays readable."""
     made = [tensor for node in graph.shown_nodes() for tensor in node.results]
     graph.add_outputs({f"result {index}": tensor for index, tensor in enumerate(made)})
@@ -108,32 +122,35 @@ def _infer(graph: Any, batch: Batch, rows: int) -> None:
     graph.execute(*given.values(), batch_size=rows).wait()
 
 
-def _start_gradients(graph: Any, rows: int, seed: int) -> None:
+def _start_gradients(graph: TrainingGraph, device: Device, rows: int, seed: int) -> None:
     """Without a loss, uses random gradients from outside. A single final number serves as a loss."""
-    generator = np.random.default_rng(seed + 1)
-    for tensor in graph.compilation.terminal:
+    generator, compiled = np.random.default_rng(seed + 1), graph.compilation
+    assert compiled is not None
+    for tensor in compiled.terminal:
         if (
             tensor.data_type.is_floating
             and tensor.descriptor.element_count > 1
-            and tensor not in graph.compilation.read_elsewhere
+            and tensor not in compiled.read_elsewhere
         ):
             shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph.declaration.feeds.batch else tensor.shape
             numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
-            graph.allocate_user_gradient(tensor).bind(numbers, graph.device)
+            graph.allocate_user_gradient(tensor).bind(numbers, device)
 
 
-def _walk_back(graph: Any, rows: int) -> None:
+def _walk_back(graph: TrainingGraph, rows: int) -> None:
     """Runs the gradient pass; in float16, with a loss scale at which nothing overflows, as training would find."""
     graph.execute_gradient(rows).wait()
-    while (graph.loss_scale or 1) > 1 and not all(array.isfinite().all() for array in graph.gradients.found.values()):
+    while not all(array.isfinite().all() for array in graph.gradients.found.values()):
+        if graph.loss_scale is None or graph.loss_scale <= 1:
+            return
         graph.loss_scale /= 2
         graph.execute_gradient(rows).wait()
 
 
-def _in_order(graphs: Sequence[Any]) -> list[Any]:
+def _in_order(graphs: Sequence[_Kind]) -> list[_Kind]:
     """Linked graphs, each after those whose results it reads."""
     made = {graph: {t for node in graph.shown_nodes() for t in node.results} for graph in graphs}
-    ordered: list[Any] = []
+    ordered: list[_Kind] = []
     waiting = list(graphs)
     while waiting:
         ready = [
@@ -146,7 +163,7 @@ def _in_order(graphs: Sequence[Any]) -> list[Any]:
     return ordered
 
 
-def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
+def _results(graphs: Sequence[CompiledGraph], graph: CompiledGraph) -> Numbers:
     """Every result of one graph, by the name of its layer; numbered if a layer has several."""
     nodes = [node for one in graphs for node in one.shown_nodes()]
     names = draw.unique_names(node.layer for node in nodes)
@@ -163,7 +180,7 @@ def _results(graphs: Sequence[Any], graph: Any) -> Numbers:
     return found
 
 
-def _gradients(graphs: Sequence[Any]) -> Numbers:
+def _gradients(graphs: Sequence[TrainingGraph]) -> Numbers:
     """The gradients of parameters; linked graphs that share one each have a part of it."""
     found: dict[Tensor, torch.Tensor] = {}
     for graph in graphs:

@@ -7,10 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepgraph.cli import device_argument, opening
 from stepgraph.errors import CheckpointError, StepgraphError, StorageError, readable
+
+if TYPE_CHECKING:
+    from stepgraph.graphs.compiled import CompiledGraph
 
 HELP = "show a saved graph: layers, parameters, memory by batch size, a drawing"
 
@@ -76,7 +79,7 @@ class _Found:
 
     header: dict[str, Any]
     tensors: list[dict[str, Any]]
-    graphs: list[Any] = field(default_factory=list)
+    graphs: list[CompiledGraph] = field(default_factory=list)
     plans: list[dict[int, dict[str, int]]] = field(default_factory=list)
     unplanned: str = ""
     passes: list[Any] = field(default_factory=list)
@@ -253,7 +256,7 @@ def _node(name: str, node: Any) -> dict[str, Any]:
     }
 
 
-def _draw(graphs: Sequence[Any], arguments: argparse.Namespace) -> None:
+def _draw(graphs: Sequence[CompiledGraph], arguments: argparse.Namespace) -> None:
     from stepgraph import draw
 
     nodes = [node for graph in graphs for node in graph.shown_nodes()]

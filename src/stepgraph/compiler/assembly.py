@@ -34,12 +34,12 @@ def _loses_a_constant(function: str) -> bool:
     sums = _PACKED_SUM.findall(function)
     if not sums:
         return False
-    constants, code = set(_CONSTANT.findall(function)), _Code(function)
+    constants, code = set(_CONSTANT.findall(function)), _Registers(function)
     of_constants = (total for total, *terms in sums if any(one in constants or one[0] != "%" for one in terms))
     return any(code.halves_read(total) != HALVES for total in of_constants)
 
 
-class _Code:
+class _Registers:
     """The readers of a function's registers; each register is written once."""
 
     def __init__(self, function: str) -> None:

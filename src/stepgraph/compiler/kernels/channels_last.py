@@ -85,12 +85,6 @@ def _data_flipped(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -
     return first.data_flipped(g, size, w, stride, padding).contiguous(memory_format=LAST)
 
 
-def _data_gemm(g: Array, size: Pair, w: Array, stride: Pair, padding: Pair) -> Array:
-    """With stride 1, the gradient is a convolution with the flipped kernel."""
-    rest = [extent - 1 - added for extent, added in zip(w.shape[2:], padding, strict=True)]
-    return _gemm(g, w.flip(2, 3).transpose(0, 1), None, stride, rest)
-
-
 def _weights_gemm(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> Array:
     outputs, inputs, height, width = w.shape
     return products_with(g, x, w, stride, padding).view(outputs, height, width, inputs).permute(0, 3, 1, 2)
@@ -105,12 +99,7 @@ def _weights_taps(g: Array, x: Array, w: Array, stride: Pair, padding: Pair) -> 
 
 
 FORWARD: dict[str, Implementation] = {"pytorch": _pytorch, "nnpack": _nnpack, "gemm": _gemm, "taps": _taps}
-DATA: dict[str, Implementation] = {
-    "pytorch": _data_pytorch,
-    "native": _data_native,
-    "flipped": _data_flipped,
-    "flipped gemm": _data_gemm,
-}
+DATA: dict[str, Implementation] = {"pytorch": _data_pytorch, "native": _data_native, "flipped": _data_flipped}
 WEIGHTS: dict[str, Implementation] = {
     "pytorch": first.weights_pytorch,
     "gemm": _weights_gemm,

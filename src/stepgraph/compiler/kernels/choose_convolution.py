@@ -80,7 +80,8 @@ def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
         }
         found = separate(node, calls)
         if 0 in found:
-            needed = _data_workspace(layout, data, gradient, source, weights, padding)
+            # Channels last are converted to the other layout and back, here or inside PyTorch.
+            needed = gradient.nbytes + source.nbytes if layout is channels_last else 0
             note(found[0], implementation=("convolution data", data), workspace=needed)
         if 1 in found:
             needed = workspace(layout, kernel, source, weights, stride, padding)
@@ -159,7 +160,7 @@ def data_implementations(
         return {"pytorch": channels_first.data_pytorch}
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
     turns = fits and all(step == 1 for step in stride)
-    usable = {"flipped": turns and torch.backends.nnpack.is_available(), "flipped gemm": turns}
+    usable = {"flipped": turns and torch.backends.nnpack.is_available()}
     return {name: function for name, function in layout.DATA.items() if usable.get(name, True)}
 
 
@@ -186,13 +187,3 @@ def workspace(layout: Any, name: str, x: Array, w: Array, stride: Sequence[int],
     # the gradient of the weights exists twice, the second time in their layout.
     again = w.numel() if x.is_cuda else min(outputs, rows_at_once(w)) * w[0].numel()
     return 4 * max(count * (seen + max(padded, places * outputs)), again)
-
-
-def _data_workspace(layout: Any, name: str, g: Array, x: Array, w: Array, padding: Sequence[int]) -> int:
-    """The same for the gradient of the source."""
-    if layout is channels_first:
-        return 0
-    if name != "flipped gemm":  # converted to the other layout and back, here or inside PyTorch
-        return g.nbytes + x.nbytes
-    rest = [size - 1 - added for size, added in zip(w.shape[2:], padding, strict=True)]
-    return workspace(layout, "gemm", g, w.transpose(0, 1), (1, 1), rest) + w.nbytes

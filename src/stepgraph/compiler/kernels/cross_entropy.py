@@ -1,8 +1,7 @@
-"""Softmax, cross entropy and its gradient, computed together instead of separately.
+"""The gradient of a softmax cross entropy in one pass.
 
-PyTorch computes the log softmax for the loss, exponentiates it for the gradient, and fills an array of
-zeros with one number per row. The gradient is `(softmax(x) - onehot(t)) s`, with `s` the weight of the row's loss.
-To add an implementation, add a function to `IMPLEMENTATIONS` and one to `REPLACE` that inserts it into a graph.
+PyTorch fills an array of zeros with one number per row, and another operator exponentiates the log softmax. The
+gradient is `(softmax(x) - onehot(t)) s`, with `s` the weight of the row's loss.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.measure import fastest
-from stepgraph.compiler.program import fake, inherit, note
+from stepgraph.compiler.program import fake, note
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
 LARGE = 1 << 14  # elements from which an alternative can matter
-NONE, MEAN = 0, 1  # how PyTorch numbers reductions; 2 is the sum
+MEAN = 1  # how PyTorch numbers reductions; 0 is none, 2 the sum
 NO_LABEL = torch.iinfo(torch.int64).min  # the ignored label: no label has this value
 FORWARD = {
     aten.nll_loss_backward.default: aten.nll_loss_forward.default,
@@ -32,10 +31,9 @@ FORWARD = {
 
 @dataclass(frozen=True)
 class _Loss:
-    """The operators of one cross entropy: `logarithms → loss`, and backward `inner → outer`."""
+    """The logarithms of one cross entropy, and the two operators of its gradient, `inner → outer`."""
 
     logarithms: fx.Node
-    loss: fx.Node
     inner: fx.Node
     outer: fx.Node
 
@@ -48,13 +46,6 @@ class _Loss:
         """Labels, class weights, reduction, and the ignored label."""
         return self.inner.args[2:6]
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing else reads the logarithms or the total weight."""
-        counts = [one for one in self.loss.users if one.args[1] == 1]
-        own = all(set(one.users) == {self.inner} for one in counts)
-        return own and set(self.logarithms.users) == {self.loss, self.inner, self.outer}
-
 
 def choose(node: fx.Node) -> None:
     """Replaces a cross entropy whose gradient ends at this operator with its fastest implementation."""
@@ -64,14 +55,11 @@ def choose(node: fx.Node) -> None:
     x, labels = fake(found.x), fake(found.settings[0])
     seed = fake(cast(fx.Node, found.inner.args[0]))
     seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be a single expanded number
-    known = dict(IMPLEMENTATIONS)
-    if not found.is_closed:
-        del known["softmax"]
     arguments = (x, seed, labels, None, *found.settings[2:])
-    name = fastest("cross entropy", known, arguments, below=x.shape[1])
+    name = fastest("cross entropy", IMPLEMENTATIONS, arguments, below=x.shape[1])
     note(node, implementation=("cross entropy", name))
     if name != "pytorch":
-        REPLACE[name](found)
+        _replace_gradient(found)
 
 
 def _match(outer: fx.Node) -> _Loss | None:
@@ -87,7 +75,7 @@ def _match(outer: fx.Node) -> _Loss | None:
     loss = total.args[0]
     pair = loss.target is FORWARD[inner.target] and loss.args == (logarithms, *inner.args[2:6])
     plain = axis == 1 and how == [1, False] and fake(x).dtype is kind and kind in (torch.float32, torch.float64)
-    return _Loss(logarithms, loss, inner, outer) if pair and plain else None
+    return _Loss(logarithms, inner, outer) if pair and plain else None
 
 
 def _replace_gradient(found: _Loss) -> None:
@@ -97,56 +85,19 @@ def _replace_gradient(found: _Loss) -> None:
     outer.graph.erase_node(found.inner)
 
 
-def _replace_all(found: _Loss) -> None:
-    graph = found.outer.graph
-    with graph.inserting_before(found.logarithms):
-        softmax = graph.call_function(torch_private.softmax.default, (found.x, 1, False))
-    inherit(softmax, found.logarithms)
-    with graph.inserting_before(found.loss):
-        loss = graph.call_function(losses, (found.x, softmax, *found.settings))
-    inherit(loss, found.loss, fake(found.loss)[0], workspace=_scratch(found))
-    found.outer.target, found.outer.args = gradient_of_softmax, (found.inner.args[0], softmax, *found.settings)
-    note(found.outer, workspace=_scratch(found))
-    graph.erase_node(found.inner)
-    for result in list(found.loss.users):
-        result.replace_all_uses_with(loss)  # the other result has no reader left
-        graph.erase_node(result)
-    graph.erase_node(found.loss)
-    graph.erase_node(found.logarithms)
-
-
 def _scratch(found: _Loss) -> int:
     """Workspace in bytes besides arguments and results: a few numbers per label."""
     labels = fake(found.settings[0])
     return labels.numel() * (4 * fake(found.x).element_size() + 2 * labels.element_size())
 
 
-# Building blocks of the implementations, with x [n, classes, …] and labels t [n, …]
-
-
-def losses(x: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
-    """`log Σ exp x - x[t]`, with `p = softmax(x)`: for the largest class, `log p = x - log Σ exp x`."""
-    classes, counts = _classes(t, left_out)
-    each = (x.amax(1) - x.gather(1, classes).squeeze(1)).sub_(p.amax(1).log_())
-    if counts is not None:
-        each.masked_fill_(counts.logical_not(), 0)
-    factors = _factors(x, classes, counts, weights)
-    each = each if factors is None else each.mul_(factors)
-    if reduction == NONE:
-        return each
-    return each.sum() / _total(t, factors) if reduction == MEAN else each.sum()
-
-
-def gradient_of_softmax(g: Array, p: Array, t: Array, weights: Array | None, reduction: int, left_out: int) -> Array:
-    """`(p - onehot(t)) s`."""
-    classes, scale = _scale(g, p, t, weights, reduction, left_out)
-    return (p * scale).scatter_add_(1, classes, (-scale).expand_as(classes))
+# Building blocks, with x [n, classes, …] and labels t [n, …]
 
 
 def gradient_of_logarithms(
     g: Array, logarithms: Array, t: Array, weights: Array | None, reduction: int, left_out: int
 ) -> Array:
-    """The same from `log p`."""
+    """`(p - onehot(t)) s`, from `log p`."""
     classes, scale = _scale(g, logarithms, t, weights, reduction, left_out)
     return torch.exp(logarithms).mul_(scale).scatter_add_(1, classes, (-scale).expand_as(classes))
 
@@ -197,14 +148,4 @@ def _by_gradient(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, A
     return forward(logarithms, t, *settings)[0], gradient_of_logarithms(g, logarithms, t, *settings)
 
 
-def _by_softmax(x: Array, g: Array, t: Array, *settings: Any) -> tuple[Array, Array]:
-    p = torch_private.softmax.default(x, 1, False)
-    return losses(x, p, t, *settings), gradient_of_softmax(g, p, t, *settings)
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "pytorch": _pytorch,
-    "gradient": _by_gradient,
-    "softmax": _by_softmax,
-}
-REPLACE: dict[str, Callable[[_Loss], None]] = {"gradient": _replace_gradient, "softmax": _replace_all}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {"pytorch": _pytorch, "gradient": _by_gradient}

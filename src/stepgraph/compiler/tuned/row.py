@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ class Tuned:
         name: a short description, and the name of its pass.
         hardware: where it applies.
         pattern: to which operators and shapes.
+        gains: by network of the benchmark, the time of a whole step without it, relative to the time with it; those
+            that justify it.
+        results: the file in `benchmarks/results/` that has them, with the command.
         condition: the steps it applies to.
         run: changes the operators that PyTorch's compiler will fuse.
         takes_attention: whether it would replace attention over these queries, keys and values.
@@ -35,6 +38,8 @@ class Tuned:
     name: str
     hardware: str
     pattern: str
+    gains: Mapping[str, float]
+    results: str
     condition: Callable[[Step], bool]
     run: Callable[[fx.Graph], Any] | None = None
     takes_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] | None = None
