@@ -183,8 +183,8 @@ def test_accumulated_batches_are_one_large_batch(rows: int, how: str) -> None:
     np.testing.assert_allclose(history["digits"], [first for first, _ in losses], rtol=1e-5)
     if how == "mean":
         np.testing.assert_allclose(history.losses, [sum(pair) for pair in losses], rtol=1e-5)
-    factors = training.require_session("test").loss_factors
-    assert factors is not None and factors.tolist() == [1, 1], "later steps count in full again"
+    state = training.require_session("test").state
+    assert state is not None and state.loss_factors.tolist() == [1, 1], "later steps count in full again"
 
 
 @pytest.mark.parametrize(

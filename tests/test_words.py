@@ -165,7 +165,7 @@ def test_a_tally_that_counts_labels_is_resumed() -> None:
         def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return prediction.mean()
 
-        def weight(self, labels: torch.Tensor, rows: int) -> torch.Tensor:
+        def weight_of_batch(self, labels: torch.Tensor, rows: int) -> torch.Tensor:
             return (labels >= 0).sum()
 
     tally = Tally({"mean": Counting()})

@@ -19,6 +19,7 @@ from stepgraph.runtime.loss_slots import Loss
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ReductionType
 
+ASSUMED = {"axis": 1, "ignored_label": None}  # by metrics, unless they are told otherwise
 Amount = torch.Tensor | int
 Given = Callable[[Tensor], torch.Tensor]
 
@@ -75,11 +76,12 @@ class TrainedLoss:
         return layer.divisor((array.shape[0], *shape[1:]) if is_batched else shape, array, each)
 
     def settings(self) -> dict[str, Any]:
-        """What a metric should know of it."""
+        """What a metric should know of it, unless it is what metrics assume."""
         descriptor = self.layer.descriptor if isinstance(self.layer, LossLayer) else None
         if descriptor is None:
             return {}
-        return {"axis": descriptor.axis, "ignored_label": descriptor.ignored_label}
+        found = {"axis": descriptor.axis, "ignored_label": descriptor.ignored_label}
+        return {name: value for name, value in found.items() if value != ASSUMED[name]}
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class MetricOf:
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> Any:
         return self.metric(prediction, labels, **self.settings)
 
-    def weight(self, labels: torch.Tensor, rows: int) -> Amount:
+    def weight_of_batch(self, labels: torch.Tensor, rows: int) -> Amount:
         """How much a batch counts in the mean: its rows or, if labels are ignored, the others."""
         ignored = self.settings.get("ignored_label")
         return rows if ignored is None else (labels != ignored).sum()
@@ -186,10 +188,14 @@ def _is_group(given: Any) -> bool:
     return isinstance(given, Mapping | list | tuple) and not callable(given)
 
 
+def loss_of(metric: Metric, losses: Sequence[TrainedLoss]) -> TrainedLoss:
+    """The loss that a metric belongs to."""
+    return metric.loss if isinstance(metric, MetricOf) else losses[-1]
+
+
 def _of(metric: Metric, loss: TrainedLoss) -> Metric:
     settings = _settings(metric, loss)
-    plain = {"axis": 1, "ignored_label": None}
-    return metric if all(plain[name] == value for name, value in settings.items()) else MetricOf(metric, loss, settings)
+    return MetricOf(metric, loss, settings) if settings else metric
 
 
 def _settings(metric: Metric, loss: TrainedLoss) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
 
 def _weight(metric: Metric, labels: torch.Tensor, rows: int) -> torch.Tensor | int:
     """How much a batch counts in the mean of a metric."""
-    weight = getattr(metric, "weight", None)
+    weight = getattr(metric, "weight_of_batch", None)
     return rows if weight is None else weight(labels, rows)
 
 

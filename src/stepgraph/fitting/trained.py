@@ -12,7 +12,7 @@ import torch
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Source, ahead
-from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, read_losses
+from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, loss_of, read_losses
 from stepgraph.fitting.metrics import Metric, Tally
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
@@ -113,8 +113,9 @@ class Trained:
     @contextmanager
     def _seeded(self, group: Sequence[Batch]) -> Iterator[Weighting]:
         """The gradients of several losses: each starts from the share of a batch in that loss's mean."""
-        factors = self.training.require_session("fit").loss_factors
-        assert factors is not None
+        state = self.training.require_session("fit").state
+        assert state is not None
+        factors = state.loss_factors
         shares = [self._shares(loss, group) for loss in self.losses]
 
         @contextmanager
@@ -194,7 +195,7 @@ class Trained:
         if tally is None:
             return
         for loss in self.losses:
-            own = [name for name, one in tally.metrics.items() if getattr(one, "loss", self.losses[-1]) is loss]
+            own = [name for name, one in tally.metrics.items() if loss_of(one, self.losses) is loss]
             if own:
                 prediction = loss.prediction.torch()
                 labels = self._labels(loss, batch).to(prediction.device, non_blocking=True)

@@ -13,7 +13,7 @@ import torch
 
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.settings import require_options
-from stepgraph.compiler.step import SEEDS, STREAM, Key, KeyKind, value
+from stepgraph.compiler.step import STREAM, Key, KeyKind, value
 from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
@@ -86,8 +86,6 @@ class Session:
         self._raising: set[int] = set()  # batch sizes for which operators themselves detect indices out of range
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
-        count = len(compilation.losses) if state is not None else 0
-        self.loss_factors = torch.ones(count, device=self.device.torch) if count > 1 else None
 
     @property
     def is_outdated(self) -> bool:
@@ -106,8 +104,6 @@ class Session:
         compiled = self.compilation
         held = {value(tensor): tensor.torch() for tensor in compiled.held}
         constants = {value(tensor): array for tensor, array in compiled.constants.items()}
-        if self.loss_factors is not None:
-            constants[SEEDS] = self.loss_factors
         return {**held, **constants, **(self._stream if self.state is None else self.state.arrays)}
 
     def bound(self, part: PartName, batch: int) -> Binding:

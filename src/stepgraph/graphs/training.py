@@ -484,7 +484,8 @@ class TrainingGraph(CompiledGraph):
         before, device, optimizer = self._state, compilation.device, compilation.declaration.optimizer
         kept = before if before is not None and before.device == device else TrainingState(device)
         scaled = compilation.settings.compute_type is torch.float16
-        state = kept.attached(optimizer, compilation.trainable if optimizer else (), scaled)
+        trainable = compilation.trainable if optimizer else ()
+        state = kept.attached(optimizer, trainable, scaled, len(compilation.losses))
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
     def _gradients_elsewhere(self) -> list[Gradients]:

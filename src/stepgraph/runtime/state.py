@@ -9,7 +9,7 @@ from operator import is_
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, state
+from stepgraph.compiler.step import NUMBERS, SCALE, SEEDS, STREAM, Key, KeyKind, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
@@ -54,8 +54,12 @@ class TrainingState:
         self._seen = (-1, -1)
         self._updates = 0
 
-    def attached(self, optimizer: Optimizer | None, trainable: Sequence[Tensor], scaled: bool) -> TrainingState:
+    def attached(
+        self, optimizer: Optimizer | None, trainable: Sequence[Tensor], scaled: bool, losses: int = 1
+    ) -> TrainingState:
         """A state with an optimizer: buffers bound by the user, previous ones, or zeros; and with a loss scale.
+
+        Several losses have a factor each.
 
         The buffers of the same optimizer are kept, even while their tensor is frozen. A scale in use
         is kept. This state and the tensors do not change until the new one begins.
@@ -67,6 +71,9 @@ class TrainingState:
             new.arrays.pop(SCALE, None)
         elif SCALE not in new.arrays:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
+        new.arrays.pop(SEEDS, None)
+        if losses > 1:
+            new.arrays[SEEDS] = torch.ones(losses, device=self.device.torch)
         if optimizer is not None:
             new.attach(optimizer, trainable)
         return new
@@ -121,6 +128,11 @@ class TrainingState:
         if SCALE in self.arrays and self.optimizer is not None and self._updates:
             steps = self.arrays[NUMBERS][self.optimizer.live.index("time_step")]
             self.optimizer.__dict__["time_step"] = int(steps)
+
+    @property
+    def loss_factors(self) -> torch.Tensor:
+        """The factor of each of several losses' gradients: 1, but for batches that are parts of a larger one."""
+        return self.arrays[SEEDS]
 
     @property
     def loss_scale(self) -> float | None:
