@@ -173,7 +173,7 @@ def test_indices_are_found_behind_layers_that_only_move_them() -> None:
     right = np.full((2, 6), 6, np.int32)
     inference.execute({"words": right})
     right[1, 4] = 7
-    with pytest.raises(sg.DataError, match="row 1 holds the index 7, but Embedding takes 0 to 6"):
+    with pytest.raises(sg.DataError, match="row 1, position 4 holds the index 7, but Embedding takes 0 to 6"):
         inference.execute({"words": right})
 
 

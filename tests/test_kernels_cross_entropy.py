@@ -123,6 +123,40 @@ def test_graphs_train_alike_with_it(traced: Callable[[str], list[set[object]]], 
         assert chosen.execute(data, *labels).loss == pytest.approx(plain.execute(data, *labels).loss, rel=1e-6)
 
 
+def build_words(options: OPTIONS = OPTIONS.NONE, *, weighted: bool = False) -> Built:
+    """Class indices of every step, some ignored, as they come."""
+    sg.set_seed(3)
+    rows, steps = 32, 8
+    x, y, w = sg.Tensor((rows, steps, 12)), sg.Tensor((rows, steps), "int64"), sg.Tensor((rows, steps))
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(12, CLASSES), x)
+    loss = sg.LossLayer.softmax_cross_entropy(axis=-1, ignored_label=-100, divides_by_weights=weighted)
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(learning_rate=0.5))
+    training.add_inputs({"x": x}, {"y": y}, *[{"w": w}] * weighted)
+    training.compile(sg.Device.cpu(), options)
+    random = np.random.default_rng(0)
+    labels = random.integers(0, CLASSES, (rows, steps))
+    labels[random.random((rows, steps)) < 0.3] = -100
+    data = {"x": random.standard_normal((rows, steps, 12)).astype(np.float32)}
+    return training, data, ({"y": labels}, *[{"w": random.random((rows, steps)).astype(np.float32)}] * weighted)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "label weights"])
+def test_ignored_labels_of_steps_train_alike_with_it(
+    traced: Callable[[str], list[set[object]]], weighted: bool
+) -> None:
+    operators = traced("gradient")
+    plain, data, labels = build_words(OPTIONS.DETERMINISTIC, weighted=weighted)
+    chosen, *_ = build_words(weighted=weighted)
+    assert not operators[0] & GONE
+    assert not operators[0] & {aten.clone.default, aten.permute.default}, "the prediction is moved"
+    for _ in range(10):
+        assert chosen.execute(data, *labels).loss == pytest.approx(plain.execute(data, *labels).loss, rel=1e-6)
+    nothing = ({"y": np.full((32, 8), -100)}, *labels[1:])
+    assert chosen.execute(data, *nothing).loss == 0
+    assert np.isfinite(chosen.execute(data, *labels).loss)
+
+
 def tensors(training: sg.TrainingGraph) -> dict[str, sg.Tensor]:
     return {**training.inputs, **training.loss_labels}
 

@@ -48,11 +48,12 @@ def _draw_loss(draw: Draw) -> Drawn | None:
     y = draw.floating(least=2 if kind in CLASSES else 1)
     if y is None:
         return None
+    axis = draw.whole(1, draw.values[y].ndim - 1) if kind in CLASSES and draw.chance(0.5) else 1
     wanted = ELEMENTS[kind][0] if kind in ELEMENTS else (CLASSES | SAMPLES)[kind]
     if wanted == "probability":
         y = draw.activated(draw.activated(y, "SIGMOID"), "LINEAR", 0.9, 0.05)
     elif wanted == "classes":
-        shares = draw.needed("softmax", Drawn((y,), {"operation": "SOFTMAX", "dimension": 1}))
+        shares = draw.needed("softmax", Drawn((y,), {"operation": "SOFTMAX", "dimension": axis}))
         y = draw.activated(shares, "LINEAR", 0.9, 0.02)
     shape = draw.symbolic(draw.values[y].shape)
     settings: Settings = {"type": kind, "reduction": draw.choose(REDUCTIONS)}
@@ -61,24 +62,31 @@ def _draw_loss(draw: Draw) -> Drawn | None:
     settings |= {"epsilon": 1e-3} if kind == "LOG" else {}
     if kind.endswith(("SOFTMAX_CROSS_ENTROPY", "SIGMOID_CROSS_ENTROPY")) and draw.chance(0.4):
         settings["label_smoothing"] = 0.1
-    labels = _labels(draw, kind, shape)
+    settings |= {"axis": draw.choose([axis, axis - len(shape)])} if axis > 1 else {}
+    if kind in CLASSES and shape[axis] > 1 and draw.chance(0.5):  # indices of one class would be one-hot labels
+        settings |= {"ignored_label": draw.whole(0, shape[axis] - 1)} if draw.chance(0.4) else {}
+        whole = draw.choose(["int64", "int32"])
+        labels = draw.input(shape[:axis] + shape[axis + 1 :], whole, high=shape[axis], role="label")
+    else:
+        labels = _labels(draw, kind, shape)
     sources = [y, labels]
     if draw.chance(0.35):
-        sources.append(draw.input(_weights(draw, kind, shape), "positive", role="weight"))
+        sources.append(draw.input(_weights(draw, kind, shape, axis), "positive", role="weight"))
+        # A mean of distances divides by the weights of samples only.
+        by_weights = settings["reduction"] == "MEAN" and kind not in SAMPLES and draw.chance(0.5)
+        settings |= {"divides_by_weights": True} if by_weights else {}
     return Drawn(tuple(sources), settings)
 
 
 def _labels(draw: Draw, kind: str, shape: tuple[int, ...]) -> int:
-    if kind in CLASSES and shape[1] > 1 and draw.chance(0.5):  # indices of one class would be one-hot labels
-        return draw.input((shape[0], *shape[2:]), draw.choose(["int64", "int32"]), high=shape[1], role="label")
     what = ELEMENTS[kind][1] if kind in ELEMENTS else "one_hot" if kind in CLASSES else "unit"
     return draw.input(shape, what, role="label")
 
 
-def _weights(draw: Draw, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One number, one per sample, one per element, or for classes one per sample and pixel."""
+def _weights(draw: Draw, kind: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """One number, one per sample, one per element, or for classes one per label."""
     choices = [(1,), shape[:1], shape]
-    return draw.choose([*choices, (shape[0], 1, *shape[2:])] if kind in CLASSES else choices)
+    return draw.choose([*choices, (*shape[:axis], 1, *shape[axis + 1 :])] if kind in CLASSES else choices)
 
 
 def _build_loss(settings: Settings, _: Tensors) -> sg.Layer:
@@ -87,46 +95,62 @@ def _build_loss(settings: Settings, _: Tensors) -> sg.Layer:
     return sg.LossLayer(sg.LossDescriptor(kind, reduction, **rest))
 
 
-def _fit(w: Array, y: Array, has_classes: bool) -> Array:
-    """Weights in a shape that broadcasts: one, per element, per sample, or per sample and pixel."""
+def _fit(w: Array, y: Array, axis: int | None) -> Array:
+    """Weights in a shape that broadcasts: one, per element, per sample, or per label."""
     long = [n for n in w.shape if n != 1]
     ones = (1,) * (y.ndim - 1)
-    shapes = [(1, *ones), tuple(y.shape), (y.shape[0], *ones), (y.shape[0], 1, *y.shape[2:])]
-    return w.reshape(next(s for s in shapes[: 4 if has_classes else 3] if [n for n in s if n != 1] == long))
+    shapes = [(1, *ones), tuple(y.shape), (y.shape[0], *ones)]
+    shapes += [] if axis is None else [(*y.shape[:axis], 1, *y.shape[axis + 1 :])]
+    return w.reshape(next(s for s in shapes if [n for n in s if n != 1] == long))
 
 
 def _lose(_: Context, settings: Settings, __: Arrays, y: Array, t: Array, w: Array | None = None) -> Array:
     kind = settings["type"]
-    w = None if w is None else _fit(w, y, kind in CLASSES)
+    axis = settings.get("axis", 1) % y.ndim if kind in CLASSES else None
+    w = None if w is None else _fit(w, y, axis)
+    counted = None  # what a mean divides by, if not the number of losses
     if kind in ELEMENTS:
         losses = ELEMENTS[kind][2](y, t.reshape(y.shape).to(y.dtype), settings)
         losses = losses if w is None else losses * w
+        counted = w.expand_as(losses).sum() if w is not None and settings.get("divides_by_weights") else None
     elif kind in SAMPLES:
         products = t.reshape(y.shape) * y
         by_element = w is not None and w.numel() == y.numel() and y.numel() > y.shape[0]
         losses = 1 - (products * w if by_element else products).flatten(1).sum(1) if y.ndim > 1 else 1 - products
         losses = losses * w.reshape(-1) if w is not None and not by_element else losses
     else:
-        losses = _class_losses(kind, settings, y, t, w)
+        last = [one if one is None or one.ndim < y.ndim else one.movedim(axis or 0, -1) for one in (t, w)]
+        shape = y.shape[:axis] + y.shape[(axis or 0) + 1 :]
+        losses, counted = _class_losses(kind, settings, y.movedim(axis or 0, -1), last[0], last[1], shape)
     match settings["reduction"]:
         case "SUM":
             losses = losses.sum().reshape(1)
         case "MEAN":
-            losses = losses.mean().reshape(1)
+            total = losses.numel() if counted is None else counted
+            losses = (losses.sum() / total).reshape(1) if counted is None or counted != 0 else losses.sum().reshape(1)
     return losses * settings.get("weight", 1.0)
 
 
-def _class_losses(kind: str, settings: Settings, y: Array, t: Array, w: Array | None) -> Array:
+def _class_losses(
+    kind: str, settings: Settings, y: Array, t: Array, w: Array | None, shape: torch.Size
+) -> tuple[Array, Array | None]:
+    """The losses of labels with their classes last, and what their mean divides by."""
+    ignored, counts = settings.get("ignored_label"), torch.ones(shape, dtype=torch.bool, device=y.device)
     if not t.is_floating_point():
-        places = t.long().reshape(y.shape[0], *y.shape[2:])
-        t = torch.nn.functional.one_hot(places, y.shape[1]).movedim(-1, 1).to(y.dtype)
-    t = t.reshape(y.shape)
+        places = t.long().reshape(shape)
+        counts = counts if ignored is None else places != ignored
+        t = torch.nn.functional.one_hot(places, y.shape[-1]).to(y.dtype)
+    hot = t = t.reshape(y.shape)
     if kind == "SOFTMAX_CROSS_ENTROPY":
-        t = _smooth(t, settings, y.shape[1])
-        logarithms = y - torch.logsumexp(y, 1, keepdim=True)
+        t = _smooth(t, settings, y.shape[-1])
+        logarithms = y - torch.logsumexp(y, -1, keepdim=True)
     else:
         logarithms = torch.where(t == 0, 1.0, y).log()
-    return -(t * logarithms * (1.0 if w is None else w)).sum(1)
+    losses = torch.where(counts, -(t * logarithms * (1.0 if w is None else w)).sum(-1), 0.0)
+    if w is not None and settings.get("divides_by_weights"):
+        each = w.squeeze(-1).expand(shape) if w.shape[-1] == 1 else (hot * w).sum(-1)
+        return losses, each[counts].sum()
+    return losses, None if ignored is None else counts.sum()
 
 
 # YOLO

@@ -226,7 +226,30 @@ def softmax_cases() -> list[Case]:
             (normal(2, 3, 2, 2), classes(3, 2, 2, 2), uniform(2, 2, 2)),
             lambda y, t, w: reference(MEAN)(y, t, w[:, None]),
         ),
+        Case(
+            "softmax cross entropy of steps",
+            lambda: make(axis=-1),
+            (normal(2, 4, 3), classes(3, 2, 4)),
+            lambda y, t: reference(MEAN)(np.moveaxis(y, -1, 1), t),
+            lambda y, t: F.cross_entropy(y.reshape(-1, 3), t.reshape(-1)).reshape(1),
+            bad=(
+                Bad(((2, 4, 3), np.zeros((2, 3), np.int64)), ShapeError, "labels [2, 3] do not match"),
+                Bad(((2, 4, 3), (2, 4, 3), (4, 3)), ShapeError, "label weights [4, 3] do not match"),
+            ),
+        ),
+        Case(
+            "softmax cross entropy of steps, ignored labels and weights",
+            lambda: make(axis=-1, ignored_label=1, divides_by_weights=True),
+            (normal(2, 4, 3), classes(3, 2, 4), uniform(2, 4)),
+            _mean_over_known,
+        ),
     ]
+
+
+def _mean_over_known(y: np.ndarray, t: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """The weighted mean over labels that are not class 1."""
+    each = softmax_cross_entropy(NONE)(np.moveaxis(y, -1, 1), t) * w * (t != 1)
+    return np.array([each.sum() / w[t != 1].sum()])
 
 
 def categorical_cases() -> list[Case]:

@@ -245,7 +245,7 @@ def test_gpu_trains_as_the_cpu_does(chosen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("index", [9, -1])
 def test_index_outside_of_the_dictionary_is_an_error(index: int) -> None:
     words = Words(sg.SGDOptimizer(learning_rate=0.1))
-    with pytest.raises(sg.DataError, match=f"row 0 holds the index {index}, but Embedding takes 0 to "):
+    with pytest.raises(sg.DataError, match=f"row 0, position 0 holds the index {index}, but Embedding takes 0 to "):
         words.training.execute({"x": np.full((4, 3), index)}, {"y": np.zeros((4, 2), np.float32)})
 
 

@@ -50,7 +50,9 @@ def _bound(tensor: Tensor, graphs: Sequence[CompiledGraph]) -> int:
             bounds.append(node.layer.descriptor.embedding_count)
         elif node.is_loss and tensor in node.labels:
             prediction = node.sources[0].shape
-            bounds.append(prediction[1] if len(prediction) > 1 else 2)
+            limits = node.layer.index_limits(*(one.descriptor for one in node.arguments))
+            known = prediction[1] if len(prediction) > 1 else 2
+            bounds.append(limits.get(node.arguments.index(tensor), known))
         elif tensor.data_type is not DataType.BOOLEAN:
             bounds.append(1)
     return min(bounds, default=1)

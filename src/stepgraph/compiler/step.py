@@ -30,6 +30,7 @@ class KeyKind(StrEnum):
     NUMBERS = "numbers"
     STREAM = "stream"
     SCALE = "scale"
+    SEEDS = "seeds"
     HANDED_ON = "handed on"
 
 
@@ -77,17 +78,29 @@ def average(parameter: Tensor) -> Key:
 
 
 class Limit(NamedTuple):
-    """The upper bound of an index, and the layer that requires it."""
+    """The upper bound of an index, the layer that requires it, and the indices it ignores, in range or not."""
 
     extent: int
     where: str
     what: str
+    ignored: frozenset[int] = frozenset()
+
+    def allows(self, index: int) -> bool:
+        """Whether the layer accepts an index."""
+        return 0 <= index < self.extent or index in self.ignored
+
+    def narrowed(self, other: Limit) -> Limit:
+        """What both accept; an error names the layer with the smaller range."""
+        smaller = self if self.extent <= other.extent else other
+        both = (one for one in self.ignored | other.ignored if self.allows(one) and other.allows(one))
+        return smaller._replace(ignored=frozenset(both))
 
 
 NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
 SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving averages
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
 SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
+SEEDS = Key(KeyKind.SEEDS)  # of several losses, the factor of each one's gradient: 1, but for parts of a larger batch
 
 
 class Fusion(Enum):
@@ -188,6 +201,11 @@ class Step:
         return tuple(node for node in self.nodes if node.is_loss)
 
     @cached_property
+    def seeds_losses(self) -> bool:
+        """Whether each loss has a factor of its own, because a mean may divide by something else than the others."""
+        return self.training and len(self.losses) > 1
+
+    @cached_property
     def scales_loss(self) -> bool:
         """Whether gradients would vanish in the compute type's narrow range without a scaled loss."""
         return self.compute_type is torch.float16 and self.differentiates
@@ -259,14 +277,15 @@ class Step:
         descriptors = self.check()
 
         def narrow(tensor: Tensor, limit: Limit) -> None:
-            if not tensor.data_type.is_floating and limit.extent < found.get(tensor, limit).extent + 1:
-                found[tensor] = limit
+            if not tensor.data_type.is_floating:
+                found[tensor] = limit.narrowed(found.get(tensor, limit))
 
         for node in reversed(self.nodes):
             own = node.layer.index_limits(*(descriptors[t] for t in node.arguments))
             for position, extent in own.items():
                 what = "class index" if node.is_loss else "index"
-                narrow(node.arguments[position], Limit(extent, node.layer.label, what))
+                limit = Limit(extent, node.layer.label, what, node.layer.ignored_indices())
+                narrow(node.arguments[position], limit)
             if node.layer.moves:
                 for limit in (found[t] for t in node.results if t in found):
                     for tensor in (t for position, t in enumerate(node.sources) if position not in own):

@@ -21,6 +21,7 @@ from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
+    SEEDS,
     SHARE,
     STREAM,
     Key,
@@ -108,6 +109,8 @@ def input_keys(step: Step) -> list[Key]:
                 keys += [*map(average, step.trainable), SHARE]
         if step.scales_loss:
             keys.append(SCALE)
+        if step.seeds_losses:
+            keys.append(SEEDS)
     return keys
 
 
@@ -131,5 +134,7 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
             return (1,), torch.float32
         case KeyKind.SCALE:
             return (2,), torch.float32
+        case KeyKind.SEEDS:
+            return (len(step.losses),), torch.float32
         case _:
             return (2,), torch.int64

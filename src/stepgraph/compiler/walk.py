@@ -27,6 +27,7 @@ from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
     NUMBERS,
     SCALE,
+    SEEDS,
     SHARE,
     STREAM,
     Fusion,
@@ -147,9 +148,12 @@ class _Walk:
 
     def seed(self) -> None:
         """Starts the reverse walk: one for each loss value, and gradients from outside."""
-        for node in self.step.losses:
+        for index, node in enumerate(self.step.losses):
             with self._tag(node, Phase.GRADIENT):
-                self.open[node.results[0]].append(self._scaled(torch.ones_like(self._value(node.results[0]))))
+                seed = torch.ones_like(self._value(node.results[0]))
+                if self.step.seeds_losses:
+                    seed = seed * self.arrays[SEEDS][index].to(seed.dtype)
+                self.open[node.results[0]].append(self._scaled(seed))
         for tensor in self.step.seeded:
             self.claimed.add(torch_private.identity(self.arrays[user_gradient(tensor)].untyped_storage()))
             with _tagged("user gradient", Phase.GRADIENT):

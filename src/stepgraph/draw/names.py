@@ -35,6 +35,18 @@ def parameter_names(nodes: Sequence[Node]) -> dict[Any, str]:
     return {**layers, **tensors}
 
 
+def loss_names(nodes: Sequence[Node]) -> dict[Node, str]:
+    """A name for each loss: its layer's, with a number if the layer compares several predictions."""
+    layers = unique_names(node.layer for node in nodes)
+    found: dict[Node, str] = {}
+    used: Counter[Layer] = Counter()
+    for node in nodes:
+        if node.is_loss:
+            used[node.layer] += 1
+            found[node] = layers[node.layer] if used[node.layer] == 1 else f"{layers[node.layer]} {used[node.layer]}"
+    return found
+
+
 def kind(layer: Layer) -> str:
     """The kind of a layer in one word: its class without `Layer`."""
     return type(layer).__name__.removesuffix("Layer")

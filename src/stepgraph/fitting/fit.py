@@ -18,25 +18,23 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepgraph.checkpoint.codec import of_kind
 from stepgraph.checkpoint.files import as_path, check_keep, latest, read, read_description
 from stepgraph.checkpoint.restoring import understood
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
 from stepgraph.fitting.data import Source, source
 from stepgraph.fitting.history import History
-from stepgraph.fitting.metrics import Metric, Tally, by_name
+from stepgraph.fitting.losses import Measured, mean_loss, read_losses
+from stepgraph.fitting.metrics import Metric, Tally
 from stepgraph.fitting.progress import Quiet, display
 from stepgraph.fitting.schedule import Schedule, WarmupCosine
-from stepgraph.fitting.trained import Trained, read_losses, until
+from stepgraph.fitting.trained import Trained, until
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
-from stepgraph.runtime.loss_slots import Loss
 from stepgraph.system.storage import plain, real, require_writable
 
-Metrics = Metric | Sequence[Metric] | Mapping[str, Metric]
+Metrics = Metric | Sequence[Metric] | Mapping[str, Metric | Sequence[Metric] | Mapping[str, Metric]]
 
 
 def fit(
@@ -73,8 +71,10 @@ def fit(
         batch_size: rows of a batch, for arrays and datasets; by default, the graph's own. The last batch may be short.
         shuffle: shuffle the rows in each epoch, from the graph's seed. Batches keep their own order.
         schedule: the learning rate of update n, from 0: any function of n, or `WarmupCosine`.
-        metrics: functions `(prediction, labels) → number`: one, a list, or a dictionary by name.
-        accumulate: batches whose gradients form one update. A mean loss is averaged over all their rows.
+        metrics: functions `(prediction, labels) → number`: one, a list, or a dictionary by name. With several losses,
+            `{"digits": [accuracy]}` belongs to the loss, or the output, named "digits"; others to the last loss.
+        accumulate: batches whose gradients form one update. A mean loss is averaged over all their rows, or over all
+            labels that count.
         watch: the loss or metric that determines the best epoch; that of the validation data, if any.
         better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
         patience: stop after this many epochs without improvement; an epoch whose watched number is NaN never improves.
@@ -92,14 +92,16 @@ def fit(
         >>> history["accuracy"]  # doctest: +SKIP
         [0.91, 0.95, 0.96, 0.97, 0.97]
     """
-    graph, named = Trained(training), by_name(metrics)
+    graph = Trained(training)
+    named = graph.metrics(metrics)
+    names = [loss.name for loss in graph.losses] if len(graph.losses) > 1 else []
     folder = None if run is None else as_path("fit", run)
     settings = _Settings(
         epochs=_count("epochs", epochs, 0),
         accumulate=_count("accumulate", accumulate, 1),
         schedule=_checked_schedule(schedule),
-        watch=_watched(watch, named),
-        higher=_higher(better, watch),
+        watch=_watched(watch, named, names),
+        higher=_higher(better, watch, names),
         patience=_optional_count("patience", patience, 1),
         folder=as_path("fit", checkpoints) if checkpoints is not None else folder and folder / CHECKPOINTS,
         keep=check_keep(keep) or 1,
@@ -136,7 +138,8 @@ def evaluate(
         >>> evaluate(training, (pictures, classes), metrics=[accuracy])  # doctest: +SKIP
         {'loss': 0.11, 'accuracy': 0.97}
     """
-    graph, named = Trained(training, learns=False), by_name(metrics)
+    graph = Trained(training, learns=False)
+    named = graph.metrics(metrics)
     batches = source(training, data, _optional_count("batch_size", batch_size, 1))
     tally = graph.evaluated(batches, named, _optional_count("prefetch", prefetch, 0))
     return tally.values()
@@ -305,14 +308,14 @@ class _Run:
 
     def _read_losses(self) -> float:
         """Reads all pending losses; returns their mean."""
-        values = iter(read_losses([loss for one in self.unread for loss, _ in one.losses]))
+        values = iter(read_losses([batch for one in self.unread for batch in one.losses]))
         means, rows_read = [], 0
         for one in self.unread:
-            found = [(next(values), rows) for _, rows in one.losses]
-            for loss, rows in found:
-                self.tally.add_loss(loss, rows)
-                rows_read += rows
-            means.append(sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found))
+            found = [next(values) for _ in one.losses]
+            for batch in found:
+                self.graph.add_losses(self.tally, batch)
+                rows_read += batch.rows
+            means.append(mean_loss(found))
             self.history.add_step(one.step, means[-1], one.rate)
             self._point_out(one.step, means[-1])
         read = [(one.step, mean, one.rate) for one, mean in zip(self.unread, means, strict=True)]
@@ -389,11 +392,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Unread:
-    """The losses of one update, with the rows of their batches, still on the device."""
+    """The losses of the batches of one update, still on the device."""
 
     step: int
     rate: float
-    losses: list[tuple[torch.Tensor | Loss, int]]
+    losses: list[Measured]
 
 
 @contextmanager
@@ -438,9 +441,10 @@ def _checked_schedule(schedule: Any) -> Schedule | None:
     return schedule
 
 
-def _watched(watch: str, metrics: Mapping[str, Metric]) -> str:
-    if watch not in ("loss", *metrics):
-        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(("loss", *metrics)), fix="use one")
+def _watched(watch: str, metrics: Mapping[str, Metric], losses: Sequence[str]) -> str:
+    known = ("loss", *losses, *metrics)
+    if watch not in known:
+        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(known), fix="use one")
     if getattr(metrics.get(watch), "adds_up", False):
         raise ArgumentError(
             "fit", f"watch is '{watch}', which is not a single number", fix="watch the loss or another metric"
@@ -448,10 +452,10 @@ def _watched(watch: str, metrics: Mapping[str, Metric]) -> str:
     return watch
 
 
-def _higher(better: str, watch: str) -> bool:
+def _higher(better: str, watch: str, losses: Sequence[str]) -> bool:
     if better not in ("auto", "lower", "higher"):
         raise ArgumentError("fit", f"better is {better!r}", fix='use "auto", "lower" or "higher"')
-    return better == "higher" or (better == "auto" and watch != "loss")
+    return better == "higher" or (better == "auto" and watch not in ("loss", *losses))
 
 
 def _require_repeating(epochs: int, *sources: Source | None) -> None:

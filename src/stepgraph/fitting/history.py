@@ -21,9 +21,9 @@ class History:
     """The numbers of a run.
 
     Args:
-        epochs: for each epoch its `epoch` and `step` (both from 1), `loss`, metrics, the same for the validation
-            data as `validation loss` and so on, the last learning `rate`, and `seconds`. A run that was resumed with
-            other metrics has other names in later epochs.
+        epochs: for each epoch its `epoch` and `step` (both from 1), `loss`, each of several losses by name, metrics,
+            the same for the validation data as `validation loss` and so on, the last learning `rate`, and `seconds`.
+            A run that was resumed with other metrics has other names in later epochs.
         steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
         every: how many updates each entry of `steps` represents.
         best_epoch: the epoch with the best watched number.

@@ -7,7 +7,7 @@ the graph's device, so that a GPU need not synchronize.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,22 +19,25 @@ Metric = Callable[[torch.Tensor, torch.Tensor], Any]
 TAKEN = ("epoch", "step", "loss", "rate", "seconds")
 
 
-def accuracy(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The fraction of rows (and pixels) whose predicted class, the maximum along dimension 1, matches the label.
+def accuracy(
+    prediction: torch.Tensor, labels: torch.Tensor, *, axis: int = 1, ignored_label: int | None = None
+) -> torch.Tensor:
+    """The fraction of labels whose predicted class, the maximum along `axis`, is right.
 
-    Labels are class indices, or one number per class like the prediction.
+    Labels are class indices, or one number per class like the prediction. `fit` and `evaluate` pass the axis and the
+    ignored label of the loss; ignored labels do not count.
 
     Example:
         >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
         tensor(0.5000)
     """
-    wanted = _classes("accuracy", prediction, labels)
-    return (prediction.argmax(dim=1) == wanted).float().mean()
+    wanted = _classes("accuracy", prediction, labels, axis)
+    return _fraction(prediction.argmax(dim=axis) == wanted, wanted, ignored_label)
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The fraction of rows (and pixels) whose class is among the `k` largest numbers.
+    """The fraction of labels whose class is among the `k` largest numbers; ignored labels do not count.
 
     Example:
         >>> TopK(2)(torch.tensor([[0.1, 0.5, 0.4], [0.7, 0.2, 0.1]]), torch.tensor([2, 2]))
@@ -52,14 +55,16 @@ class TopK:
         """Its name in a history."""
         return f"top-{self.k}"
 
-    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        wanted = _classes(self.name, prediction, labels)
-        if self.k > prediction.shape[1]:
+    def __call__(
+        self, prediction: torch.Tensor, labels: torch.Tensor, *, axis: int = 1, ignored_label: int | None = None
+    ) -> torch.Tensor:
+        wanted = _classes(self.name, prediction, labels, axis)
+        if self.k > prediction.shape[axis]:
             raise ArgumentError(
-                "TopK", f"k is {self.k}, but there are {prediction.shape[1]} classes", fix="use a smaller k"
+                "TopK", f"k is {self.k}, but there are {prediction.shape[axis]} classes", fix="use a smaller k"
             )
-        best = prediction.topk(self.k, dim=1).indices
-        return (best == wanted.unsqueeze(1)).any(dim=1).float().mean()
+        best = prediction.topk(self.k, dim=axis).indices
+        return _fraction((best == wanted.unsqueeze(axis)).any(dim=axis), wanted, ignored_label)
 
 
 @dataclass(frozen=True)
@@ -81,32 +86,44 @@ class ConfusionMatrix:
         if isinstance(self.classes, bool) or not isinstance(self.classes, int) or self.classes < 2:
             raise ArgumentError("ConfusionMatrix", f"classes is {self.classes!r}", fix="pass an integer ≥ 2")
 
-    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if prediction.ndim < 2 or prediction.shape[1] != self.classes:
+    def __call__(
+        self, prediction: torch.Tensor, labels: torch.Tensor, *, axis: int = 1, ignored_label: int | None = None
+    ) -> torch.Tensor:
+        if prediction.ndim < 2 or prediction.shape[axis] != self.classes:
             shape = tuple(prediction.shape)
             raise ShapeError(
                 "ConfusionMatrix", f"it has {self.classes} classes, but the prediction has {shape}", fix="use as many"
             )
-        wanted, found = _classes(self.name, prediction, labels), prediction.argmax(dim=1)
-        cells = (wanted.long() * self.classes + found).reshape(-1)
+        wanted, found = _classes(self.name, prediction, labels, axis).long(), prediction.argmax(dim=axis)
+        counts = torch.ones_like(wanted) if ignored_label is None else (wanted != ignored_label).long()
+        cells = (torch.where(counts == 1, wanted, 0) * self.classes + found).reshape(-1)
         # Counted by adding ones, which needs no synchronization.
-        counts = torch.zeros(self.classes**2, dtype=torch.int64, device=cells.device)
-        return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(self.classes, self.classes)
+        table = torch.zeros(self.classes**2, dtype=torch.int64, device=cells.device)
+        return table.scatter_add_(0, cells, counts.reshape(-1)).view(self.classes, self.classes)
 
 
-def _classes(where: str, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Labels as class indices, of the prediction's shape without dimension 1."""
-    shape = prediction.shape[:1] + prediction.shape[2:]
-    if prediction.ndim >= 2 and prediction.shape[1] > 1:
+def _classes(where: str, prediction: torch.Tensor, labels: torch.Tensor, axis: int) -> torch.Tensor:
+    """Labels as class indices, of the prediction's shape without the classes."""
+    if prediction.ndim >= 2 and -prediction.ndim <= axis < prediction.ndim and prediction.shape[axis] > 1:
+        place = axis % prediction.ndim
+        shape = prediction.shape[:place] + prediction.shape[place + 1 :]
         if labels.shape == prediction.shape:
-            return labels.argmax(dim=1)
+            return labels.argmax(dim=axis)
         if labels.numel() == shape.numel():
             return labels.reshape(shape)
     raise ShapeError(
         where,
         f"the prediction has shape {tuple(prediction.shape)}, but the labels {tuple(labels.shape)}",
-        fix="predict one number per class along dimension 1, or write your own function",
+        fix=f"predict one number per class along dimension {axis}, or write your own function",
     )
+
+
+def _fraction(right: torch.Tensor, labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
+    """The fraction of labels that are right, of those that count; NaN if none does."""
+    if ignored is None:
+        return right.float().mean()
+    counts = labels != ignored
+    return (right & counts).sum() / counts.sum()
 
 
 def by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric]) -> dict[str, Metric]:
@@ -135,16 +152,22 @@ class Tally:
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
         self.sums: dict[str, torch.Tensor] = {}
-        self.rows: dict[str, int] = {}  # seen by each metric: one added in a resumed epoch has not seen all
-        self.loss_rows = 0
+        # What each metric has seen: rows, or labels that count. One added in a resumed epoch has not seen all.
+        self.rows: dict[str, torch.Tensor | float] = {}
+        self.loss_rows = 0.0
         self.loss_sum = 0.0
+        self.losses: dict[str, list[float]] = {}  # of several, by name: the weighted sum, and the weights' sum
 
-    def add(self, prediction: torch.Tensor, labels: torch.Tensor, rows: int) -> None:
-        """Adds a batch, without synchronizing."""
+    def add(
+        self, prediction: torch.Tensor, labels: torch.Tensor, rows: int, only: Collection[str] | None = None
+    ) -> None:
+        """Adds a batch to all metrics, or `only` to some, without synchronizing."""
         real = torch.float32 if prediction.device.type == "mps" else torch.float64
-        for name, metric in self.metrics.items():
+        for name in self.metrics if only is None else only:
+            metric = self.metrics[name]
             found = _measured(name, metric(prediction, labels), real)
-            part = found if _adds_up(metric) else found.to(real) * rows
+            weight = _weight(metric, labels, rows)
+            part = found if _adds_up(metric) else _times(found.to(real), weight)
             before = self.sums.get(name)
             if before is not None and before.shape != part.shape:
                 raise ShapeError(
@@ -153,16 +176,28 @@ class Tally:
                     fix="return the same shape for every batch",
                 )
             self.sums[name] = part if before is None else before.to(part.device) + part
-            self.rows[name] = self.rows.get(name, 0) + rows
+            self.rows[name] = self.rows.get(name, 0) + weight
 
-    def add_loss(self, loss: float, rows: int) -> None:
-        """Adds a batch's loss, once it was read."""
+    def add_loss(self, loss: float, rows: float) -> None:
+        """Adds a batch's loss, once it was read, with its rows or whatever its mean divides by."""
         self.loss_sum += loss * rows
         self.loss_rows += rows
 
+    def add_losses(self, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Adds a batch's losses by name, each with what its mean divides by; a single loss needs no name."""
+        if len(losses) == 1:
+            [(loss, rows)] = losses.values()
+            self.add_loss(loss, rows)
+            return
+        for name, (loss, rows) in losses.items():
+            total = self.losses.setdefault(name, [0.0, 0.0])
+            total[0] += loss * rows
+            total[1] += rows
+
     def values(self) -> dict[str, Any]:
         """Means by row, and sums as nested lists."""
-        found: dict[str, Any] = {"loss": self.loss_sum / max(self.loss_rows, 1)}
+        each = {name: total / (rows or 1) for name, (total, rows) in self.losses.items()}
+        found: dict[str, Any] = {"loss": sum(each.values()) if each else self.loss_sum / (self.loss_rows or 1), **each}
         for name, metric in self.metrics.items():
             if name in self.sums:
                 total = self.sums[name] if _adds_up(metric) else self.sums[name] / self.rows[name]
@@ -172,12 +207,14 @@ class Tally:
     def state(self) -> dict[str, Any]:
         """The whole tally as plain values."""
         sums = {name: array.tolist() for name, array in self.sums.items()}
-        return {"sums": sums, "rows": [self.rows, self.loss_rows], "loss": self.loss_sum}
+        rows = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self.rows.items()}
+        return {"sums": sums, "rows": [rows, self.loss_rows], "loss": self.loss_sum, "losses": self.losses}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
         rows, self.loss_rows = state["rows"]
         self.loss_sum = float(state["loss"])
+        self.losses = {name: [float(one) for one in pair] for name, pair in state.get("losses", {}).items()}
         for name, metric in self.metrics.items():
             if name in state["sums"]:
                 kind = None if _adds_up(metric) else torch.float64
@@ -195,6 +232,17 @@ def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:
             f"'{name}' returned {type(given).__name__} ({given!r:.80}), not a number",
             fix="return a number or an array from every call",
         ) from error
+
+
+def _weight(metric: Metric, labels: torch.Tensor, rows: int) -> torch.Tensor | int:
+    """How much a batch counts in the mean of a metric."""
+    weight = getattr(metric, "weight_of_batch", None)
+    return rows if weight is None else weight(labels, rows)
+
+
+def _times(mean: torch.Tensor, weight: torch.Tensor | int) -> torch.Tensor:
+    """A mean times its weight; the mean over nothing is not a number, and counts nothing."""
+    return mean * weight if isinstance(weight, int) else torch.where(weight == 0, 0.0, mean * weight)
 
 
 def _adds_up(metric: Metric) -> bool:

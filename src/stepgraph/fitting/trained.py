@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Source, ahead
+from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, loss_of, read_losses
 from stepgraph.fitting.metrics import Metric, Tally
 from stepgraph.graphs.training import TrainingGraph
-from stepgraph.layers.loss import LossLayer
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
-from stepgraph.runtime.loss_slots import Loss
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
-from stepgraph.types import ExecutionOptions, ReductionType
+from stepgraph.types import ExecutionOptions
+
+Weighting = Callable[[int], AbstractContextManager[None]]  # of the gradient pass of one batch of a group
 
 
 class Trained:
@@ -29,16 +32,18 @@ class Trained:
             raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="pass a TrainingGraph")
         session = training.require_session("fit")
         self.training, self.device = training, session.device
-        losses = [node for node in session.compilation.nodes if node.is_loss]
-        if not losses:
+        compiled = session.compilation
+        pairs = zip(compiled.loss_names, compiled.losses, strict=True)
+        self.losses = [TrainedLoss(name, node) for name, node in pairs]
+        if not self.losses:
             raise StateError("fit", "the graph has no loss", fix="pass a loss layer to TrainingGraph")
         if learns and training.optimizer is None:
             raise StateError("fit", "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
-        self.prediction, self.labels = losses[-1].sources[0], (*losses[-1].labels, None)[0]
         self._bound: set[Tensor] = set()
-        layer = losses[-1].layer
-        # The gradient of a mean weights each row by its share of the batch; others are already sums.
-        self.is_mean = not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
+
+    def metrics(self, metrics: Any) -> dict[str, Metric]:
+        """Metrics by name, each with the loss it belongs to."""
+        return assigned(metrics, self.losses, self.training.declaration.outputs)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -63,26 +68,75 @@ class Trained:
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
 
-    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor | Loss, int]]:
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[Measured]:
         """One update with the gradients of a group of batches; returns their losses."""
         if len(group) == 1:
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
             self._compare(batch, tally)
-            return [(_loss(execution), batch.rows)]
-        found, first, rows = [], group[0].rows, sum(batch.rows for batch in group)
-        for batch in group:
-            found.append((_loss(self._forward(batch)), batch.rows))
-            self._compare(batch, tally)
-            # Gradients of a mean are accumulated in units of the first batch's rows, then divided by all rows.
-            if len(found) > 1:
-                self._scale_gradients(first / batch.rows)
-            adding = ExecutionOptions.ACCUMULATE_GRADIENTS if len(found) > 1 else ExecutionOptions.NONE
-            self.training.execute_gradient(options=adding)
-            self._scale_gradients(batch.rows / first)
-        self._scale_gradients(first / rows)
+            return [self._measured(execution, batch)]
+        found: list[Measured] = []
+        combining = self._seeded if len(self.losses) > 1 else self._rescaled
+        with combining(group) as weighted:
+            for index, batch in enumerate(group):
+                found.append(self._measured(self._forward(batch), batch))
+                self._compare(batch, tally)
+                with weighted(index):
+                    adding = ExecutionOptions.ACCUMULATE_GRADIENTS if index else ExecutionOptions.NONE
+                    self.training.execute_gradient(options=adding)
         self.training.execute_optimizer_update()
         return found
+
+    @contextmanager
+    def _rescaled(self, group: Sequence[Batch]) -> Iterator[Weighting]:
+        """The gradients of one loss, combined by what its mean over each batch divides by.
+
+        They are accumulated in units of the first batch, then divided by the whole.
+        """
+        loss, device = self.losses[0], self.device.torch
+        if not loss.is_mean:
+            yield lambda index: nullcontext()
+            return
+        amounts = [_on(loss.amount(batch.rows, partial(self._given, batch)), device) for batch in group]
+        units = [_nonzero(amount) for amount in amounts]
+
+        @contextmanager
+        def weighted(index: int) -> Iterator[None]:
+            if index:
+                self._scale_gradients(units[0] / units[index])
+            yield
+            self._scale_gradients(units[index] / units[0])
+
+        yield weighted
+        self._scale_gradients(units[0] / _nonzero(sum(amounts)))
+
+    @contextmanager
+    def _seeded(self, group: Sequence[Batch]) -> Iterator[Weighting]:
+        """The gradients of several losses: each starts from the share of a batch in that loss's mean."""
+        state = self.training.require_session("fit").state
+        assert state is not None
+        factors = state.loss_factors
+        shares = [self._shares(loss, group) for loss in self.losses]
+
+        @contextmanager
+        def weighted(index: int) -> Iterator[None]:
+            with torch.inference_mode():
+                factors.copy_(torch.stack([share[index] for share in shares]))
+            yield
+
+        try:
+            yield weighted
+        finally:
+            factors.fill_(1)
+
+    def _shares(self, loss: TrainedLoss, group: Sequence[Batch]) -> torch.Tensor:
+        """The share of each batch in the mean of a loss; 1 for a loss that is a sum."""
+        device = self.device.torch
+        if not loss.is_mean:
+            return torch.ones(len(group), device=device)
+        amounts = [loss.amount(batch.rows, partial(self._given, batch)) for batch in group]
+        counted = torch.stack([torch.as_tensor(one, dtype=torch.float32, device=device) for one in amounts])
+        return counted / _nonzero(counted.sum())
 
     def evaluated(
         self,
@@ -92,16 +146,26 @@ class Trained:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Tally:
         """Loss and metrics of all batches, in inference mode."""
-        tally, losses = Tally(metrics), []
+        tally, measured = Tally(metrics), []
         with self.fed(data.epoch(0, (0,)), data, prefetch) as batches:
             for batch in until(batches, interrupted):
                 options = ExecutionOptions.FORWARD_FOR_INFERENCE
                 execution = self.training.execute(*batch.parts, batch_size=batch.rows, options=options)
                 self._compare(batch, tally if metrics else None)
-                losses.append((_loss(execution), batch.rows))
-        for value, (_, rows) in zip(read_losses([loss for loss, _ in losses]), losses, strict=True):
-            tally.add_loss(value, rows)
+                measured.append(self._measured(execution, batch))
+        for one in read_losses(measured):
+            self.add_losses(tally, one)
         return tally
+
+    def add_losses(self, tally: Tally, one: Read) -> None:
+        """Adds the losses of a batch to a tally."""
+        pairs = zip(one.losses, one.amounts, strict=True)
+        tally.add_losses({loss.name: pair for loss, pair in zip(self.losses, pairs, strict=True)})
+
+    def _measured(self, execution: Execution, batch: Batch) -> Measured:
+        """The losses of a call, on the device; reading the numbers would synchronize."""
+        amounts = (loss.amount(batch.rows, partial(self._given, batch)) for loss in self.losses)
+        return Measured(execution.losses_on_device, tuple(amounts), batch.rows)
 
     def release(self) -> None:
         """Releases data that was bound for an update, so that a later call does not use it."""
@@ -117,26 +181,33 @@ class Trained:
         return self.training.execute_forward(batch.rows)
 
     @torch.inference_mode()
-    def _scale_gradients(self, factor: float) -> None:
+    def _scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Scales the accumulated gradients, in new memory because parameters may share one pass's arrays."""
         found = self.training.gradients.found
-        if not self.is_mean or factor == 1:
+        if not isinstance(factor, torch.Tensor) and factor == 1:
             return
         for key in map(gradient, self.training.require_session("fit").compilation.trainable):
             if key in found:
                 found[key] = found[key] * factor
 
     def _compare(self, batch: Batch, tally: Tally | None) -> None:
-        """Passes the last prediction to the metrics."""
+        """Passes the last predictions to the metrics."""
         if tally is None:
             return
-        prediction = self.prediction.torch()
-        tally.add(prediction, self._labels(batch).to(prediction.device, non_blocking=True), batch.rows)
+        for loss in self.losses:
+            own = [name for name, one in tally.metrics.items() if loss_of(one, self.losses) is loss]
+            if own:
+                prediction = loss.prediction.torch()
+                labels = self._labels(loss, batch).to(prediction.device, non_blocking=True)
+                tally.add(prediction, labels, batch.rows, own)
 
-    def _labels(self, batch: Batch) -> torch.Tensor:
-        tensor = self.labels
-        if tensor is None:
+    def _labels(self, loss: TrainedLoss, batch: Batch) -> torch.Tensor:
+        if loss.labels is None:
             raise StateError("metrics", "the loss has no labels for metrics to compare with", fix="leave metrics out")
+        return self._given(batch, loss.labels)
+
+    def _given(self, batch: Batch, tensor: Tensor) -> torch.Tensor:
+        """The array of a label tensor in a batch."""
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
@@ -148,18 +219,13 @@ class Trained:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
 
 
-def _loss(execution: Execution) -> torch.Tensor | Loss:
-    """The loss on the device; reading the number would synchronize."""
-    found = execution.loss_on_device
-    assert found is not None
-    return found
+def _on(amount: Amount, device: torch.device) -> Amount:
+    return amount.to(device, non_blocking=True) if isinstance(amount, torch.Tensor) else amount
 
 
-def read_losses(losses: Sequence[torch.Tensor | Loss]) -> list[float]:
-    """Losses as numbers, with one synchronization and one transfer for all. Unreduced losses give their mean."""
-    arrays = [loss.array if isinstance(loss, Loss) else loss for loss in losses]
-    numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in arrays]
-    return torch.stack(numbers).tolist() if numbers else []
+def _nonzero(amount: Amount) -> Amount:
+    """An amount to divide by: where nothing counts, there is nothing to divide."""
+    return torch.where(amount == 0, 1, amount) if isinstance(amount, torch.Tensor) else amount
 
 
 def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator[Batch]:

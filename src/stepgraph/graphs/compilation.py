@@ -87,9 +87,14 @@ class Compilation:
         return self.declaration.feeds
 
     @cached_property
-    def last_loss(self) -> Node | None:
-        """The loss that a call returns."""
-        return next((node for node in reversed(self.nodes) if node.is_loss), None)
+    def losses(self) -> tuple[Node, ...]:
+        """The losses, whose sum a call minimizes."""
+        return tuple(node for node in self.nodes if node.is_loss)
+
+    @cached_property
+    def loss_names(self) -> tuple[str, ...]:
+        """The names of the losses, in order."""
+        return tuple(draw.loss_names(self.nodes).values())
 
     @cached_property
     def whole(self) -> PartName:
@@ -164,7 +169,7 @@ class Compilation:
         batch = self.feeds.batch_size(given)
         if batch == declared:
             return batch
-        ends = [node.sources[0] for node in self.nodes if node.is_loss] or self.nodes[-1].results
+        ends = [node.sources[0] for node in self.losses] or self.nodes[-1].results
         rows = {tensor.shape[0] for tensor in ends}
         if not rows & {declared, 1}:
             raise ArgumentError(
@@ -187,7 +192,7 @@ class Compilation:
         """Results that stay readable after a whole call."""
         nodes = self.nodes
         watched = [t for node in self._watched() for t in node.results]
-        losses = [t for node in nodes if node.is_loss for t in (*node.results, *node.sources)]
+        losses = [t for node in self.losses for t in (*node.results, *node.sources)]
         made = {t for node in nodes for t in node.results}
         wanted = [*self.declaration.outputs.values(), *nodes[-1].results, *losses, *watched]
         return [tensor for tensor in dict.fromkeys(wanted) if tensor in made]
@@ -235,7 +240,7 @@ class Compilation:
     @property
     def terminal(self) -> tuple[Tensor, ...]:
         """The last results, if there is no loss after them."""
-        return self.nodes[-1].results if self.last_loss is None else ()
+        return () if self.losses else self.nodes[-1].results
 
     @property
     def read_elsewhere(self) -> set[Tensor]:

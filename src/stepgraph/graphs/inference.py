@@ -98,8 +98,8 @@ class InferenceGraph(CompiledGraph):
                 session.hold(binding.executable, found)
                 session.write_outputs(outputs_data, results_of(found))
                 last = compiled.nodes[-1].results[0]
-                loss = None if compiled.last_loss is None else binding.executable.loss(found)
-                return last, binding.executable.result(found, value(last)), loss
+                loss = binding.executable.loss(found) if compiled.losses else None
+                return last, binding.executable.result(found, value(last)), loss, compiled.loss_names
 
             session.accept(feeds, batch, options)
             execution = session.launch(binding, feeds, options, completion, keep, session.discard_results)

@@ -23,7 +23,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import MOST, Data, Feeds
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
-from stepgraph.runtime.loss_slots import Loss
+from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import profile
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
@@ -32,9 +32,9 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions
 
-# The outcome of a call: the tensor it is for, its array, and the loss.
-Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | None]
-NOTHING: Answer = (None, None, None)
+# The outcome of a call: the tensor it is for, its array, the loss, and the names of the losses.
+Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | Total | None, tuple[str, ...]]
+NOTHING: Answer = (None, None, None, ())
 FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
 _current = attrgetter("current")
@@ -120,7 +120,7 @@ class Session:
     def has_seed(self, batch: int) -> bool:
         """Whether a whole step has a starting point for gradients: a loss, a written gradient, or a final scalar."""
         compiled = self.compilation
-        if compiled.last_loss is not None or any(t.has_data for t in compiled.declaration.user_gradients.values()):
+        if compiled.losses or any(t.has_data for t in compiled.declaration.user_gradients.values()):
             return True
         program = compiled.programs.program(batch)
         return any(starts_at(tensor, program) for tensor in program.step.seeded)
@@ -247,12 +247,12 @@ class Session:
 
     def answer(self, executable: Executable, found: Arrays) -> Answer:
         """The loss or, without a loss, the last result."""
-        loss_node = self.compilation.last_loss
-        if loss_node is None:
-            last = self.compilation.nodes[-1].results[0]
-            return last, executable.result(found, value(last)), None
+        compiled = self.compilation
+        if not compiled.losses:
+            last = compiled.nodes[-1].results[0]
+            return last, executable.result(found, value(last)), None, ()
         loss = executable.loss(found)
-        return loss_node.results[0], loss, loss
+        return compiled.losses[-1].results[0], loss, loss, compiled.loss_names
 
     def updated(self) -> None:
         """Advances the step count after an update."""

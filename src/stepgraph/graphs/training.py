@@ -346,7 +346,7 @@ class TrainingGraph(CompiledGraph):
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             feeds = session.fed(given, batch, options)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            learning = not evaluating and (session.compilation.last_loss is not None or session.has_seed(batch))
+            learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
                 require_own(session.state, "execute")
             if learning and len(self.linked) > 1 and session.compilation.exchanges:
@@ -541,7 +541,9 @@ class TrainingGraph(CompiledGraph):
         scaled = compilation.settings.compute_type is torch.float16
         trained = compilation.trainable if optimizer else ()
         slots = {tensor: compilation.declaration.slots(tensor) for tensor in trained}
-        state = kept.attached(optimizer, slots, scaled, self._declared.average)
+        state = kept.attached(
+            optimizer, slots, scaled=scaled, decay=self._declared.average, losses=len(compilation.losses)
+        )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
     def _gradients_elsewhere(self) -> list[Gradients]:

@@ -3,19 +3,22 @@
 Shape = tuple[int, ...]
 
 
-def label_shape(prediction: Shape, labels: Shape, class_numbers: bool) -> Shape | None:
-    """The prediction's shape with or without the classes, whichever matches the labels; None if neither does."""
+def label_shape(prediction: Shape, labels: Shape, axis: int | None) -> Shape | None:
+    """The prediction's shape, or for class indices that without the classes at `axis`; None if neither matches."""
     if _long(labels) == _long(prediction):
         return prediction
-    without_classes = prediction[:1] + prediction[2:]
-    return without_classes if class_numbers and _long(labels) == _long(without_classes) else None
+    if axis is None:
+        return None
+    without_classes = prediction[:axis] + prediction[axis + 1 :]
+    return without_classes if _long(labels) == _long(without_classes) else None
 
 
-def weight_shape(prediction: Shape, weights: Shape, has_classes: bool) -> Shape | None:
-    """The shape with which label weights broadcast against a prediction; None if there is none."""
+def weight_shape(prediction: Shape, weights: Shape, axis: int | None) -> Shape | None:
+    """The shape with which label weights broadcast against a prediction with classes at `axis`; None if none does."""
     ones = (1,) * (len(prediction) - 1)
-    pixels = (*prediction[:1], 1, *prediction[2:])
-    fitting = [(1, *ones), prediction, prediction[:1] + ones, *([pixels] if has_classes else [])]
+    fitting = [(1, *ones), prediction, *([] if axis == 0 else [prediction[:1] + ones])]
+    if axis is not None:
+        fitting.append((*prediction[:axis], 1, *prediction[axis + 1 :]))
     return next((shape for shape in fitting if _long(shape) == _long(weights)), None)
 
 

@@ -271,6 +271,10 @@ class Layer:
         """The sources that are indices, by position, and the exclusive upper bound of each; most layers have none."""
         return {}
 
+    def ignored_indices(self) -> frozenset[int]:
+        """Indices that the layer skips, whether they are in range or not."""
+        return frozenset()
+
     def require_floating(self, source: TensorDescriptor) -> None:
         """Rejects sources that are not floating-point."""
         if not source.data_type.is_floating:

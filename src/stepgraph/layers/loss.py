@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
-from stepgraph.layers.labels import label_shape, weight_shape
+from stepgraph.layers.class_losses import (
+    along,
+    categorical_cross_entropy,
+    label_weights,
+    reduce,
+    smooth,
+    softmax_cross_entropy,
+)
+from stepgraph.layers.labels import Shape, label_shape, weight_shape
 from stepgraph.layers.layer import Layer, Scope, constant
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import RawEnum, ReductionType
@@ -43,6 +52,11 @@ class LossDescriptor:
         class_count: classes for the smoothing; 1 means as many as the prediction has.
         epsilon: ε of the log loss.
         delta: δ of the Huber loss.
+        axis: the dimension of the classes in a prediction (softmax and categorical cross entropy); -1 is the last.
+        ignored_label: a class index that marks labels without a loss, such as padding. Any integer, also outside the
+            range of the classes. A mean divides by the number of the other labels; if there are none, it is 0.
+        divides_by_weights: a mean divides by the sum of the label weights, not by the number of losses; if all
+            weights are 0, it is 0.
 
     Example:
         >>> LossDescriptor(LossType.HUBER).delta
@@ -56,6 +70,9 @@ class LossDescriptor:
     class_count: int = 1
     epsilon: float = 1e-7
     delta: float = 1.0
+    axis: int = 1
+    ignored_label: int | None = None
+    divides_by_weights: bool = False
 
     def __post_init__(self) -> None:
         where = "LossDescriptor"
@@ -79,6 +96,27 @@ class LossDescriptor:
                 raise ArgumentError(where, f"{name} is {value!r}", fix="pass a finite number")
             if not low <= value <= high or (name == "delta" and value == 0):
                 raise ArgumentError(where, f"{name} is {value}", fix=f"pass a number from {low} to {high}")
+        self._check_classes(where)
+        if not isinstance(self.divides_by_weights, bool):
+            raise ArgumentError(where, f"divides_by_weights is {self.divides_by_weights!r}", fix="pass True or False")
+        if self.divides_by_weights and self.reduction_type is not ReductionType.MEAN:
+            problem = f"divides_by_weights is for a mean, but the reduction is {self.reduction_type!s}"
+            raise ArgumentError(where, problem, fix="use ReductionType.MEAN")
+
+    def _check_classes(self, where: str) -> None:
+        if isinstance(self.axis, bool) or not isinstance(self.axis, int):
+            raise ArgumentError(where, f"axis is {self.axis!r}", fix="pass an integer, such as -1")
+        ignored = self.ignored_label
+        if ignored is not None and (isinstance(ignored, bool) or not isinstance(ignored, int)):
+            raise ArgumentError(where, f"ignored_label is {ignored!r}", fix="pass an integer, such as -100, or None")
+        if ignored is not None and not -(2**63) <= ignored < 2**63:
+            raise ArgumentError(where, f"ignored_label is {ignored}", fix="pass an integer of at most 64 bits")
+        if self.type not in CLASSES and (self.axis != 1 or ignored is not None):
+            raise ArgumentError(
+                where,
+                f"{self.type.debug_description} has no classes, but axis is {self.axis} and ignored_label {ignored}",
+                fix="leave axis and ignored_label out, or use label weights of 0",
+            )
 
     @property
     def loss_type(self) -> LossType:
@@ -90,20 +128,22 @@ class LossLayer(Layer):
     """`loss(prediction, labels)`, optionally with label weights; gradients flow only to the prediction.
 
     Labels have the prediction's shape; dimensions of 1 do not count. Softmax and categorical cross entropy, whose
-    classes are dimension 1, also accept class indices (ours): integer labels without that dimension. Integer
-    labels of the full shape are treated as numbers (one-hot).
+    classes are dimension 1 unless `axis` says otherwise, also accept class indices (ours): integer labels without that
+    dimension. Integer labels of the full shape are treated as numbers (one-hot).
 
-    Label weights are one number, one per sample, one per sample and pixel (class losses) or one per
-    element.
+    Label weights are one number, one per sample, one per label (class losses) or one per element.
 
-    Results: `NONE` gives one loss per element, per sample and pixel (class losses) or per sample (cosine
-    distance); `SUM` and `MEAN` give `[1]`. The mean is the sum divided by the number of those losses, whatever the
-    weights are. The gradient is that of the reported value.
+    Results: `NONE` gives one loss per element, per label (class losses) or per sample (cosine distance); `SUM` and
+    `MEAN` give `[1]`. The mean is the sum divided by the number of those losses, ignored labels not counted. It
+    divides by the sum of the label weights only with `divides_by_weights`. The gradient is that of the reported value.
 
     Example:
         >>> labels = TensorDescriptor((8,), "int64")
         >>> LossLayer.softmax_cross_entropy(ReductionType.NONE).infer(TensorDescriptor((8, 10)), labels)[0].shape
         (8,)
+        >>> words = LossLayer.softmax_cross_entropy(axis=-1, ignored_label=-100)
+        >>> words.infer(TensorDescriptor((8, 20, 1000)), TensorDescriptor((8, 20), "int64"))[0].shape
+        (1,)
     """
 
     descriptor: LossDescriptor
@@ -118,34 +158,54 @@ class LossLayer(Layer):
         cls,
         reduction_type: ReductionType = ReductionType.MEAN,
         *,
+        axis: int = 1,
+        ignored_label: int | None = None,
         label_smoothing: float = 0.0,
         class_count: int = 1,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
-        """`-Σ t log softmax(y)` over the classes of each sample; `y` are logits."""
-        kind = LossType.SOFTMAX_CROSS_ENTROPY
-        return LossLayer(
-            LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label
+        """`-Σ t log softmax(y)` over the classes along `axis`; `y` are logits."""
+        descriptor = LossDescriptor(
+            LossType.SOFTMAX_CROSS_ENTROPY,
+            reduction_type,
+            weight,
+            label_smoothing,
+            class_count,
+            axis=axis,
+            ignored_label=ignored_label,
+            divides_by_weights=divides_by_weights,
         )
+        return LossLayer(descriptor, weights, label=label)
 
     @classmethod
     def categorical_cross_entropy(
         cls,
         reduction_type: ReductionType = ReductionType.MEAN,
         *,
+        axis: int = 1,
+        ignored_label: int | None = None,
         label_smoothing: float = 0.0,
         class_count: int = 1,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
-        """`-Σ t log y` over the classes of each sample; `y` are probabilities. Smoothing is kept but not used."""
-        kind = LossType.CATEGORICAL_CROSS_ENTROPY
-        return LossLayer(
-            LossDescriptor(kind, reduction_type, weight, label_smoothing, class_count), weights, label=label
+        """`-Σ t log y` over the classes along `axis`; `y` are probabilities. Smoothing is kept but not used."""
+        descriptor = LossDescriptor(
+            LossType.CATEGORICAL_CROSS_ENTROPY,
+            reduction_type,
+            weight,
+            label_smoothing,
+            class_count,
+            axis=axis,
+            ignored_label=ignored_label,
+            divides_by_weights=divides_by_weights,
         )
+        return LossLayer(descriptor, weights, label=label)
 
     @classmethod
     def sigmoid_cross_entropy(
@@ -155,11 +215,13 @@ class LossLayer(Layer):
         label_smoothing: float = 0.0,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`-t log σ(y) - (1 - t) log(1 - σ(y))`; `y` are logits."""
-        kind = LossType.SIGMOID_CROSS_ENTROPY
-        return LossLayer(LossDescriptor(kind, reduction_type, weight, label_smoothing), weights, label=label)
+        kind, by_weights = LossType.SIGMOID_CROSS_ENTROPY, divides_by_weights
+        descriptor = LossDescriptor(kind, reduction_type, weight, label_smoothing, divides_by_weights=by_weights)
+        return LossLayer(descriptor, weights, label=label)
 
     @classmethod
     def log(
@@ -169,10 +231,13 @@ class LossLayer(Layer):
         epsilon: float = 1e-7,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`-t log(y + epsilon) - (1 - t) log(1 - y + epsilon)`; `y` are probabilities."""
-        return LossLayer(LossDescriptor(LossType.LOG, reduction_type, weight, epsilon=epsilon), weights, label=label)
+        kind, by_weights = LossType.LOG, divides_by_weights
+        descriptor = LossDescriptor(kind, reduction_type, weight, epsilon=epsilon, divides_by_weights=by_weights)
+        return LossLayer(descriptor, weights, label=label)
 
     @classmethod
     def huber(
@@ -182,10 +247,13 @@ class LossLayer(Layer):
         delta: float = 1.0,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`(y - t)² / 2` up to a distance of `delta`, linear beyond."""
-        return LossLayer(LossDescriptor(LossType.HUBER, reduction_type, weight, delta=delta), weights, label=label)
+        kind, by_weights = LossType.HUBER, divides_by_weights
+        descriptor = LossDescriptor(kind, reduction_type, weight, delta=delta, divides_by_weights=by_weights)
+        return LossLayer(descriptor, weights, label=label)
 
     @classmethod
     def mean_absolute_error(
@@ -194,10 +262,14 @@ class LossLayer(Layer):
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`|y - t|`."""
-        return LossLayer(LossDescriptor(LossType.MEAN_ABSOLUTE_ERROR, reduction_type, weight), weights, label=label)
+        kind, by_weights = LossType.MEAN_ABSOLUTE_ERROR, divides_by_weights
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, divides_by_weights=by_weights), weights, label=label
+        )
 
     @classmethod
     def mean_squared_error(
@@ -206,10 +278,14 @@ class LossLayer(Layer):
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`(y - t)²`."""
-        return LossLayer(LossDescriptor(LossType.MEAN_SQUARED_ERROR, reduction_type, weight), weights, label=label)
+        kind, by_weights = LossType.MEAN_SQUARED_ERROR, divides_by_weights
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, divides_by_weights=by_weights), weights, label=label
+        )
 
     @classmethod
     def hinge(
@@ -218,10 +294,14 @@ class LossLayer(Layer):
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`max(0, 1 - (2 t - 1) y)`; labels are 0 and 1."""
-        return LossLayer(LossDescriptor(LossType.HINGE, reduction_type, weight), weights, label=label)
+        kind, by_weights = LossType.HINGE, divides_by_weights
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, divides_by_weights=by_weights), weights, label=label
+        )
 
     @classmethod
     def cosine_distance(
@@ -230,65 +310,141 @@ class LossLayer(Layer):
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> LossLayer:
         """`1 - Σ t y` over all elements of a sample; both should have unit length."""
-        return LossLayer(LossDescriptor(LossType.COSINE_DISTANCE, reduction_type, weight), weights, label=label)
+        kind, by_weights = LossType.COSINE_DISTANCE, divides_by_weights
+        return LossLayer(
+            LossDescriptor(kind, reduction_type, weight, divides_by_weights=by_weights), weights, label=label
+        )
 
     def check(self, *sources: TensorDescriptor) -> None:
         """Checks that labels, and weights if any, match the prediction."""
         prediction, labels, *weights = sources
         for real in (prediction, *weights):
             self.require_floating(real)
-        has_classes = self.descriptor.type in CLASSES
-        if has_classes and prediction.dimension_count < 2:
-            raise ShapeError(
-                self.where,
-                "the prediction has no dimension 1 for the classes",
-                prediction=prediction,
-                fix="use [batch, classes]",
-            )
-        if not label_shape(prediction.shape, labels.shape, has_classes and not _is_real(labels)):
+        axis = self._class_axis(prediction)
+        fitting = label_shape(prediction.shape, labels.shape, None if _is_real(labels) else axis)
+        if not fitting:
             raise ShapeError(
                 self.where,
                 f"labels {list(labels.shape)} do not match the prediction {list(prediction.shape)}",
-                fix="pass labels of the prediction's shape"
-                + ", or integer class indices without dimension 1" * has_classes,
+                fix=self._fix_of_labels(prediction, labels, axis),
             )
-        if weights and not weight_shape(prediction.shape, weights[0].shape, has_classes):
+        if self.descriptor.ignored_label is not None and fitting == prediction.shape:
             raise ShapeError(
                 self.where,
-                f"label weights {list(weights[0].shape)} do not match the prediction {list(prediction.shape)}",
-                fix="pass one weight, one per sample, or one per element",
+                f"ignored_label is {self.descriptor.ignored_label}, but labels {labels} are not class indices",
+                fix=f"pass integer labels without dimension {axis}, or give labels to ignore a weight of 0",
             )
+        if weights:
+            self._check_weights(prediction.shape, weights[0].shape, axis)
         count = self.descriptor.class_count
-        if has_classes and self.descriptor.label_smoothing and count not in (1, prediction.shape[1]):
+        if axis is not None and self.descriptor.label_smoothing and count not in (1, prediction.shape[axis]):
             raise ShapeError(
                 self.where,
-                f"labels are smoothed over {count} classes, but the prediction has {prediction.shape[1]}",
+                f"labels are smoothed over {count} classes, but the prediction has {prediction.shape[axis]}",
                 fix="leave class_count at 1",
             )
 
+    def _class_axis(self, prediction: TensorDescriptor) -> int | None:
+        """The dimension of the classes, from 0 on; None for losses without classes."""
+        axis, count = self.descriptor.axis, prediction.dimension_count
+        if self.descriptor.type not in CLASSES:
+            return None
+        if count < 2 or not -count <= axis < count:
+            raise ShapeError(
+                self.where,
+                f"the prediction has no dimension {axis} for the classes",
+                prediction=prediction,
+                fix="use [batch, classes]" if axis in (1, -1) else f"pass axis={count - 1} or less",
+            )
+        return axis % count
+
+    def _fix_of_labels(self, prediction: TensorDescriptor, labels: TensorDescriptor, axis: int | None) -> str:
+        if axis is None:
+            return "pass labels of the prediction's shape"
+        others = range(prediction.dimension_count - 1, 0, -1)
+        is_index = not _is_real(labels)
+        fitting = [one for one in others if is_index and label_shape(prediction.shape, labels.shape, one)]
+        if fitting:
+            return f"pass axis={fitting[0] - prediction.dimension_count} if the classes are dimension {fitting[0]}"
+        return f"pass labels of the prediction's shape, or integer class indices without dimension {axis}"
+
+    def _check_weights(self, prediction: Shape, weights: Shape, axis: int | None) -> None:
+        fitting = weight_shape(prediction, weights, axis)
+        if not fitting:
+            raise ShapeError(
+                self.where,
+                f"label weights {list(weights)} do not match the prediction {list(prediction)}",
+                fix="pass one weight, one per sample, " + "one per label, " * (axis is not None) + "or one per element",
+            )
+        d = self.descriptor
+        if d.type in SAMPLES and d.divides_by_weights and _weighs_elements(prediction, fitting):
+            raise ShapeError(
+                self.where,
+                f"label weights {list(weights)} belong to elements, but distances are means over samples",
+                fix="pass one weight per sample, or leave divides_by_weights out",
+            )
+
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
-        """Integer labels without dimension 1 are class indices."""
+        """Integer labels without the dimension of the classes are class indices."""
         prediction, labels, *_ = sources
-        if self.descriptor.type not in CLASSES or _is_real(labels):
+        axis = self._class_axis(prediction)
+        if axis is None or _is_real(labels):
             return {}
-        is_index = label_shape(prediction.shape, labels.shape, True) != prediction.shape
-        return {1: prediction.shape[1]} if is_index else {}
+        is_index = label_shape(prediction.shape, labels.shape, axis) != prediction.shape
+        return {1: prediction.shape[axis]} if is_index else {}
+
+    def ignored_indices(self) -> frozenset[int]:
+        """The ignored label."""
+        ignored = self.descriptor.ignored_label
+        return frozenset() if ignored is None else frozenset({ignored})
 
     def forward(
         self, prediction: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, *, scope: Scope
     ) -> torch.Tensor:
         """The loss with the descriptor's reduction."""
-        shape, kind = tuple(prediction.shape), self.descriptor.type
-        whole = kind in CLASSES and not (labels.is_floating_point() or labels.dtype == torch.bool)
-        labels = labels.detach().reshape(label_shape(shape, tuple(labels.shape), whole) or shape)
+        labels, weights = self._aligned(tuple(prediction.shape), labels, weights)
         labels = labels.long() if labels.ndim < prediction.ndim else labels.to(prediction.dtype)
-        if weights is not None:
-            fitting = weight_shape(shape, tuple(weights.shape), kind in CLASSES) or shape
-            weights = weights.detach().to(prediction.dtype).reshape(fitting)
+        weights = None if weights is None else weights.to(prediction.dtype)
         return loss(prediction, labels, weights, descriptor=self.descriptor)
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether a mean divides by something else than the number of labels, which `divisor` finds."""
+        d = self.descriptor
+        return d.reduction_type is ReductionType.MEAN and (d.ignored_label is not None or d.divides_by_weights)
+
+    def divisor(self, prediction: Shape, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """What the mean over a batch divides by: labels that count, or their weights. 0 if nothing counts."""
+        d = self.descriptor
+        labels, weights = self._aligned(prediction, labels, weights)
+        if weights is None or not d.divides_by_weights:
+            counted = (
+                torch.ones_like(labels, dtype=torch.bool) if d.ignored_label is None else labels != d.ignored_label
+            )
+            return counted.sum()
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        if d.type in CLASSES:
+            axis = d.axis % len(prediction)
+            each = label_weights(labels, weights, axis, d.ignored_label)
+            return each.expand(prediction[:axis] + prediction[axis + 1 :]).sum(dtype=wide)
+        each = weights if d.type in ELEMENTS else weights.reshape(-1)
+        return each.expand(prediction if d.type in ELEMENTS else prediction[:1]).sum(dtype=wide)
+
+    def _aligned(
+        self, prediction: Shape, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Labels with the prediction's dimensions, or all but the classes, and weights that broadcast against it."""
+        axis = self.descriptor.axis % len(prediction) if self.descriptor.type in CLASSES else None
+        is_index = not (labels.is_floating_point() or labels.dtype == torch.bool)
+        fitting = label_shape(prediction, tuple(labels.shape), axis if is_index else None) or prediction
+        labels = labels.detach().reshape(fitting)
+        if weights is not None:
+            weights = weights.detach().reshape(weight_shape(prediction, tuple(weights.shape), axis) or prediction)
+        return labels, weights
 
 
 def loss(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, descriptor: LossDescriptor) -> torch.Tensor:
@@ -297,16 +453,6 @@ def loss(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, descriptor
     value = LOSSES[descriptor.type](y, t, w, descriptor, how)
     value = value if descriptor.weight == 1 else value * descriptor.weight
     return value if how == "none" else value.reshape(1)
-
-
-def reduce(losses: torch.Tensor, how: str) -> torch.Tensor:
-    """All losses, their sum, or their mean."""
-    return losses if how == "none" else losses.sum() if how == "sum" else losses.mean()
-
-
-def smooth(t: torch.Tensor, smoothing: float, count: int) -> torch.Tensor:
-    """`t (1 - s) + s / count`."""
-    return t * (1 - smoothing) + smoothing / count if smoothing else t
 
 
 def hinge(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -319,45 +465,22 @@ def log_loss(y: torch.Tensor, t: torch.Tensor, *, epsilon: float) -> torch.Tenso
     return -t * torch.log(y + epsilon) - (1 - t) * torch.log(1 - y + epsilon)
 
 
-def softmax_cross_entropy(
-    y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, smoothing: float, how: str
+def cosine_distance(
+    y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, how: str, by_weights: bool
 ) -> torch.Tensor:
-    """`-Σ w t log softmax(y)` over dimension 1, with `t` smoothed."""
-    if t.ndim < y.ndim and (w is None or w.shape[1] == 1):
-        each = how if w is None else "none"
-        losses = F.cross_entropy(y, t, reduction=each, label_smoothing=smoothing, ignore_index=_NO_CLASS)
-        return losses if w is None else reduce(losses * w.squeeze(1), how)
-    t = smooth(t if t.ndim == y.ndim else _one_hot(t, y), smoothing, y.shape[1])
-    return _over_classes(t * torch.log_softmax(y, 1), w, how)
-
-
-def categorical_cross_entropy(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, how: str) -> torch.Tensor:
-    """`-Σ w t log y` over dimension 1. Classes with `t = 0` contribute nothing, even where `y` is 0."""
-    if t.ndim < y.ndim and (w is None or w.shape[1] == 1):
-        losses = -y.gather(1, t.unsqueeze(1)).squeeze(1).log()
-        return reduce(losses if w is None else losses * w.squeeze(1), how)
-    t = t if t.ndim == y.ndim else _one_hot(t, y)
-    return _over_classes(t * torch.where(t == 0, 1.0, y).log(), w, how)
-
-
-def cosine_distance(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, *, how: str) -> torch.Tensor:
     """`1 - Σ t y` over each sample; weights of elements multiply the products, weights of samples the distances."""
     products = t * y
-    by_element = w is not None and w.numel() == y.numel() and y.numel() > y.shape[0]
+    by_element = w is not None and _weighs_elements(tuple(y.shape), tuple(w.shape))
     distances = 1 - (products * w if w is not None and by_element else products).reshape(y.shape[0], -1).sum(1)
-    return reduce(distances if w is None or by_element else distances * w.reshape(-1), how)
+    if w is None or by_element:
+        return reduce(distances, how)
+    each = w.reshape(-1)
+    return reduce(distances * each, how, each if by_weights else None)
 
 
-def _over_classes(products: torch.Tensor, w: torch.Tensor | None, how: str) -> torch.Tensor:
-    weighted = products if w is None else products * w
-    if how == "none":
-        return -weighted.sum(1)
-    count = products.numel() // products.shape[1] if how == "mean" else 1
-    return weighted.sum() / -count
-
-
-def _one_hot(t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(y).scatter(1, t.unsqueeze(1), 1.0)
+def _weighs_elements(prediction: Shape, weights: Shape) -> bool:
+    """Whether weights belong to the elements of samples, not to the samples."""
+    return math.prod(weights) == math.prod(prediction) > prediction[0]
 
 
 Kind = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, LossDescriptor, str], torch.Tensor]
@@ -368,7 +491,9 @@ def _by_element(losses: Elements) -> Kind:
     """A loss with one value per element, reduced by PyTorch's own operator unless there are weights."""
 
     def kind(y: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None, d: LossDescriptor, how: str) -> torch.Tensor:
-        return losses(y, t, d, how) if w is None else reduce(losses(y, t, d, "none") * w, how)
+        if w is None:
+            return losses(y, t, d, how)
+        return reduce(losses(y, t, d, "none") * w, how, w if d.divides_by_weights else None)
 
     return kind
 
@@ -386,18 +511,33 @@ ELEMENTS: dict[LossType, Kind] = {
     LossType.LOG: _by_element(lambda y, t, d, how: reduce(log_loss(y, t, epsilon=d.epsilon), how)),
 }
 CLASSES: dict[LossType, Kind] = {
-    LossType.SOFTMAX_CROSS_ENTROPY: lambda y, t, w, d, how: softmax_cross_entropy(
-        y, t, w, smoothing=d.label_smoothing, how=how
+    LossType.SOFTMAX_CROSS_ENTROPY: lambda y, t, w, d, how: along(
+        d.axis % y.ndim,
+        partial(softmax_cross_entropy, smoothing=d.label_smoothing),
+        y,
+        t,
+        w,
+        how,
+        ignored=d.ignored_label,
+        by_weights=d.divides_by_weights,
     ),
-    LossType.CATEGORICAL_CROSS_ENTROPY: lambda y, t, w, d, how: categorical_cross_entropy(y, t, w, how=how),
+    LossType.CATEGORICAL_CROSS_ENTROPY: lambda y, t, w, d, how: along(
+        d.axis % y.ndim,
+        categorical_cross_entropy,
+        y,
+        t,
+        w,
+        how,
+        ignored=d.ignored_label,
+        by_weights=d.divides_by_weights,
+    ),
 }
 SAMPLES: dict[LossType, Kind] = {
-    LossType.COSINE_DISTANCE: lambda y, t, w, d, how: cosine_distance(y, t, w, how=how),
+    LossType.COSINE_DISTANCE: lambda y, t, w, d, how: cosine_distance(y, t, w, how=how, by_weights=d.divides_by_weights)
 }
 LOSSES = ELEMENTS | CLASSES | SAMPLES
 
 _REDUCTIONS = {ReductionType.NONE: "none", ReductionType.SUM: "sum", ReductionType.MEAN: "mean"}
-_NO_CLASS = torch.iinfo(torch.int64).min  # PyTorch ignores labels of -100; here every label counts
 
 
 def _is_real(source: TensorDescriptor) -> bool:

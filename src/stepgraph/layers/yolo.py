@@ -144,13 +144,13 @@ class YOLOLossLayer(LossLayer):
                 f"the prediction {list(shape)} does not have {count} anchors of {BOX} channels plus classes",
                 fix=f"use [batch, {count} * ({BOX} + classes), height, width]",
             )
-        if not label_shape(shape, labels.shape, False):
+        if not label_shape(shape, labels.shape, None):
             raise ShapeError(
                 self.where,
                 f"labels {list(labels.shape)} do not match the prediction {list(shape)}",
                 fix="pass labels of the prediction's shape",
             )
-        if weights and (weight_shape(shape, weights[0].shape, True) or shape)[1] != 1:
+        if weights and (weight_shape(shape, weights[0].shape, 1) or shape)[1] != 1:
             raise ShapeError(
                 self.where,
                 f"label weights {list(weights[0].shape)} do not match the prediction {list(shape)}",
@@ -167,9 +167,7 @@ class YOLOLossLayer(LossLayer):
         labels = labels.detach().to(wide).reshape(shape)
         losses = yolo_loss(prediction.to(wide), labels, anchors, settings=settings)
         if weights is not None:
-            losses = losses * weights.detach().to(wide).reshape(
-                weight_shape(shape, tuple(weights.shape), True) or shape
-            )
+            losses = losses * weights.detach().to(wide).reshape(weight_shape(shape, tuple(weights.shape), 1) or shape)
         return losses.sum((1, 2, 3)).to(prediction.dtype)
 
 

@@ -29,7 +29,7 @@ from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
-from stepgraph.runtime.loss_slots import Loss, Losses
+from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import surroundings, torch_private
 
@@ -129,18 +129,24 @@ class Executable:
         return NUMBERS in self.part.written
 
     @cached_property
-    def loss_index(self) -> int | None:
-        """The index of the last loss among the results; None if there is none."""
-        losses = [value(node.results[0]) for node in self.step.losses]
-        return self.part.outputs.index(losses[-1]) if losses and losses[-1] in self.part.outputs else None
+    def loss_indices(self) -> tuple[int, ...]:
+        """The indices of the losses among the results, in order; empty if one of them is not there."""
+        losses, outputs = [value(node.results[0]) for node in self.step.losses], self.part.outputs
+        return tuple(map(outputs.index, losses)) if set(losses) <= set(outputs) else ()
 
-    def loss(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor | Loss:
-        """The loss of the last call, unaffected by later calls."""
-        assert self.loss_index is not None
-        array, capture = found[self.part.outputs[self.loss_index]], self._capture
-        if capture is None or capture.graph is None or capture.results[self.loss_index] is not array:
+    def loss(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor | Loss | Total:
+        """The loss of the last call, or all of several, unaffected by later calls."""
+        if len(self.loss_indices) == 1:
+            return self._loss(found, 0)
+        return Total(tuple(self._loss(found, place) for place in range(len(self.loss_indices))))
+
+    def _loss(self, found: Mapping[Key, torch.Tensor], place: int) -> torch.Tensor | Loss:
+        index, capture = self.loss_indices[place], self._capture
+        array = found[self.part.outputs[index]]
+        if capture is None or capture.graph is None or capture.results[index] is not array:
             return array
-        return array.clone() if capture.losses is None else capture.losses.latest()
+        slots = capture.losses[place]
+        return array.clone() if slots is None else slots.latest()
 
     def result(self, found: Mapping[Key, torch.Tensor], key: Key) -> torch.Tensor | Lent:
         """One result of the last call, unaffected by later calls."""
@@ -280,9 +286,8 @@ class _Capture:
             key for key in executable.part.inputs if key.kind == KeyKind.USER_GRADIENT or key.owner in step.fed
         }
         self.copied: dict[Key, torch.Tensor] = {}
-        index = executable.loss_index
-        like = None if index is None else executable.part.results[executable.part.outputs[index]]
-        self.losses = Losses(like, step.device) if like is not None and like.numel() == 1 else None
+        like = [executable.part.results[executable.part.outputs[index]] for index in executable.loss_indices]
+        self.losses = [Losses(one, step.device) if one.numel() == 1 else None for one in like]
         self.lending = Lending()
         self.in_place: dict[Key, int] = {}
         self.orders: dict[Key, tuple[int, ...]] = {}
@@ -305,8 +310,9 @@ class _Capture:
         if self.copied:
             torch_private.foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
-        if self.losses is not None:
-            self.losses.expect()
+        for slots in self.losses:
+            if slots is not None:
+                slots.expect()
         self.lending.call_in()
         self.graph.replay()
         return self.results
@@ -329,8 +335,9 @@ class _Capture:
         # Other threads (a loader that pins memory, a completion handler) can continue while this one captures.
         with self.executable.settings(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self.executable.run(arrays)
-            if self.losses is not None and self.executable.loss_index is not None:
-                self.losses.capture(results[self.executable.loss_index])
+            for slots, index in zip(self.losses, self.executable.loss_indices, strict=True):
+                if slots is not None:
+                    slots.capture(results[index])
         # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
-from stepgraph.runtime.loss_slots import Loss
+from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
-Found = torch.Tensor | Loss | Lent  # an array, or where it is kept until it is read
+Found = torch.Tensor | Loss | Total | Lent  # an array, or where it is kept until it is read
 
 
 class _Turns(dict[torch.device | None, threading.RLock]):
@@ -76,8 +76,8 @@ class Execution:
     """
 
     __slots__ = (
-        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_result", "_started", "_stream", "_timed",
-        "error", "profile",
+        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_result", "_started", "_stream",
+        "_timed", "error", "profile",
     )  # fmt: skip
 
     def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
@@ -85,7 +85,8 @@ class Execution:
         self.profile: Profile | None = None
         self._like: Tensor | None = None
         self._found: Found | None = None
-        self._loss: torch.Tensor | Loss | None = None
+        self._loss: torch.Tensor | Loss | Total | None = None
+        self._names: tuple[str, ...] = ()
         self._result: Tensor | None = None
         self._timed = timed
         self._elapsed: float | None = None
@@ -101,9 +102,15 @@ class Execution:
                 self._stream = torch_private.raw_stream(self._device.index)
         self._started = time.perf_counter() if timed else 0.0
 
-    def finish(self, like: Tensor | None, found: Found | None, loss: torch.Tensor | Loss | None) -> None:
+    def finish(
+        self,
+        like: Tensor | None,
+        found: Found | None,
+        loss: torch.Tensor | Loss | Total | None,
+        names: tuple[str, ...] = (),
+    ) -> None:
         """Records the result of the call and its tensor; on a GPU the work may still be running."""
-        self._like, self._found, self._loss = like, found, loss
+        self._like, self._found, self._loss, self._names = like, found, loss, names
         if self._events:
             self._events[-1].record()
         elif self._timed:
@@ -172,7 +179,7 @@ class Execution:
         """The loss, or the last result of a graph without one; None if the call failed or returns none."""
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
             with _turns[self._device]:
-                array = self._found.own() if isinstance(self._found, Loss | Lent) else self._found
+                array = self._found.own() if isinstance(self._found, Loss | Total | Lent) else self._found
             descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
             self._result = Tensor(descriptor, label=self._like.label)
             self._result.hold(array)
@@ -181,18 +188,28 @@ class Execution:
 
     @property
     def loss(self) -> float | np.ndarray | None:
-        """The loss before this call's update: a number, an array if it was not reduced, None without a loss."""
+        """The loss before this call's update: a number, an array if it was not reduced, None without a loss.
+
+        Of several losses, their sum.
+        """
         self.wait()
         if self._loss is None:
             return None
         with _turns[self._device]:  # another thread's call may overwrite it
-            loss = self._loss if isinstance(self._loss, torch.Tensor) else self._loss.array
-            return loss.item() if loss.numel() == 1 else loss.cpu().numpy()
+            return _number(self._loss)
 
     @property
-    def loss_on_device(self) -> torch.Tensor | Loss | None:
-        """The loss on the device, without synchronizing."""
-        return self._loss
+    def losses(self) -> dict[str, float | np.ndarray]:
+        """Every loss before this call's update, by the name of its layer; empty without a loss."""
+        self.wait()
+        with _turns[self._device]:
+            return {name: _number(loss) for name, loss in zip(self._names, self.losses_on_device, strict=True)}
+
+    @property
+    def losses_on_device(self) -> tuple[torch.Tensor | Loss, ...]:
+        """Every loss on the device, without synchronizing."""
+        loss = self._loss
+        return loss.parts if isinstance(loss, Total) else () if loss is None else (loss,)
 
     def __await__(self) -> Generator[Any, None, Execution]:
         if not self.done:
@@ -202,3 +219,8 @@ class Execution:
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "running"
         return f"<Execution {state}>"
+
+
+def _number(loss: torch.Tensor | Loss | Total) -> float | np.ndarray:
+    array = loss if isinstance(loss, torch.Tensor) else loss.array
+    return array.item() if array.numel() == 1 else array.cpu().numpy()

@@ -7,7 +7,7 @@ several threads would end the process, so there indices are checked before the c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ class Indices:
         limit, elsewhere = self.limits[key], not array.is_cpu
         if elsewhere and self._is_part_of_known(key, array):
             return
-        if not _within(array, limit.extent):
+        if not _within(array, limit):
             raise _refused(array, limit, self._titles[key.owner])
         if elsewhere:
-            self._remember(key, array, limit.extent)
+            self._remember(key, array, limit)
 
     def require_all(self, arrays: Mapping[Key, torch.Tensor]) -> None:
         """The same for all feeds."""
@@ -55,9 +55,9 @@ class Indices:
             return False
         return known[0]() is _whole(array) and torch_private.version(array) == known[1]
 
-    def _remember(self, key: Key, array: torch.Tensor, extent: int) -> None:
+    def _remember(self, key: Key, array: torch.Tensor, limit: Limit) -> None:
         whole = _whole(array)
-        if not array.is_inference() and (whole is array or _within(whole, extent)):  # inference tensors: no versions
+        if not array.is_inference() and (whole is array or _within(whole, limit)):  # inference tensors: no versions
             self._seen[key] = weakref.ref(whole), torch_private.version(whole)
 
 
@@ -67,25 +67,46 @@ def _whole(array: torch.Tensor) -> torch.Tensor:
     return array if base is None or base.dtype != array.dtype else base
 
 
-def _within(array: torch.Tensor, extent: int) -> bool:
+def _within(array: torch.Tensor, limit: Limit) -> bool:
     if array.numel() == 0:
         return True
     if array.device.type != "cpu":
+        if limit.ignored:
+            return not bool(_outside(array, limit).any())
         least, most = torch.stack(torch.aminmax(array)).tolist()
-        return bool(least >= 0 and most < extent)
+        return bool(least >= 0 and most < limit.extent)
     numbers = array.numpy()  # NumPy is much faster for few numbers
     unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative becomes large
-    return bool(np.max(unsigned) < extent)
+    if np.max(unsigned) < limit.extent:
+        return True
+    return bool(limit.ignored) and not bool(_outside(array, limit).any())
+
+
+def _outside(array: torch.Tensor, limit: Limit) -> torch.Tensor:
+    """Where an array holds what the layer does not accept."""
+    found = (array < 0) | (array >= limit.extent)
+    for one in limit.ignored:
+        found &= array != one
+    return found
 
 
 def _refused(array: torch.Tensor, limit: Limit, where: str) -> DataError:
-    outside = (array < 0) | (array >= limit.extent)
+    outside = _outside(array, limit)
     place = outside.nonzero()[0].tolist()
-    number, allowed = int(array[tuple(place)]), f"0 to {limit.extent - 1}"
+    allowed = f"0 to {limit.extent - 1}" + "".join(f" or {one}" for one in sorted(limit.ignored))
     return DataError(
         where,
-        f"row {place[0]} holds the {limit.what} {number}, but {limit.where} takes {allowed}",
+        f"{_named(place, array.shape)} holds the {limit.what} {int(array[tuple(place)])}, "
+        f"but {limit.where} takes {allowed}",
         place=place,
         out_of_range=f"{int(outside.sum())} of {array.numel()} numbers",
         fix=f"use integers from {allowed}",
     )
+
+
+def _named(place: Sequence[int], shape: Sequence[int]) -> str:
+    """A place as a row and, if a row holds several numbers, its position there: `row 3, position 17`."""
+    inner = [index for index, extent in zip(place[1:], shape[1:], strict=True) if extent > 1]
+    if not inner:
+        return f"row {place[0]}"
+    return f"row {place[0]}, position {inner[0] if len(inner) == 1 else inner}"

@@ -37,6 +37,26 @@ class Loss:
         return self.array.reshape(self._shape).clone()
 
 
+class Total:
+    """The losses of one call of a graph with several: their sum is what the call minimizes."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: tuple[torch.Tensor | Loss, ...]) -> None:
+        self.parts = parts
+
+    @property
+    def array(self) -> torch.Tensor:
+        """The sum of all losses and of all their elements; read it before the next call."""
+        arrays = [one.array if isinstance(one, Loss) else one for one in self.parts]
+        wide = max((one.dtype for one in arrays), key=lambda dtype: dtype.itemsize)
+        return torch.stack([one.sum(dtype=wide) for one in arrays]).sum().reshape(1)
+
+    def own(self) -> torch.Tensor:
+        """The sum, in memory that is never overwritten."""
+        return self.array
+
+
 class Losses:
     """Where one captured graph writes its losses."""
 

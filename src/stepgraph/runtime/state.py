@@ -10,7 +10,7 @@ from operator import is_
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, SCALE, SHARE, STREAM, Key, KeyKind, average, state
+from stepgraph.compiler.step import NUMBERS, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
@@ -62,13 +62,25 @@ class TrainingState:
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
 
     def attached(
-        self, optimizer: Optimizer | None, slots: Mapping[Tensor, tuple[str, ...]], scaled: bool, decay: float | None
+        self,
+        optimizer: Optimizer | None,
+        slots: Mapping[Tensor, tuple[str, ...]],
+        *,
+        scaled: bool,
+        decay: float | None,
+        losses: int,
     ) -> TrainingState:
-        """A state with an optimizer: buffers bound by the user, previous ones, or zeros; loss scale and averages.
+        """A state with an optimizer: buffers bound by the user, previous ones, or zeros.
 
-        `slots` has the buffers of every trained tensor, `decay` is that of the averages. The buffers of the same
-        optimizer are kept, even while their tensor is frozen, and so is a scale in use. This state and the tensors do
-        not change until the new one begins.
+        The buffers of the same optimizer are kept, even while their tensor is frozen, and so is a scale in use. This
+        state and the tensors do not change until the new one begins.
+
+        Args:
+            optimizer: what updates the parameters.
+            slots: the buffers of every trained tensor.
+            scaled: whether the loss is scaled.
+            decay: that of the averages; None if there are none.
+            losses: their number; several have a factor each.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -77,6 +89,9 @@ class TrainingState:
             new.arrays.pop(SCALE, None)
         elif SCALE not in new.arrays:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
+        new.arrays.pop(SEEDS, None)
+        if losses > 1:
+            new.arrays[SEEDS] = torch.ones(losses, device=self.device.torch)
         if optimizer is not None:
             new.attach(optimizer, slots)
         if optimizer is not None and decay is not None:
@@ -170,6 +185,11 @@ class TrainingState:
         """The step counts on the device, one per row of numbers; all are equal."""
         assert self.optimizer is not None
         return torch.atleast_2d(self.arrays[NUMBERS])[:, self.optimizer.columns.index("time_step")]
+
+    @property
+    def loss_factors(self) -> torch.Tensor:
+        """The factor of each of several losses' gradients: 1, but for batches that are parts of a larger one."""
+        return self.arrays[SEEDS]
 
     @property
     def loss_scale(self) -> float | None:

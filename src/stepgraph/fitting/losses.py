@@ -1,0 +1,230 @@
+"""The losses of a graph as a loop uses them: their names, what a mean divides by, and the metrics of each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from stepgraph.errors import ArgumentError, UnknownNameError
+from stepgraph.fitting.metrics import TAKEN, Metric, by_name
+from stepgraph.layers.layer import Layer
+from stepgraph.layers.loss import LossLayer
+from stepgraph.layers.node import Node
+from stepgraph.runtime.loss_slots import Loss
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ReductionType
+
+ASSUMED = {"axis": 1, "ignored_label": None}  # by metrics, unless they are told otherwise
+Amount = torch.Tensor | int
+Given = Callable[[Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainedLoss:
+    """One loss of a graph.
+
+    Args:
+        name: its name in a history.
+        node: the loss layer with its prediction and labels.
+    """
+
+    name: str
+    node: Node
+
+    @property
+    def layer(self) -> Layer:
+        """The loss layer."""
+        return self.node.layer
+
+    @property
+    def prediction(self) -> Tensor:
+        """What it compares with the labels."""
+        return self.node.sources[0]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The labels."""
+        return (*self.node.labels, None)[0]
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether its gradient weights each row by its share of the batch; others are already sums."""
+        layer = self.layer
+        return not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
+
+    def amount(self, rows: int, given: Given) -> Amount:
+        """What its mean over a batch divides by, up to a factor; for other losses, the rows.
+
+        Args:
+            rows: the rows of the batch.
+            given: the array of a label tensor in the batch.
+        """
+        layer, labels = self.layer, self.labels
+        if not isinstance(layer, LossLayer) or not layer.counts_labels or labels is None:
+            return rows
+        weights = self.node.labels[1] if len(self.node.labels) > 1 else None
+        array = given(labels)
+        each = None if weights is None else given(weights).to(array.device)
+        # A label tensor has the batch size of the call, which need not be that of the declared prediction.
+        shape = self.prediction.shape
+        is_batched = labels.shape[0] == shape[0]
+        return layer.divisor((array.shape[0], *shape[1:]) if is_batched else shape, array, each)
+
+    def settings(self) -> dict[str, Any]:
+        """What a metric should know of it, unless it is what metrics assume."""
+        descriptor = self.layer.descriptor if isinstance(self.layer, LossLayer) else None
+        if descriptor is None:
+            return {}
+        found = {"axis": descriptor.axis, "ignored_label": descriptor.ignored_label}
+        return {name: value for name, value in found.items() if value != ASSUMED[name]}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The losses of one batch, still on the device, with what each mean divides by."""
+
+    losses: tuple[torch.Tensor | Loss, ...]
+    amounts: tuple[Amount, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """The losses of one batch as numbers, with what each mean divides by."""
+
+    losses: tuple[float, ...]
+    amounts: tuple[float, ...]
+    rows: int
+
+
+def read_losses(batches: Sequence[Measured]) -> list[Read]:
+    """Losses as numbers, with one synchronization and one transfer for all. Unreduced losses give their mean."""
+    arrays = [loss.array if isinstance(loss, Loss) else loss for one in batches for loss in one.losses]
+    numbers = [loss.reshape(()) if loss.numel() == 1 else loss.float().mean() for loss in arrays]
+    counted = [one for batch in batches for one in batch.amounts if isinstance(one, torch.Tensor)]
+    values, amounts = iter(_transferred(numbers)), iter(_transferred(counted))
+    return [
+        Read(
+            tuple(next(values) for _ in one.losses),
+            tuple(next(amounts) if isinstance(amount, torch.Tensor) else amount for amount in one.amounts),
+            one.rows,
+        )
+        for one in batches
+    ]
+
+
+def _transferred(numbers: Sequence[torch.Tensor]) -> list[float]:
+    return torch.stack([*numbers]).tolist() if numbers else []
+
+
+def mean_loss(batches: Sequence[Read]) -> float:
+    """The loss of several batches as if they were one: the sum over all losses of their means over what counts."""
+    total = 0.0
+    for index in range(len(batches[0].losses)):
+        amounts = [one.amounts[index] for one in batches]
+        total += sum(one.losses[index] * amount for one, amount in zip(batches, amounts, strict=True)) / (
+            sum(amounts) or 1
+        )
+    return total
+
+
+@dataclass(frozen=True)
+class MetricOf:
+    """A metric of one loss, which passes on what it should know of the loss.
+
+    Args:
+        metric: the metric.
+        loss: what it belongs to.
+        settings: keywords for the metric.
+    """
+
+    metric: Metric
+    loss: TrainedLoss
+    settings: Mapping[str, Any]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether its results are summed."""
+        return bool(getattr(self.metric, "adds_up", False))
+
+    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.metric(prediction, labels, **self.settings)
+
+    def weight_of_batch(self, labels: torch.Tensor, rows: int) -> Amount:
+        """How much a batch counts in the mean: its rows or, if labels are ignored, the others."""
+        ignored = self.settings.get("ignored_label")
+        return rows if ignored is None else (labels != ignored).sum()
+
+
+def assigned(
+    metrics: Any, losses: Sequence[TrainedLoss], outputs: Mapping[str, Tensor] | None = None
+) -> dict[str, Metric]:
+    """Metrics by name. Those under the name of a loss, or of the output it reads, belong to it; others to the last.
+
+    Example:
+        >>> assigned({"mine": max}, [])
+        {'mine': <built-in function max>}
+    """
+    several = {one.name for one in losses} if len(losses) > 1 else set()
+    own = {}
+    if isinstance(metrics, Mapping):
+        own = {name: one for name, one in metrics.items() if name in several or _is_group(one)}
+    rest = {name: one for name, one in metrics.items() if name not in own} if own else metrics
+    found = {name: _of(metric, losses[-1]) if losses else metric for name, metric in by_name(rest).items()}
+    for name, group in own.items():
+        loss = _named(name, losses, outputs or {})
+        for inner, metric in by_name(group).items():
+            found[f"{name} {inner}"] = MetricOf(metric, loss, _settings(metric, loss))
+    _check(losses, found)
+    return found
+
+
+def _is_group(given: Any) -> bool:
+    return isinstance(given, Mapping | list | tuple) and not callable(given)
+
+
+def loss_of(metric: Metric, losses: Sequence[TrainedLoss]) -> TrainedLoss:
+    """The loss that a metric belongs to."""
+    return metric.loss if isinstance(metric, MetricOf) else losses[-1]
+
+
+def _of(metric: Metric, loss: TrainedLoss) -> Metric:
+    settings = _settings(metric, loss)
+    return MetricOf(metric, loss, settings) if settings else metric
+
+
+def _settings(metric: Metric, loss: TrainedLoss) -> dict[str, Any]:
+    """What the loss sets and the metric takes as keywords, unless the caller has set them."""
+    try:
+        takes = inspect.signature(metric).parameters
+    except (TypeError, ValueError):  # functions of C have none
+        return {}
+    fixed = metric.keywords if isinstance(metric, partial) else {}
+    return {name: value for name, value in loss.settings().items() if name in takes and name not in fixed}
+
+
+def _named(name: str, losses: Sequence[TrainedLoss], outputs: Mapping[str, Tensor]) -> TrainedLoss:
+    by_label = {one.name: one for one in losses}
+    if name in by_label:
+        return by_label[name]
+    found = next((one for one in losses if outputs.get(name) is one.prediction), None)
+    if found is None:
+        known = ", ".join(by_label)
+        raise UnknownNameError(
+            "metrics", f"there is no loss '{name}'", known=known, fix="name a loss, or an output that a loss reads"
+        )
+    return found
+
+
+def _check(losses: Sequence[TrainedLoss], metrics: Mapping[str, Metric]) -> None:
+    """Rejects losses whose names a history needs for something else."""
+    for one in losses if len(losses) > 1 else ():
+        if one.name in TAKEN or one.name in metrics or one.name.startswith("validation "):
+            owner = "a metric has too" if one.name in metrics else "the history uses for something else"
+            fix = "pass another label= to the loss layer"
+            raise ArgumentError("fit", f"the loss '{one.name}' has a name that {owner}", fix=fix)
