@@ -245,6 +245,19 @@ def test_shown_by_print_repr_and_report() -> None:
     assert "*.biases: frozen" in settings({"optimizer": optimizer})["optimizer"]
 
 
+@pytest.mark.gpu
+def test_groups_and_averages_are_the_same_on_cuda() -> None:
+    found = []
+    for device in (sg.Device.cpu(), sg.Device.gpu()):
+        net = Net()
+        training = net.graph(made("adamw", "global", groups_of_four()), average=0.9)
+        training.compile(device)
+        run(training, net, range(STEPS))  # captured after the second step
+        training.synchronize_updates()
+        found.append([*values(net), *(array.cpu().numpy() for array in training.averages.values())])
+    assert_equal(*found, 2e-5)
+
+
 # Which parameters a group has
 
 

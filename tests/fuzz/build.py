@@ -228,10 +228,16 @@ class Built:
         return found
 
 
+def group_of(settings: dict[str, Any]) -> sg.ParameterGroup:
+    """The group of parameters whose shape sums to an even number, or to an odd one."""
+    numbers = {name: value for name, value in settings.items() if name != "remainder"}
+    return sg.ParameterGroup(lambda _, tensor: sum(tensor.shape) % 2 == settings["remainder"], **numbers)
+
+
 def optimizer_of(settings: dict[str, Any]) -> sg.Optimizer:
     """The optimizer with these settings."""
     own = ("momentum_scale", "uses_nesterov_momentum", "beta1", "beta2", "epsilon", "alpha")
-    own += ("uses_ams_grad", "is_centered")
+    own += ("uses_ams_grad", "is_centered", "groups")
     enums = {"gradient_clipping_type": sg.GradientClippingType, "regularization_type": sg.RegularizationType}
     shared = {k: v for k, v in settings.items() if k not in own and k != "kind"}
     shared |= {name: kind[shared[name]] for name, kind in enums.items() if name in shared}
@@ -242,4 +248,5 @@ def optimizer_of(settings: dict[str, Any]) -> sg.Optimizer:
         "RMSProp": sg.RMSPropOptimizer,
     }
     rest = {k: v for k, v in settings.items() if k in own}
+    rest["groups"] = [group_of(group) for group in settings.get("groups", ())]
     return kinds[settings["kind"]](sg.OptimizerDescriptor(**shared), **rest)

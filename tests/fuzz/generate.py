@@ -25,7 +25,7 @@ def generate(seed: int, *, images: bool = False, most: int = 8) -> Recipe:
     rows = {kind: row for kind, row in LAYERS.items() if row.image or not images}
     for _ in range(draw.whole(2, most)):
         _layer(draw, rows)
-    recipe = _finished(draw, images)
+    recipe = _grouped(draw, _finished(draw, images))
     return recipe if recipe.losses and _learns(recipe) else generate(seed + 1_000_003, images=images, most=most)
 
 
@@ -156,6 +156,21 @@ def trainable(recipe: Recipe) -> list[int]:
             statistics = TABLE[op.kind].statistics
             found |= {number: None for name, number in op.parameters.items() if name not in statistics}
     return [number for number in found if recipe.parameter(number).updatable]
+
+
+def _grouped(draw: Draw, recipe: Recipe) -> Recipe:
+    """Sometimes with one or two parameter groups; what is drawn before stays the same for a seed."""
+    if not draw.chance(0.3):
+        return recipe
+    settings = recipe.optimizer
+    decays = settings["kind"] == "AdamW" or settings.get("regularization_type") != "L1"
+    groups = []
+    for remainder in range(draw.choose([1, 2])):
+        group: Settings = {"remainder": remainder, "learning_rate_factor": draw.choose([0.5, 1.0, 2.0])}
+        group |= {"weight_decay": draw.choose([0.0, 0.05])} if decays and draw.chance(0.6) else {}
+        group |= {"clipping": False} if draw.chance(0.4) else {}
+        groups.append(group | ({"frozen": True} if draw.chance(0.25) else {}))
+    return replace(recipe, optimizer={**settings, "groups": groups})
 
 
 def _optimizer(draw: Draw) -> Settings:

@@ -19,14 +19,33 @@ def updated(
 ) -> dict[str, Array]:
     """New parameters and state of an update with these gradients, as `parameter n` and `state n.i`."""
     found: dict[str, Array] = {}
-    norms = [gradients[n].double().square().sum() for n in parameters]
+    whole, own = settings, {number: _own(settings, parameters[number]) for number in parameters}
+    counted = [n for n in parameters if own[n].get("clipping", True) and not own[n].get("frozen")]
+    norms = [gradients[n].double().square().sum() for n in counted]
     everywhere = float(torch.stack(norms).sum().sqrt()) if norms else 0.0
     for number, parameter in parameters.items():
+        settings = own[number] if whole.get("groups") else whole
+        if settings.get("frozen"):
+            found[f"parameter {number}"] = parameter
+            found |= {f"state {number}.{i}": array for i, array in enumerate(state.get(number, []))}
+            continue
         g = prepared(settings, parameter, gradients[number], everywhere)
         old = state.get(number, [])
         parameter, new = RULES[settings["kind"]](settings, parameter, g, old, time)
         found[f"parameter {number}"] = parameter
         found |= {f"state {number}.{i}": array for i, array in enumerate(new)}
+    return found
+
+
+def _own(settings: Mapping[str, Any], parameter: Array) -> Mapping[str, Any]:
+    """The settings for one parameter: those of its group, if it is in one."""
+    remainder = sum(parameter.shape) % 2
+    group = next((one for one in settings.get("groups", ()) if one["remainder"] == remainder), {})
+    found = {**settings, **group, "learning_rate": settings["learning_rate"] * group.get("learning_rate_factor", 1.0)}
+    if not group.get("clipping", True):
+        found["applies_gradient_clipping"] = False
+    if "weight_decay" in group:
+        found |= {"regularization_type": "L2", "regularization_scale": group["weight_decay"]}
     return found
 
 

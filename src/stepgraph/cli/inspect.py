@@ -172,7 +172,8 @@ def _header(header: Mapping[str, Any]) -> list[Any]:
             )
     for one in header["optimizers"]:
         settings = ", ".join(f"{name} {_number(value)}" for name, value in saved.effective(one["settings"]).items())
-        rows["optimizer"] = f"{one['rule']}, {settings}; updates: {one['updates']:,}"
+        groups = f"; parameter groups: {one['groups']}" if "groups" in one else ""
+        rows["optimizer"] = f"{one['rule']}, {settings}{groups}; updates: {one['updates']:,}"
     rows["compiled"] = header["compiled"]
     if header["classes"]:
         rows["own classes"] = ", ".join(header["classes"])

@@ -49,18 +49,18 @@ def _described(tensor: Mapping[str, Any]) -> str:
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: one["member"] if isinstance(one, dict) else one for name, one in saved["settings"].items()}
-    return {"rule": saved["rule"], "updates": settings.pop("time_step") - 1, "settings": settings}
+    found = {"rule": saved["rule"], "updates": settings.pop("time_step") - 1, "settings": settings}
+    return {**found, "groups": len(saved["groups"])} if saved.get("groups") else found
 
 
 def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an optimizer without disabled ones."""
-    unused = {
-        name for name, value in (("gradient_rescale", 1.0), ("custom_global_norm", 0.0)) if settings[name] == value
-    }
+    plain = {"gradient_rescale": 1.0, "custom_global_norm": 0.0, "dampening": 0.0, "formula": "ml compute"}
+    unused = {name for name, value in plain.items() if name in settings and settings[name] == value}
     if not settings["applies_gradient_clipping"]:
         unused |= {name for name in settings if "clip" in name or "norm" in name}
-    if settings["regularization_type"] == "NONE":
-        unused |= {"regularization_type", "regularization_scale"}
+    if settings["regularization_type"] == "NONE":  # still the scale of a decoupled decay
+        unused |= {"regularization_type", *([] if settings["regularization_scale"] else ["regularization_scale"])}
     return {name: value for name, value in settings.items() if name not in unused and value is not False}
 
 
