@@ -6,6 +6,8 @@ built-in that a caller would expect to catch.
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -118,6 +120,16 @@ def readable_lines(text: str) -> str:
 def reason(error: BaseException) -> str:
     """The message of a foreign exception, on one line without a full stop."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
+@contextmanager
+def shown_as(label: str, name: Callable[[], str]) -> Iterator[None]:
+    """Lets errors of a layer show its name in tables, which is numbered if several layers share its label."""
+    try:
+        yield
+    except StepgraphError as error:
+        error.where = error.where.replace(f"'{label}'", f"'{name()}'", 1)
+        raise
 
 
 def user_line() -> str:

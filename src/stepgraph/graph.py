@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, user_line
+from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, shown_as, user_line
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
 from stepgraph.layers.layer import Layer, join
 from stepgraph.layers.node import Node
@@ -87,7 +87,8 @@ class Graph:
             layer, [] if loss_labels is None else [loss_labels] if isinstance(loss_labels, Tensor) else loss_labels
         )
         self._check_frozen(layer, disable_update)
-        made = make_node(layer, given, labels, disable_update, line)
+        with shown_as(layer.label, lambda: self._next_name(layer)):
+            made = make_node(layer, given, labels, disable_update, line)
         join(layer, self, self.layer_count + 1)
         self.append(made)
         return made.results[0]
@@ -213,6 +214,10 @@ class Graph:
         """Adds an existing node."""
         self._nodes.append(node)
         self._first.setdefault(node.layer, node)
+
+    def _next_name(self, layer: Layer) -> str:
+        """The name that tables would show for a layer that is about to be added."""
+        return draw.unique_names((*self._first, layer))[layer]
 
     def _check_frozen(self, layer: Layer, disable_update: bool) -> None:
         """Checks that all nodes of one layer are frozen or none, by comparing with the first."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.errors import ShapeError, StepgraphError
+from stepgraph.errors import ShapeError, StepgraphError, shown_as
+from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.system.surroundings import FULL, Precision
@@ -264,6 +265,10 @@ class Step:
             return tuple(t for t in parameters if t.data_type.is_floating)
         return tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
 
+    def name(self, layer: Layer) -> str:
+        """The name of a layer in tables and messages."""
+        return self.names.get(layer, layer.label)
+
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a fed tensor in this step."""
         declared, actual = self.batch
@@ -284,7 +289,7 @@ class Step:
             own = node.layer.index_limits(*(descriptors[t] for t in node.arguments))
             for position, extent in own.items():
                 what = "class index" if node.is_loss else "index"
-                limit = Limit(extent, node.layer.label, what, node.layer.ignored_indices())
+                limit = Limit(extent, self.name(node.layer), what, node.layer.ignored_indices())
                 narrow(node.arguments[position], limit)
             if node.layer.moves:
                 for limit in (found[t] for t in node.results if t in found):
@@ -297,12 +302,13 @@ class Step:
         found = {t: TensorDescriptor(self.shape(t), t.data_type) for t in (*self.feeds, *self.held)}
         for node in self.nodes:
             try:
-                results = node.layer.infer(*(found[t] for t in node.arguments), batch=self.batch)
+                with shown_as(node.layer.label, partial(self.name, node.layer)):
+                    results = node.layer.infer(*(found[t] for t in node.arguments), batch=self.batch)
             except StepgraphError as error:
                 if self.batch[0] == self.batch[1]:
                     raise
                 raise ShapeError(
-                    node.where,
+                    node.where.replace(f"'{node.layer.label}'", f"'{self.name(node.layer)}'", 1),
                     f"cannot run with batch size {self.batch[1]} instead of {self.batch[0]}: {error.problem}",
                     fix="pass batch_size=None, or do not fix the batch dimension in this layer",
                 ) from error

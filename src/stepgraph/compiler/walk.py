@@ -41,7 +41,8 @@ from stepgraph.compiler.step import (
     user_gradient,
     value,
 )
-from stepgraph.errors import ExecutionError, StepgraphError, reason
+from stepgraph.errors import ExecutionError, StepgraphError, reason, shown_as
+from stepgraph.layers.failures import explained
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import FROZEN, combined_norm, global_norm
@@ -115,7 +116,8 @@ class _Walk:
             }
             scope = Scope(cast, step.training, self.arrays[STREAM], index, step.batch)
             forward = lowered(step, node.layer, partial(_called, node))
-            results = forward([_as(source, computed) for source in sources], scope)
+            with shown_as(node.layer.label, partial(step.name, node.layer)):
+                results = forward([_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
             self.drew |= scope.drew
             for tensor, new in scope.updates.items():
@@ -359,6 +361,9 @@ def _called(node: Node, sources: Sequence[torch.Tensor], scope: Scope) -> tuple[
     except StepgraphError:
         raise
     except Exception as error:  # whatever a layer's torch code raises, the error names the layer
+        known = explained(node.where, node.layer.forward, error)
+        if known is not None:
+            raise known from error
         shapes = ", ".join(str(list(source.shape)) for source in sources)
         raise ExecutionError(node.where, f"its forward failed: {reason(error)}", sources=shapes) from error
     return tuple(results) if isinstance(results, tuple | list) else (results,)

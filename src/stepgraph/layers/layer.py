@@ -27,6 +27,7 @@ from typing import Any, ClassVar, dataclass_transform
 import torch
 
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
+from stepgraph.layers.failures import explained
 from stepgraph.random import keep_mask, uniform
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
@@ -245,6 +246,9 @@ class Layer:
         except StepgraphError:
             raise
         except Exception as error:  # whatever a layer's torch code raises, the error names the layer
+            known = explained(self.where, self.forward, error)
+            if known is not None:
+                raise known from error
             shapes = ", ".join(str(source) for source in sources)
             raise ShapeError(
                 self.where,

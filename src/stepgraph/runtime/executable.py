@@ -118,9 +118,7 @@ class Executable:
         try:
             found = self.run(given) if self._capture is None else self._capture.run(binding, others)
         except Exception as error:  # whatever a kernel raises, the error names the layer
-            raise ExecutionError(
-                self._failed(error), f"the device failed: {reason(error)}", fix="check the data of this call"
-            ) from error
+            raise self._explained(error) from error
         return {key: found[index] for index, key in self._outputs}
 
     @cached_property
@@ -179,6 +177,18 @@ class Executable:
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
         logger.warning("fused %d operators; steps run faster from now on", len(self.part.nodes))
+
+    def _explained(self, error: Exception) -> ExecutionError:
+        """The error to raise for what a kernel raised."""
+        if not _is_out_of_memory(error):
+            problem = f"the device failed: {reason(error)}"
+            return ExecutionError(self._failed(error), problem, fix="check the data of this call")
+        return ExecutionError(
+            self._failed(error),
+            f"{self.step.device} is out of memory: {reason(error)}",
+            fix="use a smaller batch size (fit can accumulate several) or compile with memory_limit=, which recomputes "
+            "results; memory_plan shows what the step needs",
+        )
 
     def _failed(self, error: Exception) -> str:
         """The layer and phase of the operator that raised, found by its line in the generated function."""
@@ -341,6 +351,15 @@ class _Capture:
         # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused; on the CPU, PyTorch has no class for that."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    )
 
 
 @contextmanager

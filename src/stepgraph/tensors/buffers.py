@@ -184,8 +184,17 @@ def _fit(array: torch.Tensor, shape: Sequence[int], data_type: DataType, where: 
             array = array[: wanted[0]]
         return _take(array.reshape(-1), shape, data_type, where, given=f"{array.nbytes} bytes, shape {given}")
     raise ShapeError(
-        where, f"the data has shape {given}, but the tensor has shape {wanted}", fix="reshape or flatten the data"
+        where, f"the data has shape {given}, but the tensor has shape {wanted}", fix=_fix_of_shape(given, wanted)
     )
+
+
+def _fix_of_shape(given: Sequence[int], wanted: Sequence[int]) -> str:
+    """A transpose if only the channels are elsewhere: a reshape would mix up the elements."""
+    dimensions = range(1, len(given))
+    for order in ((0, *dimensions[-1:], *dimensions[:-1]), (0, *dimensions[1:], *dimensions[:1])):
+        if [given[place] for place in order][1:] == list(wanted[1:]):
+            return f"transpose the data: np.transpose(data, {order}), or tensor.permute{order}"
+    return "reshape or flatten the data"
 
 
 def _take(flat: torch.Tensor, shape: Sequence[int], data_type: DataType, where: str, given: str) -> torch.Tensor:

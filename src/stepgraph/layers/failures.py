@@ -1,0 +1,61 @@
+"""Why a layer's forward failed, from what PyTorch raised while there were no numbers yet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from stepgraph.errors import DataTypeError, DeviceError, StateError, StepgraphError, reason
+
+
+class _Known(NamedTuple):
+    """A failure that is recognized by what PyTorch says."""
+
+    says: tuple[str, ...]
+    kind: type[StepgraphError]
+    problem: str
+    fix: str
+
+
+_READS_NUMBERS = _Known(
+    (
+        "item() cannot be called on",
+        "meta device type tensor to numpy",
+        "Cannot copy out of meta tensor",
+        "nonzero",
+        "data-dependent",
+        "DataDependentOutput",
+        "GuardOnDataDependent",
+    ),
+    StateError,
+    "its forward reads numbers (item, tolist, numpy, if, a mask as index), but it is recorded before there are any",
+    "compute with arrays: torch.where instead of if, x.sum() instead of x.sum().item(), x * mask instead of x[mask]",
+)
+_OTHER_DEVICE = _Known(
+    ("is not on the expected device", "two different devices", "on the same device", "different device from other"),
+    DeviceError,
+    "its forward combines sources with an array that is on another device",
+    "create it where a source is, as in torch.ones(3, device=x.device), or hold it in a field: "
+    "mask: sg.Tensor = sg.constant()",
+)
+KNOWN = (_READS_NUMBERS, _OTHER_DEVICE)
+
+
+def explained(where: str, forward: Callable[..., Any], error: Exception) -> StepgraphError | None:
+    """The error to raise for a forward that failed; None if nothing is known about it."""
+    if isinstance(error, TypeError) and not _takes_scope(forward):
+        return DataTypeError(
+            where, "its forward does not take scope", fix="add it as a keyword: def forward(self, x, *, scope)"
+        )
+    text = f"{type(error).__name__}: {error}"
+    found = next((one for one in KNOWN if any(part in text for part in one.says)), None)
+    return None if found is None else found.kind(where, found.problem, fix=found.fix, raised=reason(error)[:200])
+
+
+def _takes_scope(forward: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.name == "scope" or one.kind is one.VAR_KEYWORD for one in parameters)
