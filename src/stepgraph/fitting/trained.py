@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Source, ahead
-from stepgraph.fitting.metrics import Metric, Tally
+from stepgraph.fitting.metrics import Tally
+from stepgraph.fitting.named_metrics import Task
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.loss import LossLayer
 from stepgraph.optimizers import Optimizer
@@ -21,8 +24,48 @@ from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions, ReductionType
 
 
+@dataclass
+class Losses:
+    """Losses on the device, of batches that ran whole or in parts.
+
+    Args:
+        adds_up: whether the loss of a batch is the sum of those of its parts, not their mean by rows.
+        arrays: the losses of all parts.
+        rows: the rows of each part.
+        parts: how many consecutive parts each batch has.
+    """
+
+    adds_up: bool
+    arrays: list[torch.Tensor | Loss] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+
+    def add(self, execution: Execution, rows: int) -> None:
+        """Adds the loss of a part."""
+        self.arrays.append(_loss(execution))
+        self.rows.append(rows)
+
+    def by_batch(self, values: Sequence[float]) -> list[tuple[float, int]]:
+        """The loss and rows of each batch, once the numbers were read."""
+        found, pairs = [], iter(zip(values, self.rows, strict=True))
+        for count in self.parts:
+            mine = [next(pairs) for _ in range(count)]
+            rows = sum(rows for _, rows in mine)
+            if count == 1 or self.adds_up:
+                found.append((sum(loss for loss, _ in mine), rows))
+            else:
+                found.append((sum(loss * rows for loss, rows in mine) / rows, rows))
+        return found
+
+
 class Trained:
-    """A training graph as the loop uses it."""
+    """A training graph as the loop uses it.
+
+    Attributes:
+        portion: the most rows that run at once; larger batches run in parts. None if there is no limit.
+    """
+
+    portion: int | None = None
 
     def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
         if not isinstance(training, TrainingGraph):
@@ -38,7 +81,9 @@ class Trained:
         self._bound: set[Tensor] = set()
         layer = losses[-1].layer
         # The gradient of a mean weights each row by its share of the batch; others are already sums.
-        self.is_mean = not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
+        reduction = layer.descriptor.reduction_type if isinstance(layer, LossLayer) else ReductionType.MEAN
+        self.is_mean, self.adds_up = reduction is ReductionType.MEAN, reduction is ReductionType.SUM
+        self.task = Task.of(layer, self.prediction, self.labels)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -63,43 +108,82 @@ class Trained:
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
 
-    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor | Loss, int]]:
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> Losses:
         """One update with the gradients of a group of batches; returns their losses."""
-        if len(group) == 1:
+        losses = Losses(self.adds_up)
+        if len(group) == 1 and not self.is_divided(group[0]):
             batch = group[0]
-            execution = self.training.execute(*batch.parts, batch_size=batch.rows)
+            losses.add(self.training.execute(*batch.parts, batch_size=batch.rows), batch.rows)
+            losses.parts.append(1)
             self._compare(batch, tally)
-            return [(_loss(execution), batch.rows)]
-        found, first, rows = [], group[0].rows, sum(batch.rows for batch in group)
-        for batch in group:
-            found.append((_loss(self._forward(batch)), batch.rows))
-            self._compare(batch, tally)
-            # Gradients of a mean are accumulated in units of the first batch's rows, then divided by all rows.
-            if len(found) > 1:
-                self._scale_gradients(first / batch.rows)
-            adding = ExecutionOptions.ACCUMULATE_GRADIENTS if len(found) > 1 else ExecutionOptions.NONE
-            self.training.execute_gradient(options=adding)
-            self._scale_gradients(batch.rows / first)
+            return losses
+        parts = [part for batch in group for part in self._divided(batch, losses)]
+        first, rows = parts[0].rows, sum(part.rows for part in parts)
+        for part in parts:
+            losses.add(self._forward(part), part.rows)
+            self._compare(part, tally)
+            # Gradients of a mean are accumulated in units of the first part's rows, then divided by all rows.
+            adding = len(losses.rows) > 1
+            if adding:
+                self._scale_gradients(first / part.rows)
+            self.training.execute_gradient(
+                options=ExecutionOptions.ACCUMULATE_GRADIENTS if adding else ExecutionOptions.NONE
+            )
+            self._scale_gradients(part.rows / first)
         self._scale_gradients(first / rows)
         self.training.execute_optimizer_update()
-        return found
+        return losses
+
+    def is_divided(self, batch: Batch) -> bool:
+        """Whether a batch runs in parts."""
+        return self.portion is not None and batch.rows > self.portion
+
+    def _divided(self, batch: Batch, losses: Losses) -> list[Batch]:
+        """The parts of a batch, noted in `losses`: as few as possible, of equal size but for the last."""
+        if not self.is_divided(batch):
+            losses.parts.append(1)
+            return [batch]
+        assert self.portion is not None
+        count = -(-batch.rows // self.portion)
+        size = -(-batch.rows // count)
+        starts = range(0, batch.rows, size)
+        losses.parts.append(len(starts))
+        whole = [
+            {name: self._rows(names[name], values, batch.rows) for name, values in part.items()}
+            for part, names in zip(batch.parts, self._names(), strict=True)
+        ]
+        return [self._slice(whole, start, min(start + size, batch.rows)) for start in starts]
+
+    def _rows(self, tensor: Tensor, values: Any, rows: int) -> tuple[torch.Tensor, bool]:
+        """Data as an array, and whether its rows are those of the batch."""
+        batched = tensor.shape[0] == self.training.declaration.feeds.batch
+        shape = (rows, *tensor.shape[1:]) if batched else tensor.shape
+        return buffers.read(values, shape, tensor.data_type, tensor.where), batched
+
+    @staticmethod
+    def _slice(whole: Sequence[Mapping[str, tuple[torch.Tensor, bool]]], start: int, stop: int) -> Batch:
+        parts = (
+            {name: array[start:stop] if batched else array for name, (array, batched) in part.items()} for part in whole
+        )
+        return Batch(tuple(parts), stop - start)
 
     def evaluated(
         self,
         data: Source,
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Any],
         prefetch: int | None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Tally:
         """Loss and metrics of all batches, in inference mode."""
-        tally, losses = Tally(metrics), []
+        tally, losses = Tally(metrics), Losses(self.adds_up)
         with self.fed(data.epoch(0, (0,)), data, prefetch) as batches:
             for batch in until(batches, interrupted):
-                options = ExecutionOptions.FORWARD_FOR_INFERENCE
-                execution = self.training.execute(*batch.parts, batch_size=batch.rows, options=options)
-                self._compare(batch, tally if metrics else None)
-                losses.append((_loss(execution), batch.rows))
-        for value, (_, rows) in zip(read_losses([loss for loss, _ in losses]), losses, strict=True):
+                for part in self._divided(batch, losses):
+                    options = ExecutionOptions.FORWARD_FOR_INFERENCE
+                    execution = self.training.execute(*part.parts, batch_size=part.rows, options=options)
+                    self._compare(part, tally if metrics else None)
+                    losses.add(execution, part.rows)
+        for value, rows in losses.by_batch(read_losses(losses.arrays)):
             tally.add_loss(value, rows)
         return tally
 
@@ -140,9 +224,7 @@ class Trained:
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        is_batched = tensor.shape[0] == self.training.declaration.feeds.batch
-        shape = (batch.rows, *tensor.shape[1:]) if is_batched else tensor.shape
-        return tensor.torch() if values is None else buffers.read(values, shape, tensor.data_type, tensor.where)
+        return tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
