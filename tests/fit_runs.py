@@ -1,8 +1,12 @@
 """A small network with everything that has state, its data, and a process that is interrupted while it trains."""
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,26 @@ def network(optimizer: sg.Optimizer | None = None, loss: sg.Layer | None = None,
     training = sg.TrainingGraph([graph], loss or sg.LossLayer.softmax_cross_entropy(), optimizer)
     training.add_inputs({"x": x}, {"y": y})
     training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.DETERMINISTIC)
+    return training
+
+
+@cache
+def _first(which: int, kind: str) -> tuple[Any, str]:
+    """A compiled network and a folder with its first state."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    training = network(**KINDS[kind])
+    training.save(folder)
+    return training, folder
+
+
+KINDS: dict[str, dict[str, Any]] = {"usual": {}, "plain": {"dropout": 0.0}}
+
+
+def renewed(which: int = 0, kind: str = "usual") -> Any:
+    """A network as `network` makes it, compiled once in a process; each number is another one."""
+    training, folder = _first(which, kind)
+    training.restore(folder)
     return training
 
 

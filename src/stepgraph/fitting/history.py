@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, ClassVar
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from stepgraph import draw
 from stepgraph.errors import UnknownNameError
@@ -90,26 +91,21 @@ class History:
         return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"], notes=notes)
 
     def __rich__(self) -> RenderableType:
-        caption = "\n".join(self._ending()) or None
-        table = draw.Listing(show_edge=False, pad_edge=False, caption=caption, caption_justify="left")
+        table = draw.Listing(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
         names = self.shown_names()
         for name in names:
             table.add_column(name, justify="right")
         for row in self.epochs:
             best = self.best_epoch == row["epoch"]
             table.add_row(*(shown(name, row.get(name)) for name in names), style="bold" if best else None)
-        return table
+        return Group(table, *(Text(note) for note in self.notes)) if self.notes else table
 
     def _repr_html_(self) -> str:
         names = self.shown_names()
         lines = [[shown(name, row.get(name)) for name in names] for row in self.epochs]
         best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
-        ended = "".join(f"<p>{escape(line)}</p>" for line in self._ending())
+        ended = "".join(f"<p>{escape(line)}</p>" for line in (self.stopped, *self.notes) if line)
         return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
-
-    def _ending(self) -> list[str]:
-        """Why it ended, and the notes."""
-        return [line for line in (self.stopped, *self.notes) if line]
 
     def __str__(self) -> str:
         return draw.text(self.__rich__(), width=160)
