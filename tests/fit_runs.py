@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,18 @@ def network(optimizer: sg.Optimizer | None = None, loss: sg.Layer | None = None,
 
 
 @cache
-def _first(which: int, kind: str) -> tuple[Any, str]:
+def _first(make: Callable[[], Any], which: int) -> tuple[Any, str]:
     """A compiled network and a folder with its first state."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    training = network(**KINDS[kind])
+    training = make()
     training.save(folder)
     return training, folder
 
 
-KINDS: dict[str, dict[str, Any]] = {"usual": {}, "plain": {"dropout": 0.0}}
-
-
-def renewed(which: int = 0, kind: str = "usual") -> Any:
-    """A network as `network` makes it, compiled once in a process; each number is another one."""
-    training, folder = _first(which, kind)
+def renewed(which: int = 0, make: Callable[[], Any] = network) -> Any:
+    """A network as `make` makes it, compiled once in a process; each number is another one."""
+    training, folder = _first(make, which)
     training.restore(folder)
     return training
 

@@ -257,7 +257,9 @@ def test_an_interrupted_run_keeps_its_last_parameters(tmp_path: Path) -> None:
     training, plain = renewed(), renewed(1)
     metrics = scores([0.9, 0.1, 0.2])
     stop = [Stopping("step", 3, "interrupted")]
-    sg.fit(training, arrays(BATCH), epochs=9, metrics=metrics, watch="score", restore_best=True, callbacks=stop, **QUIET)
+    sg.fit(
+        training, arrays(BATCH), epochs=9, metrics=metrics, watch="score", restore_best=True, callbacks=stop, **QUIET
+    )
     sg.fit(plain, arrays(BATCH), epochs=3, **QUIET)
     assert parameters(training) == parameters(plain)
 
@@ -436,7 +438,7 @@ def test_weights_and_biases_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     "module, make, package",
     [
         ("torch.utils.tensorboard", lambda: sg.TensorBoard("x"), "tensorboard"),
-        ("wandb", lambda: sg.WeightsAndBiases(), "wandb"),
+        ("wandb", sg.WeightsAndBiases, "wandb"),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, module: str, make: Any, package: str) -> None:

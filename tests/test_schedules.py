@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from tests.fit_runs import arrays, network, parameters
+from tests.fit_runs import arrays, parameters, renewed
 
 THEIRS = torch.optim.lr_scheduler
 ROWS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -60,11 +60,11 @@ def test_fit_fills_in_the_number_of_updates() -> None:
         (sg.Warmup(sg.Warmup(cosine, 2), 3), sg.Warmup(sg.Warmup(replace(cosine, steps=7), 2), 3)),
         (sg.Warmup(lambda n: 0.1 / (n + 1), 3), sg.Warmup(lambda n: 0.1 / (n + 1), 3)),
     ):
-        history = sg.fit(network(), arrays(), epochs=2, schedule=given, progress="quiet")
+        history = sg.fit(renewed(), arrays(), epochs=2, schedule=given, progress="quiet")
         assert [rate for _, _, rate in history.steps] == [whole(n) for n in range(12)]
     batches = [arrays(8)] * 2
     with pytest.raises(sg.ArgumentError, match="number of updates is unknown"):
-        sg.fit(network(), lambda epoch: batches, schedule=sg.Warmup(sg.LinearSchedule(0.1), 1), progress="quiet")
+        sg.fit(renewed(), lambda epoch: batches, schedule=sg.Warmup(sg.LinearSchedule(0.1), 1), progress="quiet")
 
 
 @pytest.mark.parametrize("schedule", [sg.OneCycleSchedule(0.02), sg.Warmup(sg.PolynomialSchedule(0.02, power=2), 3)])
@@ -75,9 +75,9 @@ def test_a_schedule_goes_on_after_a_stop_within_an_epoch(schedule: Any, tmp_path
                 moment.stop()
 
     settings: dict[str, Any] = {"epochs": 3, "schedule": schedule, "progress": "quiet"}
-    whole, resumed = network(), network()
+    whole, resumed = renewed(), renewed(1)
     expected = sg.fit(whole, arrays(), **settings)
-    sg.fit(network(), arrays(), checkpoints=tmp_path, callbacks=[Stop()], **settings)
+    sg.fit(renewed(2), arrays(), checkpoints=tmp_path, callbacks=[Stop()], **settings)
     assert sg.fit(resumed, arrays(), checkpoints=tmp_path, resume=True, **settings).steps == expected.steps
     assert parameters(resumed) == parameters(whole)
 
@@ -108,7 +108,7 @@ def test_settings_that_give_no_rates_are_refused(make: Callable[[], Any]) -> Non
 
 @pytest.mark.parametrize("bad", [-1e-3, math.nan, math.inf, None, "fast"])
 def test_a_schedule_that_returns_no_rate_ends_the_run_before_the_update(bad: Any) -> None:
-    training = network()
+    training = renewed()
     with pytest.raises(sg.ArgumentError, match="for update 3"):
         sg.fit(training, arrays(), schedule=lambda n: bad if n == 3 else 0.01, progress="quiet")
     assert training.optimizer.time_step == 4  # three updates were made
@@ -119,5 +119,5 @@ def test_a_schedule_that_returns_no_rate_ends_the_run_before_the_update(bad: Any
 
 
 def test_numbers_of_other_libraries_are_rates() -> None:
-    history = sg.fit(network(), arrays(8), schedule=lambda n: torch.tensor(0.25), progress="quiet")
+    history = sg.fit(renewed(), arrays(8), schedule=lambda n: torch.tensor(0.25), progress="quiet")
     assert history["rate"] == [0.25]

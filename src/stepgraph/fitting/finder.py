@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -87,12 +86,11 @@ def find_learning_rate(
 
 def _endless(graph: Trained, batches: Source) -> Iterator[Batch]:
     """Epoch after epoch; one if the data has no second."""
-    epochs = range(1 if not batches.repeats else 2**31)
-    return chain.from_iterable(map(partial(_epoch, batches, graph.stream), epochs))
-
-
-def _epoch(batches: Source, seed: tuple[int, ...], number: int) -> Iterator[Batch]:
-    return batches.epoch(number, seed)
+    seed = graph.stream
+    for number in count():
+        yield from batches.epoch(number, seed)
+        if not batches.repeats:
+            return
 
 
 @contextmanager

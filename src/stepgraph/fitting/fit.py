@@ -119,7 +119,7 @@ def fit(
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
     _require_watched(stopper, given, test)
-    remarks = [] if limit is None else _limited(graph, [one for one in (train, test) if one is not None], limit)
+    remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
     recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
     screen = display(progress, epochs, graph.device)
     parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
@@ -221,8 +221,8 @@ def _require_watched(stopper: EarlyStopping, metrics: Mapping[str, Any], test: S
             raise ArgumentError("fit", problem, fix="watch the loss or another metric")
 
 
-def _limited(graph: Trained, sources: list[Source], limit: int | str) -> list[str]:
+def _limited(graph: Trained, train: Source, test: Source | None, limit: int | str, accumulates: bool) -> list[str]:
     """Lets batches run in parts that fit, and returns what there is to say about it."""
-    portions = Portions(graph, sources, limit)
+    portions = Portions(graph, [train] if test is None else [train, test], limit, accumulates)
     graph.portion = portions.find()
     return [portions.remark(graph.portion)] if graph.portion < portions.largest else []

@@ -63,10 +63,14 @@ class Portions:
         graph: the graph; its own memory limit counts, too.
         sources: the data of training, and of validation if there is any.
         limit: bytes, as `memory_plan.total` counts them, or `"auto"`: what the device has free now.
+        accumulates: whether several batches make one update, so that even whole ones run in separate passes.
     """
 
-    def __init__(self, graph: Trained, sources: list[Source], limit: int | str) -> None:
+    def __init__(self, graph: Trained, sources: list[Source], limit: int | str, accumulates: bool = False) -> None:
         self.graph, self.compilation = graph, graph.training.require_session("fit").compilation
+        # Programs of its own: what is only planned is not kept.
+        layout = self.compilation.programs.channels_last
+        self.programs, self.accumulates = replace(self.compilation, channels_last=layout).programs, accumulates
         self.evaluates = len(sources) > 1
         self.sizes = _batch_sizes(sources, self.compilation.feeds.batch)
         self.needed = cache(self._needed)
@@ -80,19 +84,27 @@ class Portions:
 
     def find(self) -> int:
         """The most rows that run at once, of batches in as few parts as possible."""
-        rows, one = self.largest, self.needed(1, self.largest == 1)
-        if one > self.limit:
-            problem = f"even one row at a time needs {draw.size(one)}, the limit is {draw.size(self.limit)}"
-            raise MemoryLimitError("fit", problem, fix="raise memory_limit")
-        few = min(rows, SAMPLE)
-        slope = max((self.needed(few, False) - one) / max(few - 1, 1), 1e-9)
-        expected = max(int(1 + (self.limit - one) / slope), 1)  # rows
-        count = -(-rows // expected)
+        rows = self.largest
+        if not self.accumulates and rows <= self._expected(True) * NEAR and self.needed(rows, True) <= self.limit:
+            return rows
+        expected = self._expected(False)
+        if expected < 1:
+            problem = f"even one row at a time needs {draw.size(self.needed(1, False))}"
+            raise MemoryLimitError("fit", f"{problem}, the limit is {draw.size(self.limit)}", fix="raise memory_limit")
+        least = 1 if self.accumulates else 2
+        count = max(-(-rows // expected), least)
         while not self._fits(count):
             count += max(1, count // 16)
-        while count > 1 and -(-rows // (count - 1)) <= expected * NEAR and self._fits(count - 1):
+        while count > least and -(-rows // (count - 1)) <= expected * NEAR and self._fits(count - 1):
             count -= 1
         return -(-rows // count)
+
+    def _expected(self, whole: bool) -> int:
+        """The rows that fit, by a straight line through the plans of two small sizes; 0 if not even one does."""
+        few = min(self.largest, SAMPLE)
+        one, some = self.needed(1, whole), self.needed(few, whole)
+        slope = max((some - one) / max(few - 1, 1), 1e-9)
+        return 0 if one > self.limit else int(min(1 + (self.limit - one) / slope, sys.maxsize))
 
     def remark(self, portion: int) -> str:
         """What a run that uses it says."""
@@ -107,15 +119,14 @@ class Portions:
         return text
 
     def _fits(self, count: int) -> bool:
-        return self.needed(-(-self.largest // count), count == 1) <= self.limit
+        return self.needed(-(-self.largest // count), False) <= self.limit
 
     def _needed(self, rows: int, whole: bool) -> int:
         """Bytes for batches in parts of some rows; `whole` batches make their updates in one call."""
-        fresh = replace(self.compilation, channels_last=self.compilation.programs.channels_last)  # nothing is kept
         captures = self.graph.device.torch.type == "cuda"
         plans = []
         for part in (PartName.STEP if whole else PartName.FORWARD, *[PartName.EVALUATION] * self.evaluates):
-            step, parts = fresh.programs.settled(part, rows)
+            step, parts = self.programs.settled(part, rows)
             if len(parts) == 1 or captures:
                 plans += [memory.plan(step, one) for one in parts.values()]
             else:
