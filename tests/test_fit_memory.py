@@ -25,7 +25,7 @@ def network(loss: sg.Layer | None = None, normalized: bool = False, **settings: 
     sg.set_seed(3)
     x, y, graph = sg.Tensor((4, WIDTH)), sg.Tensor((4,), "int64"), sg.Graph()
     h = x
-    for _ in range(2):
+    for _ in range(1 + normalized):
         h = graph.node(sg.ActivationLayer.tanh(), graph.node(sg.FullyConnectedLayer.create(WIDTH, WIDTH), h))
     if normalized:
         h = graph.node(sg.ReshapeLayer((4, WIDTH, 1, 1)), h)
@@ -75,6 +75,7 @@ def test_parts_give_the_numbers_of_whole_batches(reduction: sg.ReductionType, ac
     assert note.startswith("batches of 256 rows run in ") and "normalization" not in note
 
 
+@pytest.mark.deep
 def test_the_parts_are_the_largest_that_fit() -> None:
     training = renewed(0, network)
     graph, data = Trained(training), source(training, (X, Y), 256)
@@ -94,7 +95,7 @@ def test_one_row_that_does_not_fit_is_refused() -> None:
     training = renewed(0, network)
     before = parameters(training)
     with pytest.raises(sg.MemoryLimitError, match="even one row at a time needs"):
-        sg.fit(training, (X, Y), batch_size=256, memory_limit=1000, **QUIET)
+        sg.fit(training, (X, Y), batch_size=256, memory_limit=300, **QUIET)
     assert parameters(training) == before
 
 
@@ -108,17 +109,20 @@ def test_normalization_and_dropout_are_pointed_out(capsys: pytest.CaptureFixture
     assert text in capsys.readouterr().out and "statistics of each part" in str(history)
 
 
-def test_auto_is_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, whole = renewed(0, network), renewed(1, network)
+@pytest.mark.deep
+def test_auto_is_what_this_machine_has_free() -> None:
+    training, whole = network(), network()
     history = sg.fit(training, (X, Y), batch_size=256, memory_limit="auto", **QUIET)  # this machine has enough
     expected = sg.fit(whole, (X, Y), batch_size=256, **QUIET)
     assert history.notes == [] and parameters(training) == parameters(whole) and history.losses == expected.losses
+
+
+def test_auto_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(portions, "free", lambda device: asked.append(device) or 20_000)
     training = renewed(0, network)
     history = sg.fit(training, (X, Y), batch_size=256, memory_limit="auto", **QUIET)
-    assert asked == [training.device] and "run in" in history.notes[0]
-    close(training, whole)
+    assert asked == [training.device] and "batches of 256 rows run in" in history.notes[0]
 
 
 def test_the_free_memory_of_this_machine_is_plausible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,9 +146,9 @@ class OneCycleSchedule(Timed):
         last: the first learning rate divided by the last one.
 
     Example:
-        >>> rate = OneCycleSchedule(1.0, steps=11, rise=0.5)
-        >>> [round(rate(n), 4) for n in (0, 5, 10)]
-        [0.04, 0.9951, 0.0]
+        >>> rate = OneCycleSchedule(1.0, steps=12, rise=0.5)
+        >>> [round(rate(n), 4) for n in (0, 5, 11)]
+        [0.04, 1.0, 0.0]
     """
 
     peak: float
