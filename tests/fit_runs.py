@@ -1,8 +1,13 @@
 """A small network with everything that has state, its data, and a process that is interrupted while it trains."""
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,23 @@ def network(optimizer: sg.Optimizer | None = None, loss: sg.Layer | None = None,
     training = sg.TrainingGraph([graph], loss or sg.LossLayer.softmax_cross_entropy(), optimizer)
     training.add_inputs({"x": x}, {"y": y})
     training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.DETERMINISTIC)
+    return training
+
+
+@cache
+def _first(make: Callable[[], Any], which: int) -> tuple[Any, str]:
+    """A compiled network and a folder with its first state."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    training = make()
+    training.save(folder)
+    return training, folder
+
+
+def renewed(which: int = 0, make: Callable[[], Any] = network) -> Any:
+    """A network as `make` makes it, compiled once in a process; each number is another one."""
+    training, folder = _first(make, which)
+    training.restore(folder)
     return training
 
 

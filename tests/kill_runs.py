@@ -40,7 +40,7 @@ def recorded(folder: Path, results: Path, epochs: int) -> None:
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Epochs without their times, in which two runs that learned the same may differ."""
-    return [{name: one for name, one in row.items() if name != "seconds"} for row in rows]
+    return [{name: one for name, one in row.items() if name not in ("seconds", "waiting")} for row in rows]
 
 
 def record(folder: Path) -> dict[str, Any]:

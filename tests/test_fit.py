@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.fitting.loop import Loop
 from tests.fit_runs import BATCH, CLASSES, FEATURES, ROWS, SETTINGS, arrays, network, parameters
 
 
@@ -240,7 +241,7 @@ def test_lines_and_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert all(word in lines[0] for word in ("loss", "accuracy", "validation loss", "rate 0.01"))
     monkeypatch.setattr("stepgraph.fitting.progress.Plain.pause", 0.0)
     monkeypatch.setattr("stepgraph.fitting.progress.Bar.pause", 0.0)
-    monkeypatch.setattr(sg.fit.__globals__["_Run"], "seldom", (1, 0.0))
+    monkeypatch.setattr(Loop, "seldom", (1, 0.0))
     sg.fit(network(), arrays(), **settings | {"progress": "plain"})
     lines = capsys.readouterr().out.splitlines()
     assert "step 3/12" in lines[2] and " left" in lines[2] and "MiB" in lines[2] and "accuracy" in lines[2]

@@ -11,7 +11,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.fitting.data import Batch, ahead
-from tests.fit_runs import BATCH, FEATURES, ROWS, arrays, network, parameters
+from tests.fit_runs import BATCH, FEATURES, ROWS, arrays, network, parameters, renewed
 
 
 class Table:
@@ -110,6 +110,19 @@ def test_batches_may_be_smaller_or_larger_than_declared() -> None:
     for size, steps in ((4, 11), (20, 3), (100, 1)):
         history = sg.fit(network(), (X, Y), batch_size=size, progress="quiet")
         assert history["step"] == [steps]
+
+
+def test_further_keys_of_dictionaries_are_left_alone() -> None:
+    names = [f"row {i}" for i in range(len(X))]
+    plain = renewed()
+    expected = sg.fit(plain, (X, Y), shuffle=False, progress="quiet").losses
+    for data in (
+        {"x": X, "y": Y, "name": names, "extra": X[:3]},
+        ({"x": X, "name": names}, {"y": Y, "weight": None}),
+        [{"x": x, "y": y, "name": names[:8]} for x, y in batches()],
+        [({"x": x, "name": names[:8]}, y) for x, y in batches()],
+    ):
+        assert sg.fit(renewed(), data, shuffle=False, progress="quiet").losses == expected
 
 
 def test_one_iterator_is_good_for_one_epoch() -> None:

@@ -47,7 +47,9 @@ def breaking(after: int) -> Any:
 
 def numbers(history: sg.History) -> tuple:
     """What of a history does not depend on the clock."""
-    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in history.epochs]
+    rows = [
+        {name: value for name, value in row.items() if name not in ("seconds", "waiting")} for row in history.epochs
+    ]
     return rows, history.steps, history.best_epoch, history.stopped
 
 

@@ -219,7 +219,7 @@ def test_without_time_it_looks_at_parameters_and_takes_what_a_report_needs(tmp_p
 def test_a_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
     x, y = arrays()
     x[20:] = np.nan
-    history = sg.fit(network(), (x, y), shuffle=False, epochs=2, run=tmp_path, **QUIET)
+    history = sg.fit(network(), (x, y), shuffle=False, epochs=2, on_nan="continue", run=tmp_path, **QUIET)
     told = view(Run(tmp_path))
     assert math.isnan(history.losses[-1]) and told["loss"]["not_finite"] == 3 and told["epochs"][0]["loss"] == "nan"
     assert told["distributions"][-1]["gradients"]["last.weights"]["not_finite"] > 0

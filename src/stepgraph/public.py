@@ -105,8 +105,20 @@ from stepgraph.runtime.profile import Profile as Profile
 from stepgraph.runtime.numerics import NumericsReport as NumericsReport
 from stepgraph.fitting.fit import evaluate as evaluate, fit as fit
 from stepgraph.fitting.history import History as History
+from stepgraph.fitting.callbacks import Callback as Callback, EarlyStopping as EarlyStopping, Moment as Moment
+from stepgraph.fitting.logs import CSVLog as CSVLog, TensorBoard as TensorBoard, WeightsAndBiases as WeightsAndBiases
+from stepgraph.fitting.finder import LearningRates as LearningRates, find_learning_rate as find_learning_rate
 from stepgraph.fitting.metrics import ConfusionMatrix as ConfusionMatrix, TopK as TopK, accuracy as accuracy
-from stepgraph.fitting.schedule import WarmupCosine as WarmupCosine
+from stepgraph.fitting.schedule import (
+    ConstantSchedule as ConstantSchedule,
+    CosineSchedule as CosineSchedule,
+    LinearSchedule as LinearSchedule,
+    OneCycleSchedule as OneCycleSchedule,
+    PolynomialSchedule as PolynomialSchedule,
+    StepSchedule as StepSchedule,
+    Warmup as Warmup,
+    WarmupCosine as WarmupCosine,
+)
 from stepgraph.graphs.portable import load as load, save as save
 from stepgraph.checkpoint.files import latest as latest
 from stepgraph.checkpoint.restore_report import RestoreReport as RestoreReport

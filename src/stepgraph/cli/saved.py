@@ -124,6 +124,6 @@ def fit_notes(notes: Mapping[str, Any]) -> str:
     line = f"{place['epoch']} epochs, {place['step']} updates"
     if history["epochs"]:
         row = real(history["epochs"][-1])
-        last = {name: one for name, one in row.items() if name not in ("epoch", "step", "seconds")}
+        last = {name: one for name, one in row.items() if name not in ("epoch", "step", "seconds", "waiting")}
         line += f"; last epoch: {one_line(last)}; best epoch: {history['best_epoch']}"
     return line

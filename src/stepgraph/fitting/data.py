@@ -52,15 +52,13 @@ class BatchReader:
         fed = set(feeds.tensors)
         self.kinds = [{name: t for name, t in names.items() if t in fed} for names in groups]
 
-    def named(self, item: Any, only_known: bool = False) -> tuple[dict[str, Any], ...]:
-        """Inputs, labels and label weights of a user's batch, or of the whole data."""
+    def named(self, item: Any) -> tuple[dict[str, Any], ...]:
+        """Inputs, labels and label weights of a user's batch, or of the whole data. Other names are left alone."""
+        further: list[tuple[str, str]] = []
         if isinstance(item, Mapping):
             found = [{name: item[name] for name in names if name in item} for names in self.kinds]
-            unknown = [name for name in item if not any(name in names for names in self.kinds)]
-            if unknown and not only_known:
-                raise UnknownNameError(
-                    self.what, f"the graph has no input or label '{unknown[0]}'", known=self._known(), fix="rename it"
-                )
+            known = {name for names in self.kinds for name in names}
+            further = [("input or label", name) for name in item if name not in known]
         else:
             given = item if isinstance(item, tuple | list) else (item,)
             if not 1 <= len(given) <= 3:
@@ -68,12 +66,15 @@ class BatchReader:
                     self.what, f"a batch has {len(given)} parts", fix="pass (inputs, labels) or a dictionary"
                 )
             found = [self._part(i, part) for i, part in enumerate((*given, None, None)[:3])]
-        self._require_all(found)
+            for kind, part in enumerate(given):
+                if isinstance(part, Mapping):
+                    further += [(KINDS[kind], name) for name in part if name not in self.kinds[kind]]
+        self._require_all(found, further)
         return tuple(found)
 
-    def batch(self, item: Any, only_known: bool = False) -> Batch:
+    def batch(self, item: Any) -> Batch:
         """One batch, with as many rows as its first input."""
-        parts = self.named(item, only_known)
+        parts = self.named(item)
         candidates = [(t, parts[k][name]) for k, names in enumerate(self.kinds) for name, t in names.items()
                       if name in parts[k]]  # fmt: skip
         if not candidates:
@@ -98,12 +99,7 @@ class BatchReader:
         if part is None:
             return {}
         if isinstance(part, Mapping):
-            for name in part:
-                if name not in names:
-                    raise UnknownNameError(
-                        self.what, f"the graph has no {KINDS[kind]} '{name}'", known=self._known(), fix="rename it"
-                    )
-            return dict(part)
+            return {name: values for name, values in part.items() if name in names}
         # A single array is for the one tensor without data: a tensor created with data needs none.
         waiting = [name for name, t in names.items() if t.is_bound or not t.has_data] if len(names) > 1 else list(names)
         if len(waiting) != 1:
@@ -116,10 +112,15 @@ class BatchReader:
             )
         return {waiting[0]: part}
 
-    def _require_all(self, found: list[dict[str, Any]]) -> None:
+    def _require_all(self, found: list[dict[str, Any]], further: list[tuple[str, str]]) -> None:
+        """Rejects missing data; a name that the graph does not have is then the likely cause."""
         for kind, names in enumerate(self.kinds):
             for name, tensor in names.items():
                 if name not in found[kind] and not tensor.has_data:
+                    if further:
+                        what, other = further[0]
+                        problem = f"the graph has no {what} '{other}', and there is no data for '{name}'"
+                        raise UnknownNameError(self.what, problem, known=self._known(), fix="rename it")
                     raise DataError(
                         self.where(kind, name),
                         "there is no data for it",
@@ -162,7 +163,7 @@ class Rows:
         for start in range(skip * self.batch_size, self.count, self.batch_size):
             stop = min(start + self.batch_size, self.count)
             rows = slice(start, stop) if order is None else order[start:stop]
-            yield self.reader.batch(self.take(rows), only_known=True)
+            yield self.reader.batch(self.take(rows))
 
 
 @dataclass
@@ -174,15 +175,16 @@ class Stream:
         open: returns the batches of an epoch, by its number.
         known: the number of batches, if known beforehand.
         repeats: whether there is a second epoch.
-        only_known: whether unknown names are ignored, as for columns of a table.
+        generator: that of a loader, which is seeded for each epoch.
+        rows: the rows of a batch, if the data says so.
     """
 
     reader: BatchReader
     open: Callable[[int], Iterable[Any]]
     known: int | None = None
     repeats: bool = True
-    only_known: bool = False
     generator: Any = None
+    rows: int | None = None
     wants_a_thread: bool = True
     _walked: int | None = field(default=None, init=False)
 
@@ -198,7 +200,7 @@ class Stream:
             self.generator.manual_seed(int(mixed))
         count = skip
         for item in islice(iter(self.open(number)), skip, None):
-            yield self.reader.batch(item, self.only_known)
+            yield self.reader.batch(item)
             count += 1
         if count == 0:
             raise DataError(self.reader.what, f"there are no batches in epoch {number + 1}", fix=GIVE)
@@ -239,7 +241,7 @@ def source(
                 data.set_epoch(epoch)
             return data.iter(batch_size=size)
 
-        return Stream(reader, opened, only_known=True)
+        return Stream(reader, opened, rows=size)
     if batch_size is not None and strict:
         kind = type(data).__name__
         raise ArgumentError(what, f"batch_size is {batch_size}, but {kind} is already in batches", fix="leave it out")
@@ -251,7 +253,10 @@ def source(
     if not isinstance(data, Iterable):
         raise DataTypeError(what, f"{type(data).__name__} is not data", fix=GIVE)
     repeats = not isinstance(data, Iterator)
-    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=getattr(data, "generator", None))
+    rows = getattr(data, "batch_size", None)
+    generator = getattr(data, "generator", None)
+    rows = rows if isinstance(rows, int) else None
+    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=generator, rows=rows)
 
 
 def _arrays(reader: BatchReader, data: Any, batch_size: int, shuffle: bool) -> Rows:

@@ -8,33 +8,29 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
-from math import inf, isfinite, isnan
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
-from stepgraph.checkpoint.codec import of_kind
-from stepgraph.checkpoint.files import as_path, check_keep, latest, read, read_description
-from stepgraph.checkpoint.restoring import understood
-from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, UnknownNameError
+from stepgraph.checkpoint.files import as_path, check_keep
+from stepgraph.errors import ArgumentError
+from stepgraph.fitting.callbacks import Callback, Callbacks, EarlyStopping, checked, watcher
 from stepgraph.fitting.data import Source, source
 from stepgraph.fitting.history import History
-from stepgraph.fitting.losses import Measured, mean_loss, read_losses
-from stepgraph.fitting.metrics import Metric, Tally
-from stepgraph.fitting.progress import Quiet, display
-from stepgraph.fitting.schedule import Schedule, WarmupCosine
-from stepgraph.fitting.trained import Trained, until
+from stepgraph.fitting.loop import Loop, Parts, Settings, check_notes
+from stepgraph.fitting.metrics import Metric, has_one_number
+from stepgraph.fitting.portions import Portions, bytes_of
+from stepgraph.fitting.progress import display
+from stepgraph.fitting.schedule import Schedule
+from stepgraph.fitting.schedule import checked as checked_schedule
+from stepgraph.fitting.trained import Trained
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
-from stepgraph.system.storage import plain, real, require_writable
+from stepgraph.system.storage import require_writable
 
-Metrics = Metric | Sequence[Metric] | Mapping[str, Metric | Sequence[Metric] | Mapping[str, Metric]]
+Metrics = str | Metric | Sequence[Any] | Mapping[str, Any]
 
 
 def fit(
@@ -51,6 +47,10 @@ def fit(
     watch: str = "loss",
     better: str = "auto",
     patience: int | None = None,
+    restore_best: bool = False,
+    callbacks: Sequence[Callback] = (),
+    on_nan: str = "stop",
+    memory_limit: int | str | None = None,
     run: str | os.PathLike[str] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     keep: int = 3,
@@ -70,14 +70,23 @@ def fit(
         validation: data of the same kinds, evaluated in inference mode after each epoch.
         batch_size: rows of a batch, for arrays and datasets; by default, the graph's own. The last batch may be short.
         shuffle: shuffle the rows in each epoch, from the graph's seed. Batches keep their own order.
-        schedule: the learning rate of update n, from 0: any function of n, or `WarmupCosine`.
-        metrics: functions `(prediction, labels) → number`: one, a list, or a dictionary by name. With several losses,
-            `{"digits": [accuracy]}` belongs to the loss, or the output, named "digits"; others to the last loss.
+        schedule: the learning rate of update n, from 0: any function of n, or a schedule such as `WarmupCosine`.
+        metrics: names such as `"accuracy"` and `"f1"`, functions `(prediction, labels) → number`, or objects of
+            torchmetrics: one, a list, or a dictionary by name. With several losses, `{"digits": ["accuracy"]}`
+            belongs to the loss, or the output, named "digits"; others to the last loss.
         accumulate: batches whose gradients form one update. A mean loss is averaged over all their rows, or over all
             labels that count.
-        watch: the loss or metric that determines the best epoch; that of the validation data, if any.
-        better: `"lower"`, `"higher"`, or `"auto"`: lower for the loss, higher for a metric.
+        watch: the number that determines the best epoch, by its name in the history; that of the validation data,
+            if any.
+        better: `"lower"`, `"higher"`, or `"auto"`: lower for a loss, higher for a metric that does not say otherwise.
         patience: stop after this many epochs without improvement; an epoch whose watched number is NaN never improves.
+        restore_best: when the run ends, restore the parameters and statistics of the best epoch. These four arguments
+            make an `EarlyStopping`.
+        callbacks: `Callback` objects, called in this order at the start, after steps, epochs and checkpoints, and at
+            the end.
+        on_nan: `"stop"` ends the run when the loss is NaN, `"continue"` does not.
+        memory_limit: bytes, text such as `"4 GiB"`, or `"auto"` for what the device has free. Batches that need more
+            run in as few parts as fit by the memory plan, and make one update as if they had run whole.
         run: a folder for everything about the run: the record, `report.html`, and the checkpoints.
         checkpoints: a folder for a series of the newest `keep` checkpoints, and the best epoch in `best`. With `run`,
             the default is the folder `checkpoints` in it.
@@ -92,33 +101,41 @@ def fit(
         >>> history["accuracy"]  # doctest: +SKIP
         [0.91, 0.95, 0.96, 0.97, 0.97]
     """
-    graph = Trained(training)
-    named = graph.metrics(metrics)
-    names = [loss.name for loss in graph.losses] if len(graph.losses) > 1 else []
-    folder = None if run is None else as_path("fit", run)
-    settings = _Settings(
+    graph, others = Trained(training), checked(callbacks)
+    given = graph.metrics(metrics)
+    stopper = watcher(others, watch=watch, better=better, patience=patience, restore_best=restore_best)
+    limit, folder = bytes_of(memory_limit), None if run is None else as_path("fit", run)
+    settings = Settings(
         epochs=_count("epochs", epochs, 0),
         accumulate=_count("accumulate", accumulate, 1),
-        schedule=_checked_schedule(schedule),
-        watch=_watched(watch, named, names),
-        higher=_higher(better, watch, names),
-        patience=_optional_count("patience", patience, 1),
+        schedule=None if schedule is None else checked_schedule(schedule),
         folder=as_path("fit", checkpoints) if checkpoints is not None else folder and folder / CHECKPOINTS,
         keep=check_keep(keep) or 1,
         save_every=_optional_count("save_every", save_every, 1),
         prefetch=_optional_count("prefetch", prefetch, 0),
+        stops_at_nan=_stops(on_nan),
     )
     train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
+    _require_watched(stopper, graph.loss_names, given, test)
+    remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
     recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
-    loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
-    loop.position.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}
+    screen = display(progress, epochs, graph.device)
+    parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
+    loop = Loop(parts, settings, {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate})
+    return _trained(loop, resume, remarks)
+
+
+def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
+    """Runs the loop, from the latest checkpoint if it resumes."""
+    folder = loop.settings.folder
     if resume:
-        _check_notes(settings.folder, named)
+        check_notes(folder, loop.parts.metrics)
         loop.go_on()
-    if settings.folder is not None:
-        require_writable(settings.folder)  # fail now, not after the first epoch
+    if folder is not None:
+        require_writable(folder)  # fail now, not after the first epoch
+    loop.remark(remarks)
     with _interruptible() as interrupted:
         loop.run(interrupted)
     return loop.history
@@ -139,264 +156,10 @@ def evaluate(
         {'loss': 0.11, 'accuracy': 0.97}
     """
     graph = Trained(training, learns=False)
-    named = graph.metrics(metrics)
+    given = graph.metrics(metrics)
     batches = source(training, data, _optional_count("batch_size", batch_size, 1))
-    tally = graph.evaluated(batches, named, _optional_count("prefetch", prefetch, 0))
+    tally = graph.evaluated(batches, given, _optional_count("prefetch", prefetch, 0))
     return tally.values()
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The checked settings of `fit`."""
-
-    epochs: int
-    accumulate: int
-    schedule: Schedule | None
-    watch: str
-    higher: bool
-    patience: int | None
-    folder: Path | None
-    keep: int
-    save_every: int | None
-    prefetch: int | None
-
-
-@dataclass
-class _Position:
-    """The position of a run: what a checkpoint needs, besides the graph's own state, to continue bit for bit."""
-
-    origin: int  # position of the graph's random stream when the run began: a second run uses another order
-    epoch: int = 0
-    batch: int = 0  # batches of this epoch so far
-    step: int = 0  # updates of the run so far
-    seconds: float = 0.0  # of this epoch
-    best: float | None = None
-    waited: int = 0  # epochs since the best
-    shape: dict[str, Any] = field(default_factory=dict)
-
-
-class _Run:
-    """The loop."""
-
-    seldom = (64, 0.25)  # losses are read after this many, or this many seconds: each read synchronizes with the GPU
-
-    def __init__(
-        self,
-        graph: Trained,
-        settings: _Settings,
-        train: Source,
-        test: Source | None,
-        metrics: Mapping[str, Metric],
-        screen: Quiet,
-        recorder: Unrecorded,
-    ) -> None:
-        self.graph, self.settings, self.train, self.test = graph, settings, train, test
-        self.metrics, self.screen, self.recorder = metrics, screen, recorder
-        self.optimizer = graph.optimizer
-        self.seed, origin = graph.stream
-        self.position, self.history, self.tally = _Position(origin), History(), Tally(metrics)
-        self.unread: list[_Unread] = []
-        self.pointed_out = False
-        self.read_at = time.perf_counter()
-        self.schedule, self.resumed = settings.schedule, False
-        if isinstance(self.schedule, WarmupCosine) and self.schedule.steps is None:
-            self.schedule = replace(self.schedule, steps=self._known_total())
-
-    def run(self, interrupted: Callable[[], bool]) -> None:
-        """Runs epochs until the last one, until nothing improves, or until interrupted."""
-        self._begin_record()
-        self.screen.begin(self.position.step)
-        try:
-            while self.position.epoch < self.settings.epochs and not self._gave_up():
-                began = time.perf_counter() - self.position.seconds
-                self._train_epoch(interrupted)
-                tally = None if interrupted() else self._validate(interrupted)
-                self.position.seconds = time.perf_counter() - began
-                if interrupted():
-                    self._stop()
-                    return
-                self._close_epoch(tally)
-            self.history.stopped = "no improvement" if self._gave_up() else "finished"
-        finally:
-            self.screen.end()
-            self.graph.release()
-            self.recorder.end(self.position.step, self.history.stopped or "failed")
-
-    def _train_epoch(self, interrupted: Callable[[], bool]) -> None:
-        position, settings = self.position, self.settings
-        self.recorder.epoch_begins()
-        epoch = self.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
-        with self.graph.fed(epoch, self.train, settings.prefetch) as batches:
-            coming = until(batches, interrupted)
-            while group := list(islice(coming, settings.accumulate)):
-                if interrupted() and len(group) < settings.accumulate:
-                    break  # no partial updates
-                if self.schedule is not None:
-                    self._set_rate(self.schedule(position.step))
-                if position.step + 1 == self.recorder.next_look:
-                    self.recorder.look(position.step + 1, group[0])
-                tally = self.tally if self.metrics else None
-                losses = self.graph.update(group, tally)
-                position.step, position.batch = position.step + 1, position.batch + len(group)
-                self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
-                self._look_at_losses()
-                if settings.save_every and position.step % settings.save_every == 0:
-                    self._save()
-        self._read_losses()
-
-    def _validate(self, interrupted: Callable[[], bool]) -> Tally | None:
-        if self.test is None:
-            return None
-        return self.graph.evaluated(self.test, self.metrics, self.settings.prefetch, interrupted)
-
-    def _close_epoch(self, tested: Tally | None) -> None:
-        position, folder = self.position, self.settings.folder
-        found = {} if tested is None else {f"validation {name}": value for name, value in tested.values().items()}
-        times = {"rate": self.optimizer.learning_rate, "seconds": position.seconds}
-        row = {"epoch": position.epoch + 1, "step": position.step, **self.tally.values(), **found, **times}
-        self.history.epochs.append(row)
-        value = row[self._watched]
-        is_best = self._is_better(value)
-        if is_best:
-            position.best, position.waited, self.history.best_epoch = value, 0, row["epoch"]
-        else:
-            position.waited += 1
-        position.epoch, position.batch, position.seconds, self.tally = position.epoch + 1, 0, 0.0, Tally(self.metrics)
-        # Before the checkpoint: a run that resumes from it does not repeat the epoch.
-        self.recorder.epoch(row)
-        if folder is not None and is_best:
-            self.graph.training.save(folder / "best", notes=self._notes())
-        self._save()
-        self.screen.epoch(row)
-
-    @property
-    def _watched(self) -> str:
-        """The name of the number that determines the best epoch."""
-        return self.settings.watch if self.test is None else f"validation {self.settings.watch}"
-
-    def _is_better(self, value: float) -> bool:
-        """Whether this is the best value so far. NaN never is, nor is an infinity of the wrong sign."""
-        best, higher = self.position.best, self.settings.higher
-        if best is None or isnan(best):
-            best = -inf if higher else inf
-        return value > best if higher else value < best
-
-    def _gave_up(self) -> bool:
-        return self.settings.patience is not None and self.position.waited >= self.settings.patience
-
-    def _stop(self) -> None:
-        self.history.stopped = "interrupted"
-        self._save()
-        where = "" if self.settings.folder is None else f", saved in {self.settings.folder}"
-        self.screen.line(f"interrupted in epoch {self.position.epoch + 1} after step {self.position.step}{where}")
-
-    def _set_rate(self, rate: float) -> None:
-        if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
-            self.optimizer.learning_rate = rate
-
-    # Reading losses infrequently
-
-    def _look_at_losses(self) -> None:
-        if len(self.unread) >= self.seldom[0] or time.perf_counter() - self.read_at > self.seldom[1]:
-            recent = self._read_losses()
-            rate = self.optimizer.learning_rate
-
-            def numbers() -> dict[str, Any]:
-                return {**self.tally.values(), "loss": recent, "rate": rate}
-
-            self.screen.step(self.position.epoch + 1, self.position.step, self._total(), numbers)
-
-    def _read_losses(self) -> float:
-        """Reads all pending losses; returns their mean."""
-        values = iter(read_losses([batch for one in self.unread for batch in one.losses]))
-        means, rows_read = [], 0
-        for one in self.unread:
-            found = [next(values) for _ in one.losses]
-            for batch in found:
-                self.graph.add_losses(self.tally, batch)
-                rows_read += batch.rows
-            means.append(mean_loss(found))
-            self.history.add_step(one.step, means[-1], one.rate)
-            self._point_out(one.step, means[-1])
-        read = [(one.step, mean, one.rate) for one, mean in zip(self.unread, means, strict=True)]
-        self.recorder.steps(read, rows_read)
-        self.unread, self.read_at = [], time.perf_counter()
-        return sum(means) / len(means) if means else float("nan")
-
-    def _point_out(self, step: int, loss: float) -> None:
-        """Reports once where to look when the loss is no longer finite."""
-        if not isfinite(loss) and not self.pointed_out:
-            self.pointed_out = True
-            self.screen.line(
-                f"the loss is {loss} in step {step}: training.check_numerics() shows what is not finite now, and "
-                "compiling with GraphCompilationOptions.CHECK_NUMERICS stops at the layer that produces it"
-            )
-
-    def _total(self) -> int | None:
-        """Updates of the whole run, if the number of batches is known."""
-        batches = self.train.batches
-        return None if batches is None else -(-batches // self.settings.accumulate) * self.settings.epochs
-
-    def _known_total(self) -> int:
-        total = self._total()
-        if total is None:
-            raise ArgumentError("fit", "the number of updates is unknown: the data has no length", fix="pass steps=")
-        return total
-
-    # The record and checkpoints
-
-    def _begin_record(self) -> None:
-        settings = {**asdict(self.settings), "schedule": self.schedule, "metrics": list(self.metrics)}
-        settings |= {"optimizer": self.optimizer, "batches": self.train.batches, **self.position.shape}
-        settings["better"] = "higher" if settings.pop("higher") else "lower"
-        self.recorder.begin(self.position.step, self.position.epoch, self._total(), self.resumed, settings)
-
-    def _save(self) -> None:
-        if self.settings.folder is not None:
-            self._read_losses()
-            self.graph.training.save(self.settings.folder, keep=self.settings.keep, notes=self._notes())
-
-    def _notes(self) -> dict[str, Any]:
-        state = {"place": asdict(self.position), "tally": self.tally.state()}
-        return {"fit": {**plain(state), "history": self.history.state(), "watched": self._watched_how()}}
-
-    def _watched_how(self) -> list[str]:
-        return [self._watched, "higher" if self.settings.higher else "lower"]
-
-    def go_on(self) -> None:
-        """Restores the latest checkpoint, if there is one."""
-        folder, shape = self.settings.folder, self.position.shape
-        if folder is None:
-            raise ArgumentError("fit", "resume needs checkpoints to continue from", fix="pass checkpoints=folder")
-        if latest(folder) is None:
-            return
-        notes = read(folder).description["notes"].get("fit")
-        if notes is None:
-            raise CheckpointError(f"{folder}", "its latest checkpoint was not saved by fit", fix="pass another folder")
-        position = _Position(**real(notes["place"]))
-        if position.batch and position.shape != shape:
-            raise CheckpointError(
-                f"{folder}",
-                f"it was saved within an epoch, which cannot continue with other batches: {shape}",
-                saved=position.shape,
-                fix="pass the same batch_size, shuffle and accumulate",
-            )
-        self.graph.training.restore(folder)
-        self.seed, _ = self.graph.stream
-        self.position, self.history = position, History.from_state(notes["history"])
-        self.position.shape, self.resumed = shape, True
-        if notes.get("watched", self._watched_how()) != self._watched_how():
-            self.position.best, self.position.waited = None, 0  # they belong to another number
-        self.tally.resume(real(notes["tally"]))
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """The losses of the batches of one update, still on the device."""
-
-    step: int
-    rate: float
-    losses: list[Measured]
 
 
 @contextmanager
@@ -433,31 +196,6 @@ def _optional_count(name: str, given: Any, least: int) -> int | None:
     return None if given is None else _count(name, given, least)
 
 
-def _checked_schedule(schedule: Any) -> Schedule | None:
-    if schedule is not None and not callable(schedule):
-        raise DataTypeError(
-            "fit", f"schedule is {schedule!r}, not a function", fix="pass a function of the update's number"
-        )
-    return schedule
-
-
-def _watched(watch: str, metrics: Mapping[str, Metric], losses: Sequence[str]) -> str:
-    known = ("loss", *losses, *metrics)
-    if watch not in known:
-        raise UnknownNameError("fit", f"watch is {watch!r}", known=", ".join(known), fix="use one")
-    if getattr(metrics.get(watch), "adds_up", False):
-        raise ArgumentError(
-            "fit", f"watch is '{watch}', which is not a single number", fix="watch the loss or another metric"
-        )
-    return watch
-
-
-def _higher(better: str, watch: str, losses: Sequence[str]) -> bool:
-    if better not in ("auto", "lower", "higher"):
-        raise ArgumentError("fit", f"better is {better!r}", fix='use "auto", "lower" or "higher"')
-    return better == "higher" or (better == "auto" and watch not in ("loss", *losses))
-
-
 def _require_repeating(epochs: int, *sources: Source | None) -> None:
     for one in sources:
         if one is not None and epochs > 1 and not one.repeats:
@@ -465,18 +203,28 @@ def _require_repeating(epochs: int, *sources: Source | None) -> None:
             raise ArgumentError("fit", problem, fix="pass a list, or a function of the epoch that returns an iterator")
 
 
-def _check_notes(folder: Path | None, metrics: Mapping[str, Metric]) -> None:
-    """Rejects, before anything changes, a latest checkpoint whose notes `fit` cannot continue from."""
-    path = None if folder is None else latest(folder)
-    if path is None:
-        return
-    with understood(path):
-        notes = read_description(path)["notes"].get("fit")
-        if notes is not None:  # otherwise another program saved it, which is reported when it is read
-            position, history = _Position(**real(notes["place"])), History.from_state(notes["history"])
-            Tally(metrics).resume(real(notes["tally"]))
-            for name in ("origin", "epoch", "batch", "step", "waited"):
-                of_kind(int, getattr(position, name))
-            of_kind(int, history.every)
-            for row in history.epochs:
-                of_kind(int, row["epoch"])
+def _stops(on_nan: str) -> bool:
+    if on_nan not in ("stop", "continue"):
+        raise ArgumentError("fit", f"on_nan is {on_nan!r}", fix='use "stop" or "continue"')
+    return on_nan == "stop"
+
+
+def _require_watched(
+    stopper: EarlyStopping, losses: Sequence[str], metrics: Mapping[str, Any], test: Source | None
+) -> None:
+    """Rejects a watched name that no epoch will have; names that only the first epoch knows are checked there."""
+    stopper.decide(metrics, losses)
+    shown = [*losses, *metrics]
+    names = [*shown, *([] if test is None else [f"validation {name}" for name in shown]), "rate", "seconds", "waiting"]
+    if all(map(has_one_number, metrics.values())) or stopper.watch in names:
+        metric = metrics.get(stopper.watched(names).removeprefix("validation "))
+        if getattr(metric, "adds_up", False):
+            problem = f"watch is '{stopper.watch}', which is not a single number"
+            raise ArgumentError("fit", problem, fix="watch the loss or another metric")
+
+
+def _limited(graph: Trained, train: Source, test: Source | None, limit: int | str, accumulates: bool) -> list[str]:
+    """Lets batches run in parts that fit, and returns what there is to say about it."""
+    portions = Portions(graph, [train] if test is None else [train, test], limit, accumulates)
+    graph.portion = portions.find()
+    return [portions.remark(graph.portion)] if graph.portion < portions.largest else []

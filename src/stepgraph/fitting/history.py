@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, ClassVar
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from stepgraph import draw
 from stepgraph.errors import UnknownNameError
 from stepgraph.system.storage import plain, real
 
-_TIMES = ("rate", "seconds")
+_TIMES = ("rate", "seconds", "waiting")
 
 
 @dataclass
@@ -22,12 +23,15 @@ class History:
 
     Args:
         epochs: for each epoch its `epoch` and `step` (both from 1), `loss`, each of several losses by name, metrics,
-            the same for the validation data as `validation loss` and so on, the last learning `rate`, and `seconds`.
-            A run that was resumed with other metrics has other names in later epochs.
+            the same for the validation data as `validation loss` and so on, the last learning `rate`, `seconds`, and
+            `waiting`: the share of them in which the loop waited for data. A run that was resumed with other metrics
+            has other names in later epochs.
         steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
         every: how many updates each entry of `steps` represents.
         best_epoch: the epoch with the best watched number.
-        stopped: why it ended: `"finished"`, `"no improvement"` or `"interrupted"`.
+        stopped: why it ended: `"finished"`, `"no improvement"`, `"nan"`, `"interrupted"`, or what a callback said.
+        notes: what else there is to know: a loss that was not finite, batches that ran in parts, checkpoints or a
+            report that could not be written.
 
     Example:
         >>> history = History([{"epoch": 1, "step": 10, "loss": 0.5, "rate": 0.1, "seconds": 1.0}])
@@ -40,6 +44,7 @@ class History:
     every: int = 1
     best_epoch: int | None = None
     stopped: str = ""
+    notes: list[str] = field(default_factory=list)
 
     most_steps: ClassVar[int] = 20_000
 
@@ -55,7 +60,7 @@ class History:
         found = dict.fromkeys(name for row in self.epochs for name in row)
         return [name for name in found if name not in _TIMES] + [name for name in _TIMES if name in found]
 
-    def _shown_names(self) -> list[str]:
+    def shown_names(self) -> list[str]:
         """The names that are a single number in every epoch."""
         return [name for name in self._names() if not any(isinstance(row.get(name), list) for row in self.epochs)]
 
@@ -75,29 +80,31 @@ class History:
     def state(self) -> dict[str, Any]:
         """The whole history as JSON values; numbers that JSON lacks become text."""
         steps = [[step, plain(loss), plain(rate)] for step, loss, rate in self.steps]
-        return {"epochs": plain(self.epochs), "steps": steps, "every": self.every, "best_epoch": self.best_epoch}
+        found = {"epochs": plain(self.epochs), "steps": steps, "every": self.every, "best_epoch": self.best_epoch}
+        return {**found, "notes": list(self.notes)} if self.notes else found
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """The history that `state` was created from."""
         steps = [(step, float(loss), float(rate)) for step, loss, rate in state["steps"]]
-        return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"])
+        notes = [str(one) for one in state.get("notes", ())]
+        return cls(real(state["epochs"]), steps, state["every"], state["best_epoch"], notes=notes)
 
     def __rich__(self) -> RenderableType:
         table = draw.Listing(show_edge=False, pad_edge=False, caption=self.stopped or None, caption_justify="left")
-        names = self._shown_names()
+        names = self.shown_names()
         for name in names:
             table.add_column(name, justify="right")
         for row in self.epochs:
             best = self.best_epoch == row["epoch"]
             table.add_row(*(shown(name, row.get(name)) for name in names), style="bold" if best else None)
-        return table
+        return Group(table, *(Text(note) for note in self.notes)) if self.notes else table
 
     def _repr_html_(self) -> str:
-        names = self._shown_names()
+        names = self.shown_names()
         lines = [[shown(name, row.get(name)) for name in names] for row in self.epochs]
         best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
-        ended = f"<p>{escape(self.stopped)}</p>" if self.stopped else ""
+        ended = "".join(f"<p>{escape(line)}</p>" for line in (self.stopped, *self.notes) if line)
         return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
@@ -110,4 +117,6 @@ def shown(name: str, value: Any) -> str:
         return ""
     if isinstance(value, int):
         return str(value)
+    if name == "waiting":
+        return f"{value:.0%}"
     return f"{value:.2f}" if name == "seconds" else f"{value:.4g}" if name == "rate" else f"{value:.4f}"

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError, UnknownNameError
-from stepgraph.fitting.metrics import TAKEN, Metric, by_name
+from stepgraph.fitting.metrics import TAKEN, Metric, by_name, is_object
+from stepgraph.fitting.named_metrics import Task, named
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.node import Node
@@ -52,10 +53,24 @@ class TrainedLoss:
         return (*self.node.labels, None)[0]
 
     @property
+    def reduction(self) -> ReductionType:
+        """How it is reduced; a custom loss is taken for a mean."""
+        return self.layer.descriptor.reduction_type if isinstance(self.layer, LossLayer) else ReductionType.MEAN
+
+    @property
     def is_mean(self) -> bool:
         """Whether its gradient weights each row by its share of the batch; others are already sums."""
-        layer = self.layer
-        return not isinstance(layer, LossLayer) or layer.descriptor.reduction_type is ReductionType.MEAN
+        return self.reduction is ReductionType.MEAN
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the loss of a batch is the sum of those of its parts, not their mean."""
+        return self.reduction is ReductionType.SUM
+
+    @property
+    def task(self) -> Task:
+        """What metrics of it compare."""
+        return Task.of(self.layer, self.prediction, self.labels)
 
     def amount(self, rows: int, given: Given) -> Amount:
         """What its mean over a batch divides by, up to a factor; for other losses, the rows.
@@ -86,7 +101,7 @@ class TrainedLoss:
 
 @dataclass(frozen=True)
 class Measured:
-    """The losses of one batch, still on the device, with what each mean divides by."""
+    """The losses of a batch or a part of one, still on the device, with what each mean divides by."""
 
     losses: tuple[torch.Tensor | Loss, ...]
     amounts: tuple[Amount, ...]
@@ -95,7 +110,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Read:
-    """The losses of one batch as numbers, with what each mean divides by."""
+    """The losses of a batch or a part of one as numbers, with what each mean divides by."""
 
     losses: tuple[float, ...]
     amounts: tuple[float, ...]
@@ -122,6 +137,21 @@ def _transferred(numbers: Sequence[torch.Tensor]) -> list[float]:
     return torch.stack([*numbers]).tolist() if numbers else []
 
 
+def joined(parts: Sequence[Read], losses: Sequence[TrainedLoss]) -> Read:
+    """The losses of a batch from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    found, amounts = [], []
+    for index, loss in enumerate(losses):
+        pairs = [(one.losses[index], one.amounts[index]) for one in parts]
+        amounts.append(sum(amount for _, amount in pairs))
+        if loss.adds_up:
+            found.append(sum(value for value, _ in pairs))
+        else:
+            found.append(sum(value * amount for value, amount in pairs) / (amounts[-1] or 1))
+    return Read(tuple(found), tuple(amounts), sum(one.rows for one in parts))
+
+
 def mean_loss(batches: Sequence[Read]) -> float:
     """The loss of several batches as if they were one: the sum over all losses of their means over what counts."""
     total = 0.0
@@ -139,12 +169,10 @@ class MetricOf:
 
     Args:
         metric: the metric.
-        loss: what it belongs to.
         settings: keywords for the metric.
     """
 
     metric: Metric
-    loss: TrainedLoss
     settings: Mapping[str, Any]
 
     @property
@@ -162,40 +190,36 @@ class MetricOf:
 
 
 def assigned(
-    metrics: Any, losses: Sequence[TrainedLoss], outputs: Mapping[str, Tensor] | None = None
-) -> dict[str, Metric]:
-    """Metrics by name. Those under the name of a loss, or of the output it reads, belong to it; others to the last.
+    metrics: Any, losses: Sequence[TrainedLoss], outputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, TrainedLoss]]:
+    """Metrics by name, and the loss of each.
 
-    Example:
-        >>> assigned({"mine": max}, [])
-        {'mine': <built-in function max>}
+    Those under the name of a loss, or of the output it reads, belong to it; others belong to the last loss.
     """
     several = {one.name for one in losses} if len(losses) > 1 else set()
     own = {}
-    if isinstance(metrics, Mapping):
+    if isinstance(metrics, Mapping) and not is_object(metrics):
         own = {name: one for name, one in metrics.items() if name in several or _is_group(one)}
     rest = {name: one for name, one in metrics.items() if name not in own} if own else metrics
-    found = {name: _of(metric, losses[-1]) if losses else metric for name, metric in by_name(rest).items()}
-    for name, group in own.items():
-        loss = _named(name, losses, outputs or {})
-        for inner, metric in by_name(group).items():
-            found[f"{name} {inner}"] = MetricOf(metric, loss, _settings(metric, loss))
+    found, owners = {}, {}
+    for prefix, group, loss in (
+        ("", rest, losses[-1]),
+        *((f"{name} ", group, _named(name, losses, outputs)) for name, group in own.items()),
+    ):
+        for name, metric in by_name(group, partial(named, task=loss.task)).items():
+            found[prefix + name], owners[prefix + name] = _of(metric, loss), loss
     _check(losses, found)
-    return found
+    return found, owners
 
 
 def _is_group(given: Any) -> bool:
-    return isinstance(given, Mapping | list | tuple) and not callable(given)
+    return isinstance(given, Mapping | list | tuple) and not callable(given) and not is_object(given)
 
 
-def loss_of(metric: Metric, losses: Sequence[TrainedLoss]) -> TrainedLoss:
-    """The loss that a metric belongs to."""
-    return metric.loss if isinstance(metric, MetricOf) else losses[-1]
-
-
-def _of(metric: Metric, loss: TrainedLoss) -> Metric:
-    settings = _settings(metric, loss)
-    return MetricOf(metric, loss, settings) if settings else metric
+def _of(metric: Any, loss: TrainedLoss) -> Any:
+    """A function with what it should know of the loss; objects are as they are."""
+    settings = {} if is_object(metric) else _settings(metric, loss)
+    return MetricOf(metric, settings) if settings else metric
 
 
 def _settings(metric: Metric, loss: TrainedLoss) -> dict[str, Any]:

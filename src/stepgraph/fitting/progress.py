@@ -54,7 +54,7 @@ class Quiet:
 
     def epoch(self, row: Mapping[str, Any]) -> None:
         """Reports the end of an epoch."""
-        numbers = {name: value for name, value in row.items() if name not in ("epoch", "step", "seconds")}
+        numbers = {name: value for name, value in row.items() if name not in ("epoch", "step", "seconds", "waiting")}
         self.line(
             f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {one_line(numbers)}  {row['seconds']:.1f} s"
         )

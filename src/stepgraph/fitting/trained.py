@@ -12,8 +12,8 @@ import torch
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Source, ahead
-from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, loss_of, read_losses
-from stepgraph.fitting.metrics import Metric, Tally
+from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
+from stepgraph.fitting.metrics import Tally
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
@@ -21,11 +21,17 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions
 
-Weighting = Callable[[int], AbstractContextManager[None]]  # of the gradient pass of one batch of a group
+Weighting = Callable[[int], AbstractContextManager[None]]  # of the gradient pass of one part of a group
 
 
 class Trained:
-    """A training graph as the loop uses it."""
+    """A training graph as the loop uses it.
+
+    Attributes:
+        portion: the most rows that run at once; larger batches run in parts. None if there is no limit.
+    """
+
+    portion: int | None = None
 
     def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
         if not isinstance(training, TrainingGraph):
@@ -40,10 +46,17 @@ class Trained:
         if learns and training.optimizer is None:
             raise StateError("fit", "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
         self._bound: set[Tensor] = set()
+        self._owners: dict[str, TrainedLoss] = {}  # the loss of each metric
 
-    def metrics(self, metrics: Any) -> dict[str, Metric]:
-        """Metrics by name, each with the loss it belongs to."""
-        return assigned(metrics, self.losses, self.training.declaration.outputs)
+    @property
+    def loss_names(self) -> list[str]:
+        """The names of losses in a history: that of the sum, and those of several."""
+        return ["loss", *(one.name for one in self.losses if len(self.losses) > 1)]
+
+    def metrics(self, metrics: Any) -> dict[str, Any]:
+        """Metrics by name; remembers which loss each belongs to."""
+        found, self._owners = assigned(metrics, self.losses, self.training.declaration.outputs)
+        return found
 
     @property
     def optimizer(self) -> Optimizer:
@@ -68,24 +81,60 @@ class Trained:
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
 
-    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[Measured]:
-        """One update with the gradients of a group of batches; returns their losses."""
-        if len(group) == 1:
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[list[Measured]]:
+        """One update with the gradients of a group of batches; returns the losses of the parts of each batch."""
+        if len(group) == 1 and not self.is_divided(group[0]):
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
             self._compare(batch, tally)
-            return [self._measured(execution, batch)]
-        found: list[Measured] = []
+            return [[self._measured(execution, batch)]]
+        found: list[list[Measured]] = []
+        divided = [self._divided(batch) for batch in group]
         combining = self._seeded if len(self.losses) > 1 else self._rescaled
-        with combining(group) as weighted:
-            for index, batch in enumerate(group):
-                found.append(self._measured(self._forward(batch), batch))
-                self._compare(batch, tally)
-                with weighted(index):
-                    adding = ExecutionOptions.ACCUMULATE_GRADIENTS if index else ExecutionOptions.NONE
-                    self.training.execute_gradient(options=adding)
+        with combining([part for parts in divided for part in parts]) as weighted:
+            index = 0
+            for parts in divided:
+                found.append([])
+                for part in parts:
+                    found[-1].append(self._measured(self._forward(part), part))
+                    self._compare(part, tally)
+                    with weighted(index):
+                        adding = ExecutionOptions.ACCUMULATE_GRADIENTS if index else ExecutionOptions.NONE
+                        self.training.execute_gradient(options=adding)
+                    index += 1
         self.training.execute_optimizer_update()
         return found
+
+    def is_divided(self, batch: Batch) -> bool:
+        """Whether a batch runs in parts."""
+        return self.portion is not None and batch.rows > self.portion
+
+    def _divided(self, batch: Batch) -> list[Batch]:
+        """The parts of a batch: as few as possible, of equal size but for the last."""
+        if not self.is_divided(batch):
+            return [batch]
+        assert self.portion is not None
+        count = -(-batch.rows // self.portion)
+        size = -(-batch.rows // count)
+        starts = range(0, batch.rows, size)
+        whole = [
+            {name: self._rows(names[name], values, batch.rows) for name, values in part.items()}
+            for part, names in zip(batch.parts, self._names(), strict=True)
+        ]
+        return [self._slice(whole, start, min(start + size, batch.rows)) for start in starts]
+
+    def _rows(self, tensor: Tensor, values: Any, rows: int) -> tuple[torch.Tensor, bool]:
+        """Data as an array, and whether its rows are those of the batch."""
+        batched = tensor.shape[0] == self.training.declaration.feeds.batch
+        shape = (rows, *tensor.shape[1:]) if batched else tensor.shape
+        return buffers.read(values, shape, tensor.data_type, tensor.where), batched
+
+    @staticmethod
+    def _slice(whole: Sequence[Mapping[str, tuple[torch.Tensor, bool]]], start: int, stop: int) -> Batch:
+        parts = (
+            {name: array[start:stop] if batched else array for name, (array, batched) in part.items()} for part in whole
+        )
+        return Batch(tuple(parts), stop - start)
 
     @contextmanager
     def _rescaled(self, group: Sequence[Batch]) -> Iterator[Weighting]:
@@ -141,21 +190,29 @@ class Trained:
     def evaluated(
         self,
         data: Source,
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Any],
         prefetch: int | None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Tally:
         """Loss and metrics of all batches, in inference mode."""
-        tally, measured = Tally(metrics), []
+        tally = Tally(metrics)
+        measured: list[list[Measured]] = []
         with self.fed(data.epoch(0, (0,)), data, prefetch) as batches:
             for batch in until(batches, interrupted):
-                options = ExecutionOptions.FORWARD_FOR_INFERENCE
-                execution = self.training.execute(*batch.parts, batch_size=batch.rows, options=options)
-                self._compare(batch, tally if metrics else None)
-                measured.append(self._measured(execution, batch))
-        for one in read_losses(measured):
+                measured.append([])
+                for part in self._divided(batch):
+                    options = ExecutionOptions.FORWARD_FOR_INFERENCE
+                    execution = self.training.execute(*part.parts, batch_size=part.rows, options=options)
+                    self._compare(part, tally if metrics else None)
+                    measured[-1].append(self._measured(execution, part))
+        for one in self.read(measured):
             self.add_losses(tally, one)
         return tally
+
+    def read(self, batches: Sequence[Sequence[Measured]]) -> list[Read]:
+        """The losses of batches, from those of their parts, with one synchronization for all."""
+        parts = iter(read_losses([part for batch in batches for part in batch]))
+        return [joined([next(parts) for _ in batch], self.losses) for batch in batches]
 
     def add_losses(self, tally: Tally, one: Read) -> None:
         """Adds the losses of a batch to a tally."""
@@ -195,7 +252,7 @@ class Trained:
         if tally is None:
             return
         for loss in self.losses:
-            own = [name for name, one in tally.metrics.items() if loss_of(one, self.losses) is loss]
+            own = [name for name in tally.names if self._owners[name] is loss]
             if own:
                 prediction = loss.prediction.torch()
                 labels = self._labels(loss, batch).to(prediction.device, non_blocking=True)
@@ -211,9 +268,7 @@ class Trained:
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        is_batched = tensor.shape[0] == self.training.declaration.feeds.batch
-        shape = (batch.rows, *tensor.shape[1:]) if is_batched else tensor.shape
-        return tensor.torch() if values is None else buffers.read(values, shape, tensor.data_type, tensor.where)
+        return tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights

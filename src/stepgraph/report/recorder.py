@@ -37,6 +37,7 @@ class Unrecorded:
     """Writes nothing: used by a run without a folder."""
 
     next_look: int | None = None
+    problems: Sequence[str] = ()  # what the report lacks, and why
 
     def begin(self, step: int, epoch: int, total: int | None, resumed: bool, settings: Mapping[str, Any]) -> None:
         """Training starts or resumes."""
@@ -64,6 +65,7 @@ class Recorder(Unrecorded):
         check_new(folder, resume)
         self.training, self.folder = training, folder
         self.probe, self.failed, self.warned = Probe(training), set[str](), set[str]()
+        self.problems: list[str] = []
         self.unsaid: str | None = None  # why the last lines are missing from the record
         self.began = self.read_at = time.perf_counter()
         self.page_at = self.began
@@ -201,7 +203,7 @@ class Recorder(Unrecorded):
             self.failed.add(what)
             problem = f"{error.where}: {error.problem}" if isinstance(error, StepgraphError) else reason(error)
             self._add("missing", what=what, why=problem)
-            logger.warning("the report will have no %s from now on: %s", what, readable(problem))
+            self._warn(f"the report will have no {what} from now on: {problem}")
             return otherwise
 
     # A full disk affects the report, never the training
@@ -224,8 +226,12 @@ class Recorder(Unrecorded):
                 self.unsaid = error.problem
             if what not in self.warned:
                 self.warned.add(what)
-                message = readable(f"{error.where}: {error.problem}")
-                logger.warning("training continues, but the %s of its report could not be written: %s", what, message)
+                message = f"the {what} of its report could not be written: {error.where}: {error.problem}"
+                self._warn(f"training continues, but {message}")
+
+    def _warn(self, message: str) -> None:
+        self.problems.append(readable(message))
+        logger.warning("%s", readable(message))
 
 
 def look_after(step: int) -> int:

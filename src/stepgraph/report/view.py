@@ -38,12 +38,12 @@ def name(run: Run) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """Removes text in the record that could reverse or hide text on the page."""
+    """Removes text in the record that could reverse or hide text on the page, and numbers that JSON lacks."""
     if isinstance(value, str):
         return readable(value)
     if isinstance(value, dict):
         return {_readable(key): _readable(one) for key, one in value.items()}
-    return [_readable(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_readable(one) for one in value] if isinstance(value, list | tuple) else finite(value)
 
 
 def _view(run: Run) -> dict[str, Any]:

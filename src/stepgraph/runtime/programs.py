@@ -89,8 +89,14 @@ class Programs:
 
     def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
         """The memory that a part would need for a batch size; no executable is built."""
-        program = self.program(batch, training=part != PartName.INFERENCE)
-        return memory.plan(program.step, pipeline.settled(self._parts(part, program)[part], program.step, part))
+        step, parts = self.settled(part, batch)
+        return memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
+
+    def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
+        """A part, or all three passes, ready to run."""
+        program = self.program(batch, training=part not in WITHOUT_TRAINING)
+        parts = self._parts(part, program)
+        return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
 
     def report(self, part: PartName, batch: int) -> pipeline.Report:
         """The passes that ran for a part and their effects; they are rerun for this."""
@@ -113,9 +119,7 @@ class Programs:
 
     def _make(self, part: PartName, batch: int, call: str) -> None:
         """Plans everything, and rejects it if it does not fit, before building an executable."""
-        program = self.program(batch, training=part not in WITHOUT_TRAINING)
-        step = program.step
-        parts = {name: pipeline.settled(one, step, name) for name, one in self._parts(part, program).items()}
+        step, parts = self.settled(part, batch)
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
         self._require_fit(plan, part, batch, call)
         made = {(name, batch): Executable(one, step, self._arena) for name, one in parts.items()}

@@ -8,7 +8,8 @@ const COLORS = [
   "var(--series-5)",
   "var(--series-6)",
 ];
-const NOT_METRICS = new Set(["epoch", "step", "rate", "seconds"]);
+const AS_TIMES = { seconds, waiting: (part) => (isNumber(part) ? share(part, 1) : NOTHING) };
+const NOT_METRICS = new Set(["epoch", "step", "rate", "seconds", "waiting"]);
 
 /** Controls are made once: a live page must not take a slider out of the reader's hand, nor close what is open. */
 function drawCurves(place, data, view) {
@@ -166,9 +167,7 @@ function epochTables(run, isNamed) {
   const known = [...new Set(run.epochs.flatMap(Object.keys))];
   const names = known.filter((name) => !run.epochs.some((row) => Array.isArray(row[name])));
   const cells = (row) =>
-    names.map((name) =>
-      element("td", { class: "numeric" }, name === "seconds" ? seconds(row[name]) : number(row[name])),
-    );
+    names.map((name) => element("td", { class: "numeric" }, (AS_TIMES[name] || number)(row[name])));
   const matrices = known.filter((name) => isMatrix(run.epochs.at(-1)[name]));
   return element(
     "div",

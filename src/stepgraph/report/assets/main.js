@@ -113,8 +113,11 @@ function tiles(run) {
     `${run.total ? `of ${number(run.total)}, ` : ""}${count(run.epochs.length, "epoch")}`,
   ]);
   found.push(["Throughput", run.speed.y.length ? `${number(middle(run.speed.y))}/s` : NOTHING, "rows, median"]);
-  if (run.epochs.length)
-    found.push(["Time", duration(run.epochs.reduce((sum, row) => sum + row.seconds, 0)), "in all epochs"]);
+  if (run.epochs.length) {
+    const total = run.epochs.reduce((sum, row) => sum + row.seconds, 0);
+    const waited = run.epochs.reduce((sum, row) => sum + row.seconds * (row.waiting || 0), 0);
+    found.push(["Time", duration(total), `in all epochs, ${share(waited, total)} waiting for data`]);
+  }
   found.push([
     "Parameters",
     number([...learned.values()].reduce((a, b) => a + b, 0)),
