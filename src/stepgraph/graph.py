@@ -9,15 +9,17 @@ from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, user_line
+from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, UnknownNameError, user_line
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
 from stepgraph.layers.layer import Layer, join
 from stepgraph.layers.node import Node
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
 from stepgraph.tensors import buffers
-from stepgraph.tensors.tensor import Tensor, require_device
+from stepgraph.tensors.extents import BATCH, BatchExtent
+from stepgraph.tensors.tensor import Tensor, require_device, row_count
 from stepgraph.types import ReductionType
 
+BIND = "bind_and_write_data"
 NOT_KEPT = "no call has kept it; a whole call keeps what add_outputs declares"
 
 
@@ -116,8 +118,11 @@ class Graph:
         return self.node(layer, *sources)
 
     def reshape(self, shape: Sequence[int], source: Tensor) -> Tensor:
-        """Gives `source` another shape; one dimension may be -1."""
-        return self.node(ReshapeLayer(_sequence("reshape", shape)), source)
+        """Gives `source` another shape; one dimension may be -1, and `BATCH` first keeps the rows of `source`."""
+        extents = _sequence("reshape", shape)
+        if extents[:1] == (BATCH,) and isinstance(source, Tensor) and not source.descriptor.is_open:
+            extents = (source.shape[0], *extents[1:])
+        return self.node(ReshapeLayer(extents), source)
 
     def transpose(self, dimensions: Sequence[int], source: Tensor) -> Tensor:
         """Reorders the axes: axis `k` of the result is axis `dimensions[k]` of `source`."""
@@ -165,7 +170,12 @@ class Graph:
         tensor whose first dimension is not the batch, all rows, as `execute` does. Keep the memory alive
         and unchanged until the phase that reads it has run.
         """
-        where = "bind_and_write_data"
+        self._bind(data, for_inputs, device, batch_size)
+
+    def _bind(
+        self, data: Any, for_inputs: Any, device: Any, batch_size: int | None, exact: bool = False, where: str = BIND
+    ) -> None:
+        """Binds data; with `exact`, not to tensors with fewer rows."""
         for given in (data, for_inputs):
             if not isinstance(given, Mapping):
                 kind = type(given).__name__
@@ -185,8 +195,9 @@ class Graph:
         arrays = {}
         for name, values in data.items():
             tensor = for_inputs[name]
-            shape = (batch_size, *tensor.shape[1:]) if batch_size and self._is_batched(tensor) else tensor.shape
-            arrays[tensor] = buffers.read(values, shape, tensor.data_type, f"Tensor '{tensor.label}' ('{name}')")
+            shape = self._shape_of(tensor, values, batch_size)
+            title = f"Tensor '{tensor.label}' ('{name}')"
+            arrays[tensor] = buffers.read(values, shape, tensor.data_type, title, exact)
         for tensor, array in arrays.items():  # nothing is bound unless everything fits
             tensor.bind(array, device)
 
@@ -208,6 +219,17 @@ class Graph:
     def _is_batched(self, tensor: Tensor) -> bool:
         """Whether a tensor's first dimension is the batch size; always true for a graph that is not compiled."""
         return True
+
+    def _shape_of(self, tensor: Tensor, values: Any, batch_size: int | None) -> tuple[int, ...]:
+        """The shape of the data to bind to a tensor."""
+        first = tensor.shape[0]
+        if isinstance(first, BatchExtent):
+            rows = batch_size or first.rows(row_count(values, tensor))
+            if rows is None:
+                problem = f"the data has {row_count(values, tensor)} rows, but the tensor has {first}"
+                raise DataError(tensor.where, problem, fix="pass data with a fitting number of rows")
+            return tensor.descriptor.at(rows).shape
+        return (batch_size, *tensor.shape[1:]) if batch_size and self._is_batched(tensor) else tensor.shape
 
     def append(self, node: Node) -> None:
         """Adds an existing node."""

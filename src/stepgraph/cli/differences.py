@@ -15,6 +15,7 @@ from stepgraph import draw
 from stepgraph.checkpoint.graph_json import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
 from stepgraph.compiler.step import KeyKind
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -87,7 +88,7 @@ def run(graphs: Sequence[Any], batch: Batch, rows: int, seed: int) -> Numbers:
             found |= _results(graphs, graph)
         return found
     for _, name, tensor in feeds(graphs):
-        taken = rows if tensor.shape[0] == graphs[0].declaration.feeds.batch else None
+        taken = rows if graphs[0].declaration.feeds.is_batched(tensor) else None
         graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, graphs[0].device, batch_size=taken)
     for graph in ordered:
         _start_gradients(graph, rows, seed)
@@ -117,7 +118,7 @@ def _start_gradients(graph: Any, rows: int, seed: int) -> None:
             and tensor.descriptor.element_count > 1
             and tensor not in graph.compilation.read_elsewhere
         ):
-            shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph.declaration.feeds.batch else tensor.shape
+            shape = shape_at(tensor.shape, graph.declaration.feeds.batch, rows)
             numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
             graph.allocate_user_gradient(tensor).bind(numbers, graph.device)
 

@@ -70,7 +70,8 @@ def fit(
             any iterable, or a function that returns one for each epoch.
         epochs: the total number of epochs, including those before a `resume`.
         validation: data of the same kinds, evaluated in inference mode after each epoch.
-        batch_size: rows of a batch, for arrays and datasets; by default, the graph's own. The last batch may be short.
+        batch_size: rows of a batch, for arrays and datasets; by default, the graph's own, or 32 if it
+            declares `BATCH`. The last batch may be short.
         shuffle: shuffle the rows in each epoch, from the graph's seed. Batches keep their own order.
         schedule: the learning rate of update n, from 0: any function of n, or `WarmupCosine`.
         metrics: functions `(prediction, labels) → number`: one, a list, or a dictionary by name.
@@ -109,6 +110,8 @@ def fit(
     train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
+    if folder is not None:
+        graph.compile_for(train)  # a record begins with the step's memory plan
     recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
     loop = _Run(graph, settings, train, test, named, display(progress, epochs, graph.device), recorder)
     loop.position.shape = {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate}

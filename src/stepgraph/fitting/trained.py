@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
-from stepgraph.fitting.data import Batch, Source, ahead
+from stepgraph.fitting.data import Batch, Rows, Source, ahead
 from stepgraph.fitting.metrics import Metric, Tally
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.loss import LossLayer
@@ -17,6 +17,7 @@ from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.loss_slots import Loss
 from stepgraph.tensors import buffers
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions, ReductionType
 
@@ -62,6 +63,12 @@ class Trained:
             batches = (batch.pinned() for batch in batches)
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
+
+    def compile_for(self, data: Source) -> None:
+        """Compiles the step for the batches of a graph without a declared batch size, if their size is known."""
+        compiled = self.training.require_session("fit").compilation
+        if compiled.feeds.is_open and isinstance(data, Rows):
+            compiled.programs.executable(compiled.whole, min(data.batch_size, data.count), "fit")
 
     def update(self, group: Sequence[Batch], tally: Tally | None) -> list[tuple[torch.Tensor | Loss, int]]:
         """One update with the gradients of a group of batches; returns their losses."""
@@ -140,8 +147,7 @@ class Trained:
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        is_batched = tensor.shape[0] == self.training.declaration.feeds.batch
-        shape = (batch.rows, *tensor.shape[1:]) if is_batched else tensor.shape
+        shape = shape_at(tensor.shape, self.training.declaration.feeds.batch, batch.rows)
         return tensor.torch() if values is None else buffers.read(values, shape, tensor.data_type, tensor.where)
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:

@@ -91,6 +91,20 @@ class Compilation:
         return next((node for node in reversed(self.nodes) if node.is_loss), None)
 
     @cached_property
+    def predictions(self) -> Names:
+        """The results that a graph is asked for: its outputs or, without any, what its losses compare or its last ones.
+
+        The latter are named `output`, `output2`, …
+        """
+        made = {tensor for node in self.nodes for tensor in node.results}
+        declared = {name: tensor for name, tensor in self.declaration.outputs.items() if tensor in made}
+        if declared:
+            return declared
+        ends = dict.fromkeys(t for node in self.nodes if node.is_loss for t in node.sources if t in made)
+        found = list(ends) or list(self.nodes[-1].results)
+        return {"output" if index == 1 else f"output{index}": tensor for index, tensor in enumerate(found, 1)}
+
+    @cached_property
     def whole(self) -> PartName:
         """The name of the part that runs a whole call."""
         return PartName.STEP if self.declaration.trains else PartName.INFERENCE
@@ -145,7 +159,7 @@ class Compilation:
         if given is None:
             return declared
         batch = self.feeds.batch_size(given)
-        if batch == declared:
+        if batch == declared or self.feeds.is_open:
             return batch
         ends = [node.sources[0] for node in self.nodes if node.is_loss] or self.nodes[-1].results
         rows = {tensor.shape[0] for tensor in ends}
@@ -156,6 +170,18 @@ class Compilation:
                 fix="declare an input whose first dimension is the batch first, or pass batch_size=None",
             )
         return batch
+
+    @property
+    def usual_batch(self) -> int:
+        """The declared batch size; for `BATCH`, that of the last program, and before the first a few rows."""
+        return int(self.programs.last_batch or self.feeds.batch) if self.feeds.is_open else self.feeds.batch
+
+    def prepare(self, call: str) -> None:
+        """Builds what a call with the declared batch size runs; with `BATCH`, checks what can be checked before."""
+        if self.feeds.is_open:
+            self.programs.outline(self.feeds.batch, self.declaration.trains)
+        else:
+            self.programs.executable(self.whole, self.feeds.batch, call)
 
     # What stays readable after a call
 
@@ -240,7 +266,7 @@ class Compilation:
         """The tensors whose gradients linked graphs want and receive: those on which a loss depends."""
         if self.programs.is_recording:  # graphs that read one another rely on it
             return {*self.wanted}
-        found = self.programs.program(self.feeds.batch).outputs
+        found = self.programs.outline(self.feeds.batch).outputs
         return {tensor for tensor in self.wanted if gradient(tensor) in found}
 
     @property

@@ -30,6 +30,7 @@ from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphErr
 from stepgraph.random import keep_mask, uniform
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
 
@@ -124,8 +125,13 @@ class Scope:
         self.updates[statistic] = value.detach()
 
     def batched(self, extent: int) -> int:
-        """`extent`, or this call's batch size if `extent` is the declared one."""
+        """`extent`, or this call's batch size if `extent` is the declared one or `BATCH`."""
         declared, actual = self.batch
+        if isinstance(extent, BatchExtent):
+            if not isinstance(declared, BatchExtent):
+                fix = f"declare the graph's inputs with {extent} rows, or pass the number"
+                raise ShapeError("BATCH", f"the layer's {extent} is unknown: its source has a declared number", fix=fix)
+            return extent.at(actual)
         return actual if extent == declared else extent
 
 
@@ -234,6 +240,28 @@ class Layer:
     def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
         """Descriptors of the results, found by running `forward` on arrays without memory."""
         self._check_count(len(sources))
+        if not any(source.is_open for source in sources):
+            return self._inferred(sources, batch)
+        try:
+            first = self._inferred(sources, (BATCH, PROBES[0]))
+        except StepgraphError as error:
+            if str(BATCH) not in str(error):  # raised by code that sees only numbers
+                error.facts["BATCH"] = f"counts as {PROBES[0]} here"
+            raise
+        try:
+            second = self._inferred([source.at(PROBES[1]) for source in sources], (BATCH, PROBES[1]))
+        except StepgraphError as error:
+            problem = f"does not run with every number of rows: {error.problem}"
+            fix = "declare the number of rows instead of BATCH, or give every source BATCH rows"
+            raise ShapeError(self.where, problem, sources=", ".join(map(str, sources)), fix=fix) from error
+        if len(first) != len(second):
+            problem = f"returns {len(first)} or {len(second)} results, depending on the number of rows"
+            raise ShapeError(self.where, problem, fix="declare the number of rows instead of BATCH")
+        pairs = zip(first, second, strict=True)
+        return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
+
+    def _inferred(self, sources: Sequence[TensorDescriptor], batch: tuple[int, int]) -> tuple[TensorDescriptor, ...]:
+        """The same for sources of fixed shapes; those with `BATCH` count as their first probe."""
         self.check(*sources)
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
         own = {tensor: tensor.descriptor.meta() for tensor in tensors}

@@ -22,6 +22,7 @@ from stepgraph.random import initialize, new_array
 from stepgraph.system import surroundings
 from stepgraph.tensors import buffers
 from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.extents import BatchExtent, is_open
 from stepgraph.tensors.quantization import dequantize, quantize
 from stepgraph.types import DataType, RandomInitializerType
 
@@ -34,7 +35,7 @@ class TensorDescriptor:
     """Shape and element type of a tensor, outermost dimension first; images are `[batch, channels, height, width]`.
 
     Args:
-        shape: one to five positive integers.
+        shape: one to five positive integers; `BATCH` stands for the rows of a call.
         data_type: element type, in any form that `DataType.of` accepts.
         sequence_lengths: lengths of the sequences in a `[batch, steps, features]` tensor.
         sorted_sequences: whether the lengths are sorted, longest first.
@@ -122,7 +123,17 @@ class TensorDescriptor:
 
     def meta(self) -> Array:
         """An array of this shape and type without memory, for shape inference."""
-        return torch.empty(self.shape, dtype=self.data_type.torch, device="meta")
+        return torch.empty(tuple(map(int, self.shape)), dtype=self.data_type.torch, device="meta")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its shape depends on the rows of a call."""
+        return is_open(self.shape)
+
+    def at(self, rows: int) -> TensorDescriptor:
+        """The descriptor for a number of rows; without `BATCH` in its shape, the same."""
+        shape = tuple(extent.at(rows) if isinstance(extent, BatchExtent) else extent for extent in self.shape)
+        return replace(self, shape=shape)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.data_type.debug_description}"
@@ -132,7 +143,7 @@ class Tensor:
     """One value of a graph: an input, a parameter, a result or a gradient.
 
     Args:
-        shape: the shape, or a `TensorDescriptor`.
+        shape: the shape, or a `TensorDescriptor`. With `BATCH` as the first extent, calls decide the number of rows.
         data_type: element type; by default float32.
         data: host memory that this tensor uses; it may be longer than needed.
         fill: a number to fill new memory with.
@@ -181,6 +192,8 @@ class Tensor:
     @classmethod
     def sequence(cls, length: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
         """Sequences of one length, `[batch_size, length, channels]`; other settings as for `Tensor`."""
+        if isinstance(batch_size, BatchExtent):
+            return cls((batch_size, length, channels), **settings)
         return cls.sequences([length] * batch_size, channels, batch_size, sorted_sequences=True, **settings)
 
     @classmethod
@@ -375,6 +388,9 @@ class Tensor:
     def _first_values(self, data: Any, fill: float | None, random: RandomInitializerType | None) -> Array | None:
         if sum(source is not None for source in (data, fill, random)) > 1:
             raise ArgumentError(self.where, "data, fill and random were passed together", fix="pass only one")
+        if self.descriptor.is_open and (data, fill, random) != (None, None, None):
+            shape = list(self.shape)
+            raise ShapeError(self.where, f"its shape is {shape}, but data has a number of rows", fix="pass that number")
         if data is not None:
             return buffers.read(data, self.shape, self.data_type, self.where)
         if fill is not None:
@@ -456,6 +472,26 @@ def require_device(device: Any, where: str) -> None:
         raise DeviceError(where, f"{device!r} is not a device to write to", fix="pass Device.cpu() or Device.any()")
 
 
+def row_count(values: Any, tensor: Tensor) -> int:
+    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them contiguously."""
+    shape = getattr(values, "shape", None)
+    if shape is None and isinstance(values, list | tuple):
+        return len(values)
+    if shape is None:
+        return _length_in_bytes(values, tensor) // (tensor.data_type.element_size * math.prod(tensor.shape[1:]))
+    if len(shape) == 0:
+        return 1
+    return int(shape[0]) // math.prod(tensor.shape[1:]) if len(shape) == 1 else int(shape[0])
+
+
+def _length_in_bytes(values: Any, tensor: Tensor) -> int:
+    try:
+        return values.length if isinstance(values, TensorData) else memoryview(values).nbytes
+    except TypeError:
+        fix = "pass NumPy, torch, DLPack or bytes"
+        raise DataTypeError(tensor.where, f"{type(values).__name__} is not an array", fix=fix) from None
+
+
 def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
     """Fan-in and fan-out of weights with this shape.
 
@@ -483,4 +519,4 @@ def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_
                 f"{extent!r} in the {name} {extents} is not a positive integer",
                 fix="use extents ≥ 1",
             )
-    return tuple(int(extent) for extent in extents)
+    return tuple(extent if isinstance(extent, BatchExtent) else int(extent) for extent in extents)
