@@ -88,7 +88,7 @@ class Halves(sg.Layer):
     """A layer that takes even numbers of rows only."""
 
     def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
-        return x.reshape(x.shape[0] // 2, 2, -1)
+        return x.reshape(x.shape[0] // 2, 2, x.shape[1])
 
 
 class Rounded(sg.Layer):

@@ -60,6 +60,20 @@ class Declaration:
         return self.wired if self.loss_node is None else (*self.wired, self.loss_node)
 
     @property
+    def predictions(self) -> Names:
+        """The results that a graph is asked for: its outputs or, without any, what its losses compare or its last ones.
+
+        The latter are named `output`, `output2`, …
+        """
+        made = {tensor for node in self.nodes for tensor in node.results}
+        declared = {name: tensor for name, tensor in self.outputs.items() if tensor in made}
+        if declared or not self.nodes:
+            return declared
+        ends = dict.fromkeys(t for node in self.nodes if node.is_loss for t in node.sources if t in made)
+        found = list(ends) or list(self.nodes[-1].results)
+        return {"output" if index == 1 else f"output{index}": tensor for index, tensor in enumerate(found, 1)}
+
+    @property
     def predicting(self) -> tuple[Node, ...]:
         """The nodes that compute what losses compare and the outputs; without losses, all of them."""
         wanted = {t for node in self.nodes if node.is_loss for t in node.sources}

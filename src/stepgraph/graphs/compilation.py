@@ -92,17 +92,8 @@ class Compilation:
 
     @cached_property
     def predictions(self) -> Names:
-        """The results that a graph is asked for: its outputs or, without any, what its losses compare or its last ones.
-
-        The latter are named `output`, `output2`, …
-        """
-        made = {tensor for node in self.nodes for tensor in node.results}
-        declared = {name: tensor for name, tensor in self.declaration.outputs.items() if tensor in made}
-        if declared:
-            return declared
-        ends = dict.fromkeys(t for node in self.nodes if node.is_loss for t in node.sources if t in made)
-        found = list(ends) or list(self.nodes[-1].results)
-        return {"output" if index == 1 else f"output{index}": tensor for index, tensor in enumerate(found, 1)}
+        """The results that the graph is asked for, by name."""
+        return self.declaration.predictions
 
     @cached_property
     def whole(self) -> PartName:

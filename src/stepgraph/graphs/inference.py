@@ -134,7 +134,7 @@ def inference_of(graph: CompiledGraph, **settings: Any) -> InferenceGraph:
     made = {tensor for node in found.nodes for tensor in node.results}
     kinds = declared.feeds.inputs, declared.feeds.labels, declared.feeds.weights
     found.add_inputs(*({name: t for name, t in names.items() if t in read} for names in kinds))
-    found.add_outputs({name: tensor for name, tensor in declared.outputs.items() if tensor in made})
+    found.add_outputs({name: tensor for name, tensor in declared.predictions.items() if tensor in made})
     now = graph.compilation
     if now is not None:
         constants = {f"{tensor.tensor_id}": tensor for tensor in now.constants if tensor in read}

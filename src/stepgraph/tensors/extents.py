@@ -126,8 +126,6 @@ def _joined(first: int, second: int, where: str) -> int:
         return int(first)
     if second < first:
         rows = " and ".join(f"{extent} for {rows} rows" for extent, rows in zip((first, second), PROBES, strict=True))
-        raise ShapeError(
-            where, f"an extent of its result is {rows}", fix="declare the number of rows instead of BATCH"
-        )
+        raise ShapeError(where, f"an extent of its result is {rows}", fix="declare the number of rows instead of BATCH")
     multiple = Fraction(second - first, PROBES[1] - PROBES[0])
     return BatchExtent(multiple, int(first - multiple * PROBES[0]))
