@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.shape import require_same_type
 from stepgraph.random import initialize
@@ -137,6 +138,7 @@ class MultiheadAttentionLayer(Layer):
                 )
 
     @classmethod
+    @found_at_node("model_dimension", last_extent)
     def create(
         cls,
         model_dimension: int,

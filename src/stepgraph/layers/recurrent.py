@@ -11,6 +11,7 @@ import torch
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_kernel import one_direction, sequence_lengths
 from stepgraph.layers.lstm_steps import lstm_steps, running
@@ -185,6 +186,7 @@ class LSTMLayer(Layer):
         object.__setattr__(self, name, tensors)
 
     @classmethod
+    @found_at_node("input_size", last_extent)
     def create(
         cls,
         input_size: int,

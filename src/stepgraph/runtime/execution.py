@@ -193,7 +193,8 @@ class Execution:
 
     def __getitem__(self, name: str) -> Tensor:
         """An output of this call, by the name that `add_outputs` gave it."""
-        self.wait()
+        if self.error is not None:
+            raise self.error
         if name not in self._outputs:
             known = ", ".join(f"'{one}'" for one in self._outputs) or "none"
             raise UnknownNameError(

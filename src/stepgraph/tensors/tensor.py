@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Union
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from stepgraph.tensors.quantization import dequantize, quantize
 from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
+Operand = Union["Tensor", float, np.ndarray, torch.Tensor]  # a source that may be a constant
 MAX_DIMENSIONS = 5  # the original stops at 4
 
 
@@ -175,6 +177,7 @@ class Tensor:
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
         self.is_updatable = True
+        self._graph: weakref.ref[Any] | None = None
         self.is_bound = False  # whether its data was bound after creation, for a call
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
@@ -342,6 +345,72 @@ class Tensor:
         twin.optimizer_data = list(self.optimizer_data)
         return twin
 
+    # Arithmetic on results
+
+    @property
+    def graph(self) -> Any:
+        """The graph that this tensor is a result of; None for inputs, parameters and results of calls."""
+        graph = None if self._graph is None else self._graph()
+        return graph if graph is not None and graph.makes(self) else None
+
+    def join(self, graph: Any) -> None:
+        """Records the graph of a result; a graph that adopts its node later does not count."""
+        if self.graph is None:
+            self._graph = weakref.ref(graph)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_graph": None}  # a copy is a result of no graph
+
+    @property
+    def __array_priority__(self) -> float:
+        """NumPy leaves `array + result` to the result; other tensors are converted to arrays."""
+        return -1e6 if self.graph is None else 1e3
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """This result in another shape: `x.reshape(BATCH, -1)`, or with one tuple."""
+        extents = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
+        found: Tensor = _common_graph("reshape", self).reshape(tuple(extents), self)
+        return found
+
+    def __add__(self, other: Operand) -> Tensor:
+        return _combined("add", self, other)
+
+    def __radd__(self, other: Operand) -> Tensor:
+        return _combined("add", other, self)
+
+    def __sub__(self, other: Operand) -> Tensor:
+        return _combined("subtract", self, other)
+
+    def __rsub__(self, other: Operand) -> Tensor:
+        return _combined("subtract", other, self)
+
+    def __mul__(self, other: Operand) -> Tensor:
+        return _combined("multiply", self, other)
+
+    def __rmul__(self, other: Operand) -> Tensor:
+        return _combined("multiply", other, self)
+
+    def __truediv__(self, other: Operand) -> Tensor:
+        return _combined("divide", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Tensor:
+        return _combined("divide", other, self)
+
+    def __pow__(self, other: Operand) -> Tensor:
+        return _combined("pow", self, other)
+
+    def __rpow__(self, other: Operand) -> Tensor:
+        return _combined("pow", other, self)
+
+    def __matmul__(self, other: Operand) -> Tensor:
+        return _combined("matmul", self, other)
+
+    def __rmatmul__(self, other: Operand) -> Tensor:
+        return _combined("matmul", other, self)
+
+    def __neg__(self) -> Tensor:
+        return _combined("multiply", self, -1)
+
     @property
     def where(self) -> str:
         """The name of this tensor in messages."""
@@ -411,6 +480,49 @@ class Tensor:
             raise ArgumentError(
                 self.where, f"fill is {number}, which {kind} cannot hold", fix="use another type"
             ) from None
+
+
+def _combined(operation: str, left: Any, right: Any) -> Any:
+    """Wires an operation into the graph of its operands; NotImplemented for anything but tensors and numbers."""
+    if not all(isinstance(one, Tensor | int | float | np.ndarray | np.generic | torch.Tensor) for one in (left, right)):
+        return NotImplemented
+    tensors = [one for one in (left, right) if isinstance(one, Tensor)]
+    if (
+        any(isinstance(one, np.ndarray | np.generic | torch.Tensor) for one in (left, right))
+        and tensors[0].graph is None
+    ):
+        return NotImplemented  # NumPy and PyTorch read the tensor's numbers
+    return getattr(_common_graph(operation, *tensors), operation)(left, right)
+
+
+def _common_graph(operation: str, *tensors: Tensor) -> Any:
+    """The graph that tensors are results of; some may be inputs."""
+    graphs = list(dict.fromkeys(tensor.graph for tensor in tensors if tensor.graph is not None))
+    where = " and ".join(tensor.where for tensor in tensors)
+    if not graphs:
+        problem, fix = "operators work on results of a graph, and this is none", f"call graph.{operation}"
+        raise StateError(where, problem, fix=fix)
+    if len(graphs) > 1:
+        fix = f"wire it in a graph that contains both: training.{operation}(…)"
+        raise StateError(where, "they are results of two graphs", fix=fix)
+    return graphs[0]
+
+
+def constant_tensor(values: Any, data_type: DataType | None = None) -> Tensor:
+    """A tensor with a copy of numbers or an array; a number has shape `[1]`."""
+    where = "constant"
+    if isinstance(values, np.ndarray | np.generic | torch.Tensor):
+        array = buffers.as_array(np.asarray(values) if isinstance(values, np.generic) else values, where).clone()
+        kind = DataType.of(array.dtype) if data_type is None else data_type
+        if array.dtype.is_floating_point and not kind.is_floating:
+            names = f"{DataType.of(array.dtype).debug_description}, but {kind.debug_description} is needed"
+            raise DataTypeError(where, f"the array is {names}", fix="round it, or convert the other operand")
+        array = array.to("cpu", kind.torch)
+        return Tensor(tuple(array.shape) or (1,), kind, data=array.reshape(tuple(array.shape) or (1,)))
+    numbers = np.asarray(values)
+    kind = data_type or (DataType.FLOAT32 if numbers.dtype.kind == "f" else DataType.of(numbers.dtype))
+    shape = numbers.shape or (1,)
+    return Tensor(shape, kind, data=numbers.reshape(shape).tolist())
 
 
 class TensorOptimizerDeviceData:
