@@ -104,7 +104,7 @@ def test_a_step_without_readers_reads_nothing(monkeypatch: pytest.MonkeyPatch) -
     reads = []
     read = trained.read_losses
     monkeypatch.setattr("stepgraph.fitting.loop.Loop.seldom", (64, 1e9))
-    monkeypatch.setattr("stepgraph.fitting.trained.read_losses", lambda losses: reads.append(len(losses)) or read(losses))
+    monkeypatch.setattr("stepgraph.fitting.trained.read_losses", lambda given: reads.append(len(given)) or read(given))
     for callbacks in ([], [sg.Callback()], [Diary()]):  # none, one that overrides nothing, one that reads no loss
         sg.fit(renewed(), arrays(), callbacks=callbacks, **QUIET)
     assert reads == [BATCHES] * 3

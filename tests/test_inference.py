@@ -187,8 +187,10 @@ def test_batch_size_takes_that_many_rows_and_is_compiled_once(rows: int) -> None
     assert inference.executables == compiled
     assert_close([found, written[:rows]], [expected[:rows]] * 2)
     assert (written[rows:] == 7).all()
+    assert_close([inference.execute({"images": data}, batch_size=BATCH).result], [expected[:BATCH]])
     for declared in (0, None):
-        assert_close([inference.execute({"images": data}, batch_size=declared).result], [expected[:BATCH]])
+        with pytest.raises(sg.DataError, match="9 rows, but the call reads 4"):
+            inference.execute({"images": data}, batch_size=declared)
 
 
 def test_batch_size_never_cuts_an_input_that_is_no_batch() -> None:

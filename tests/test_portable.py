@@ -289,8 +289,8 @@ def test_tf32_and_the_memory_limit_are_those_that_were_saved(tmp_path: Path) -> 
     ):
         with pytest.raises(error, match=words):
             sg.load(tmp_path, CPU, **given)
-    with pytest.raises(sg.DataTypeError, match="'cpu' is not a Device"):
-        sg.load(tmp_path, "cpu")
+    with pytest.raises(sg.DataTypeError, match=r"3\.5 is not a Device"):
+        sg.load(tmp_path, 3.5)
     with pytest.raises(sg.ArgumentError, match="an inference graph takes no memory_limit"):
         sg.load(tmp_path, CPU, inference=True, memory_limit=10**6)
 

@@ -1,234 +1,203 @@
-"""Class indices of every step, `[batch, steps]`, in whole graphs: trained, accumulated, measured, saved, refused."""
+"""Short spellings: devices by name, settings by keyword, phases with their data, results by name."""
 
-from functools import partial
-from pathlib import Path
-from typing import Any
+import inspect
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import stepgraph as sg
-from stepgraph.cli import batch as cli_batch
-from stepgraph.compiler.step import value
-from stepgraph.fitting.metrics import Tally
-from stepgraph.runtime.indices import Indices
+from stepgraph.compiler.settings import SWITCHES, switched
 
-ROWS, STEPS, INPUTS, CLASSES, RATE = 8, 5, 4, 7, 0.3
-IGNORED = -100
-Data = tuple[np.ndarray, np.ndarray, np.ndarray]
+Options = sg.GraphCompilationOptions
 
 
-def network(
-    rows: int = ROWS, *, weighted: bool = False, options: Any = sg.GraphCompilationOptions.NONE, **settings: Any
-) -> sg.TrainingGraph:
-    sg.set_seed(1)
-    x, y = sg.Tensor((rows, STEPS, INPUTS)), sg.Tensor((rows, STEPS), "int64")
-    w = sg.Tensor((rows, STEPS))
-    graph = sg.Graph()
-    graph.node(sg.FullyConnectedLayer.create(INPUTS, CLASSES), x)
-    loss = sg.LossLayer.softmax_cross_entropy(axis=-1, ignored_label=IGNORED, **settings)
-    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(learning_rate=RATE))
-    training.add_inputs({"x": x}, {"y": y}, *[{"w": w}] * weighted)
-    training.compile(sg.Device.cpu())
-    return training
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def data(rows: int, seed: int = 0) -> Data:
-    """Few labels count in some rows, none in others."""
-    random = np.random.default_rng(seed)
-    x = random.standard_normal((rows, STEPS, INPUTS)).astype(np.float32)
-    y = random.integers(0, CLASSES, (rows, STEPS))
-    y[random.random((rows, STEPS)) < random.random((rows, 1))] = IGNORED
-    y[:ROWS] = IGNORED if rows > ROWS else y[:ROWS]
-    return x, y, random.random((rows, STEPS)).astype(np.float32)
+class Line:
+    """One dense layer, a squared loss, and SGD."""
+
+    def __init__(self, device: object = "cpu", **settings: object) -> None:
+        sg.set_seed(2)
+        self.x, self.y, self.graph = sg.Tensor((4, 3)), sg.Tensor((4, 2)), sg.Graph()
+        self.dense = sg.FullyConnectedLayer.create(3, 2)
+        self.out = self.graph.node(self.dense, self.x)
+        optimizer = sg.SGDOptimizer(learning_rate=0.1)
+        self.training = sg.TrainingGraph([self.graph], sg.LossLayer.mean_squared_error(), optimizer)
+        self.training.add_inputs({"x": self.x}, {"y": self.y})
+        self.training.add_outputs({"out": self.out})
+        self.training.compile(device, **settings)
+
+    def predicted(self, x: np.ndarray) -> np.ndarray:
+        return x @ self.dense.weights.numpy().T + self.dense.biases.numpy()
 
 
-def parameters(training: sg.TrainingGraph) -> list[torch.Tensor]:
-    return [t.torch().clone() for layer in training.layers for t in layer.parameters.values()]
+X, Y = numbers(4, 3), numbers(4, 2, seed=1)
 
 
-def trained_by_torch(start: list[torch.Tensor], batches: list[Data], weighted: bool) -> tuple[list[float], list[Any]]:
-    """The same steps in float64."""
-    weight, bias = (one.double().requires_grad_() for one in start)
-    losses = []
-    for x, y, w in batches:
-        logits = F.linear(torch.from_numpy(x).double(), weight.reshape(CLASSES, INPUTS), bias.reshape(CLASSES))
-        labels = torch.from_numpy(y).reshape(-1)
-        each = F.cross_entropy(logits.reshape(-1, CLASSES), labels, ignore_index=IGNORED, reduction="none")
-        factors = torch.from_numpy(w).double().reshape(-1) if weighted else torch.ones_like(each)
-        loss = (each * factors).sum() / factors[labels != IGNORED].sum()
-        losses.append(loss.item())
-        for one, slope in zip((weight, bias), torch.autograd.grad(loss, (weight, bias)), strict=True):
-            one.data -= RATE * slope
-    return losses, [weight, bias]
+# compile
 
 
-def same(training: sg.TrainingGraph, wanted: list[torch.Tensor]) -> None:
-    for ours, theirs in zip(parameters(training), wanted, strict=True):
-        torch.testing.assert_close(
-            ours.double().reshape(-1), theirs.detach().double().reshape(-1), rtol=1e-5, atol=1e-6
-        )
+@pytest.mark.parametrize("device", ["cpu", "any", torch.device("cpu"), sg.Device.cpu()], ids=str)
+def test_devices_by_name(device: object) -> None:
+    assert Line(device).training.device in (sg.Device.cpu(), sg.Device.any())
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-def test_steps_are_those_of_pytorch_whole_and_in_phases(weighted: bool) -> None:
-    batches = [data(ROWS, seed) for seed in range(4)]
-    settings = {"weighted": weighted, "divides_by_weights": weighted}
-    whole, phases = network(**settings), network(**settings)
-    losses, wanted = trained_by_torch(parameters(whole), batches, weighted)
-    for (x, y, w), loss in zip(batches, losses, strict=True):
-        parts = ({"x": x}, {"y": y}, *[{"w": w}] * weighted)
-        assert whole.execute(*parts).loss == pytest.approx(loss, rel=1e-5)
-        tensors = {**phases.inputs, **phases.loss_labels, **phases.loss_label_weights}
-        phases.bind_and_write_data({k: v for part in parts for k, v in part.items()}, tensors, sg.Device.cpu())
-        assert phases.execute_forward().loss == pytest.approx(loss, rel=1e-5)
-        phases.execute_gradient()
-        phases.execute_optimizer_update()
-    same(whole, wanted)
-    same(phases, wanted)
+def test_unknown_and_missing_devices_are_refused_and_change_nothing() -> None:
+    training = Line().training
+    with pytest.raises(sg.DataTypeError, match="'warp' is not a device"):
+        training.compile("warp")
+    with pytest.raises(sg.DeviceError, match="no device 'cuda:97'"):
+        training.compile("cuda:97")
+    assert training.device == sg.Device.cpu() and training.execute({"x": X}, {"y": Y}).loss > 0
 
 
-def test_other_batch_sizes_and_batches_without_labels() -> None:
-    training = network()
-    before = parameters(training)
-    x, y, _ = data(13)
-    assert training.execute({"x": x}, {"y": np.full_like(y, IGNORED)}, batch_size=13).loss == 0
-    same(training, before)
-    losses, wanted = trained_by_torch(before, [(x, y, x)], weighted=False)
-    assert training.execute({"x": x}, {"y": y}, batch_size=13).loss == pytest.approx(losses[0], rel=1e-5)
-    same(training, wanted)
+def test_keywords_stand_for_the_option_flags() -> None:
+    for name, (on, off) in SWITCHES.items():
+        for value, flag in ((True, on), (False, off), (None, Options.NONE)):
+            assert switched(Options.NONE, {name: value}) == flag, (name, value)
+    assert inspect.signature(sg.TrainingGraph.compile).parameters.keys() >= SWITCHES.keys()
+    both = Line(options=Options.CHECK_NUMERICS, deterministic=True, check_numerics=True)
+    assert both.training.compilation.settings.options == Options.CHECK_NUMERICS | Options.DETERMINISTIC
+    every = Line("cpu", deterministic=True, check_numerics=True, fuse=True).training
+    assert every.compilation.settings.options == both.training.compilation.settings.options | Options.FUSE_LAYERS
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("rows", [32, 29])
-def test_accumulated_batches_are_one_large_batch(rows: int, weighted: bool) -> None:
-    """A first batch without labels, then batches with few and many."""
-    settings = {"weighted": weighted, "divides_by_weights": weighted}
-    training = network(**settings)
-    x, y, w = data(rows)
-    assert (y[:ROWS] == IGNORED).all() and (y != IGNORED).any()
-    losses, wanted = trained_by_torch(parameters(training), [(x, y, w)] * 2, weighted)
-    history = sg.fit(
-        training,
-        (x, y, w)[: 2 + weighted],
-        epochs=2,
-        accumulate=4,
-        shuffle=False,
-        progress="quiet",
-        metrics=[sg.accuracy],
-    )
-    same(training, wanted)
-    np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+def test_keywords_and_flags_that_disagree_are_refused() -> None:
+    line = Line()
+    for flag, name, value in (
+        (Options.DETERMINISTIC, "deterministic", False),
+        (Options.CHECK_NUMERICS, "check_numerics", False),
+        (Options.FUSE_LAYERS, "fuse", False),
+        (Options.DISABLE_LAYER_FUSION, "fuse", True),
+    ):
+        with pytest.raises(sg.ArgumentError, match=f"{name} is {value}, but the options contain"):
+            line.training.compile("cpu", flag, **{name: value})
+    with pytest.raises(sg.DataTypeError, match="fuse is 1"):
+        line.training.compile("cpu", fuse=1)
+    assert line.training.compilation.settings.options == Options.NONE
 
 
-def test_updates_without_any_label_change_nothing() -> None:
-    training = network()
-    before = parameters(training)
-    x, y, _ = data(2 * ROWS)
-    history = sg.fit(training, (x, np.full_like(y, IGNORED)), accumulate=2, progress="quiet", metrics=[sg.accuracy])
-    assert history["loss"] == [0] and np.isnan(history["accuracy"][0])
-    same(training, before)
+# Phases
 
 
-def test_metrics_count_what_the_loss_counts() -> None:
-    training = network()
-    x, y, _ = data(29)
-    metrics = [sg.accuracy, sg.TopK(3), sg.ConfusionMatrix(CLASSES), shapes := lambda p, t: p.shape[-1] + 0 * t.sum()]
-    found = sg.evaluate(training, (x, y), metrics={str(i): one for i, one in enumerate(metrics)})
-    weight, bias = (one.reshape(-1) for one in parameters(training))
-    scores = x.reshape(-1, INPUTS) @ weight.numpy().reshape(CLASSES, INPUTS).T + bias.numpy()
-    labels = y.reshape(-1)
-    counts = labels != IGNORED
-    order = np.argsort(-scores, axis=1)[counts]
-    assert found["0"] == pytest.approx((order[:, 0] == labels[counts]).mean())
-    assert found["1"] == pytest.approx((order[:, :3] == labels[counts][:, None]).any(1).mean())
-    assert np.sum(found["2"]) == counts.sum() and np.trace(found["2"]) == (order[:, 0] == labels[counts]).sum()
-    assert found["3"] == CLASSES, "other functions see the prediction as it is"
-    assert shapes is metrics[3]
-    each = F.cross_entropy(torch.from_numpy(scores), torch.from_numpy(labels), ignore_index=IGNORED)
-    assert found["loss"] == pytest.approx(each.item(), rel=1e-5)
+def test_phases_take_their_data_and_equal_whole_steps() -> None:
+    whole, phases = Line(deterministic=True), Line(deterministic=True)
+    for seed in range(3):
+        x, y = numbers(4, 3, seed=seed), numbers(4, 2, seed=9 + seed)
+        loss = whole.training.execute({"x": x}, {"y": y}).loss
+        step = phases.training.execute_forward({"x": x}, {"y": y})
+        assert step.loss == loss and np.array_equal(step["out"], phases.out)
+        phases.training.execute_gradient()
+        phases.training.execute_optimizer_update()
+    assert np.array_equal(whole.dense.weights, phases.dense.weights)
 
 
-def test_a_metric_keeps_what_its_caller_has_set() -> None:
-    training = network()
-    x, y, _ = data(ROWS)
-    y = np.where(y == IGNORED, 0, y)
-    found = sg.evaluate(training, (x, y), metrics={"all": partial(sg.accuracy, ignored_label=0), "some": sg.accuracy})
-    assert found["all"] != found["some"]
+def test_bound_data_stays_until_other_data_comes() -> None:
+    line, again = Line(deterministic=True), Line(deterministic=True)
+    line.training.bind({"x": X, "y": Y})
+    loss = again.training.execute({"x": X}, {"y": Y}).loss
+    assert line.training.execute_forward().loss == line.training.execute_forward({"x": X}).loss == loss
+    with pytest.raises(sg.UnknownNameError, match="'z' is not among"):
+        line.training.bind({"z": X})
+    with pytest.raises(sg.DataError, match="9 rows, but the call reads 4"):
+        line.training.bind({"x": numbers(9, 3)})
+    with pytest.raises(sg.StateError, match="not compiled"):
+        sg.TrainingGraph([line.graph]).bind({"x": X})
+    line.training.bind({"x": X[:2], "y": Y[:2]}, batch_size=2)
+    assert line.training.execute_forward(2).loss == pytest.approx(((line.predicted(X[:2]) - Y[:2]) ** 2).mean())
 
 
-def test_a_tally_that_counts_labels_is_resumed() -> None:
-    class Counting:
-        def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return prediction.mean()
-
-        def weight_of_batch(self, labels: torch.Tensor, rows: int) -> torch.Tensor:
-            return (labels >= 0).sum()
-
-    tally = Tally({"mean": Counting()})
-    for labels in ([0, 0, 0], [-1, -1, -1], [0, -1, -1]):
-        tally.add(torch.full((3,), float(sum(labels))), torch.tensor(labels), 3)
-        resumed = Tally(tally.metrics)
-        resumed.resume(tally.state())
-        tally = resumed
-    assert tally.values()["mean"] == -2 / 4
-
-
-def test_labels_out_of_range_are_named() -> None:
-    training = network()
-    before = parameters(training)
-    x, y, _ = data(ROWS)
-    for label in (9, IGNORED + 1):
-        y[3, 2] = label
-        problem = rf"row 3, position 2 holds the class index {label}, but Loss takes 0 to 6 or -100"
-        with pytest.raises(sg.DataError, match=problem):
-            training.execute({"x": x}, {"y": y})
-        with pytest.raises(sg.DataError, match=problem):  # before a call, as for a GPU
-            indices(training).require(value(training.loss_labels["y"]), torch.from_numpy(y))
-    same(training, before)
-    y[3, 2] = IGNORED
-    indices(training).require(value(training.loss_labels["y"]), torch.from_numpy(y))
+def test_a_gradient_from_outside_is_passed_with_its_pass() -> None:
+    for by_name in (False, True):
+        line = Line(deterministic=True)
+        outside = sg.TrainingGraph([line.graph], optimizer=sg.SGDOptimizer(learning_rate=0.1))
+        outside.add_inputs({"x": line.x})
+        outside.add_outputs({"out": line.out})
+        outside.compile("cpu")
+        before = line.dense.weights.numpy().copy()
+        outside.execute_forward({"x": X})
+        gradient = numbers(4, 2, seed=5)
+        with pytest.raises(sg.UnknownNameError, match="not an output"):
+            outside.execute_gradient({"nothing": gradient})
+        with pytest.raises(sg.UnknownNameError, match="not a result"):
+            outside.execute_gradient({line.x: gradient})
+        with pytest.raises(sg.DataError, match="8 rows, but the call reads 4"):
+            outside.execute_gradient({line.out: numbers(8, 2)})
+        outside.execute_gradient({"out" if by_name else line.out: gradient})
+        outside.execute_optimizer_update()
+        np.testing.assert_allclose(line.dense.weights.numpy(), before - 0.1 * gradient.T @ X, rtol=1e-5, atol=1e-6)
+        outside.execute_forward({"x": X})
+        outside.execute_gradient()  # the outside gradient belonged to its own pass
+        assert np.abs(outside.gradient_data(line.dense.weights, line.dense)).max() == 0
 
 
-def indices(training: sg.TrainingGraph) -> Indices:
-    session = training.require_session("test")
-    return Indices(session.compilation.step(ROWS, False), session.feeds.titles)
+# Rows
 
 
-def test_two_readers_of_labels_accept_what_both_do() -> None:
-    """An embedding that reads the labels too accepts no ignored one."""
-    y = sg.Tensor((ROWS, STEPS), "int64")
-    graph = sg.Graph()
-    words = graph.node(sg.EmbeddingLayer.create(CLASSES + 3, INPUTS), y)
-    graph.node(sg.FullyConnectedLayer.create(INPUTS, CLASSES), words)
-    training = sg.TrainingGraph(
-        [graph], sg.LossLayer.softmax_cross_entropy(axis=-1, ignored_label=8), sg.SGDOptimizer(learning_rate=RATE)
-    )
-    training.add_inputs({}, {"y": y})
-    training.compile(sg.Device.cpu())
-    labels = np.arange(ROWS * STEPS).reshape(ROWS, STEPS) % CLASSES
-    labels[0, 0] = 8  # a word of the embedding, and ignored by the loss
-    assert np.isfinite(training.execute({}, {"y": labels}).loss)
-    labels[0, 0] = 9
-    with pytest.raises(sg.DataError, match="row 0, position 0 holds the class index 9, but Loss takes 0 to 6 or 8"):
-        training.execute({}, {"y": labels})
+def test_more_rows_than_a_call_reads_are_never_cut_silently() -> None:
+    line = Line()
+    many, labels = numbers(33, 3), numbers(33, 2)
+    inference = line.training.inference()
+    for call in (
+        lambda: line.training.execute({"x": many}, {"y": labels}),
+        lambda: line.training.execute({"x": X}, {"y": labels}),
+        lambda: line.training.execute({"x": many.tolist()}, {"y": labels}),
+        lambda: line.training.execute({"x": many.ravel()}, {"y": labels}),
+        lambda: line.training.execute_forward({"x": torch.tensor(many)}, {"y": labels}),
+        lambda: line.training.check_numerics({"x": many}, {"y": labels}),
+        lambda: inference.execute({"x": many}),
+    ):
+        with pytest.raises(sg.DataError, match="33 rows, but the call reads 4"):
+            call()
+    with pytest.raises(sg.ShapeError, match="different numbers of rows"):
+        sg.evaluate(line.training, [(X, labels)])
+    loss = sg.evaluate(line.training, (many, labels))["loss"]
+    assert loss == pytest.approx(((line.predicted(many) - labels) ** 2).mean(), rel=1e-5)
+    assert line.training.execute({"x": many}, {"y": labels}, batch_size=33).loss == pytest.approx(loss, rel=1e-5)
 
 
-def test_settings_are_saved_loaded_and_shown(tmp_path: Path) -> None:
-    training = network(divides_by_weights=True, weighted=True)
-    x, y, w = data(ROWS)
-    training.execute({"x": x}, {"y": y}, {"w": w})
-    training.save(tmp_path / "words")
-    loaded = sg.load(tmp_path / "words")
-    loaded.compile(sg.Device.cpu())
-    assert loaded.layers[-1].descriptor == training.layers[-1].descriptor
-    assert "axis=-1, ignored_label=-100, divides_by_weights=True" in repr(loaded.layers[-1])
-    assert loaded.execute({"x": x}, {"y": y}, {"w": w}).loss == training.execute({"x": x}, {"y": y}, {"w": w}).loss
+# Results
 
 
-def test_random_labels_of_the_command_line_are_classes() -> None:
-    drawn = cli_batch.drawn([network()], 200, 0)
-    assert drawn["y"].min() == 0 and drawn["y"].max() == CLASSES - 1
+def test_results_by_name_stay_what_they_were() -> None:
+    line = Line()
+    steps, expected = [], []
+    for seed in range(4):
+        x = numbers(4, 3, seed=seed)
+        expected.append(line.predicted(x))
+        steps.append(line.training.execute({"x": x}, {"y": Y}))
+    for step, wanted in zip(steps, expected, strict=True):
+        np.testing.assert_allclose(step["out"].numpy(), wanted, rtol=1e-5, atol=1e-6)
+        assert step.outputs == ("out",) and step["out"].label == line.out.label
+    with pytest.raises(sg.UnknownNameError, match=r"no output 'loss'(.|\n)*'out'"):
+        steps[0]["loss"]
+
+
+def test_gradients_by_name_stay_what_they_were_while_others_are_added() -> None:
+    line = Line(all_gradients=True)
+    line.training.add_outputs({"dx": line.training.gradient_tensor(line.x)})
+    line.training.execute_forward({"x": X}, {"y": Y})
+    first = line.training.execute_gradient()
+    wanted = first["dx"].numpy().copy()
+    line.training.execute_forward({"x": 3 * X}, {"y": Y})
+    line.training.execute_gradient(options=sg.ExecutionOptions.ACCUMULATE_GRADIENTS)
+    assert np.array_equal(first["dx"], wanted) and "out" not in first.outputs
+    assert np.array_equal(line.training.execute({"x": X}, {"y": Y})["dx"], wanted)
+
+
+@pytest.mark.gpu
+def test_results_by_name_stay_what_they_were_on_cuda() -> None:
+    line = Line("cuda")
+    for _ in range(12):
+        line.training.execute({"x": X}, {"y": Y})
+    steps, expected = [], []
+    for seed in range(30):
+        x = numbers(4, 3, seed=seed)
+        line.training.synchronize_updates()
+        expected.append(line.predicted(x))
+        steps.append(line.training.execute({"x": x}, {"y": Y}))
+    for step, wanted in zip(steps, expected, strict=True):
+        np.testing.assert_allclose(step["out"].numpy(), wanted, rtol=1e-3, atol=1e-3)

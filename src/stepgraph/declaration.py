@@ -63,6 +63,38 @@ class Declaration:
         return self.wired if self.loss_node is None else (*self.wired, self.loss_node)
 
     @property
+    def predictions(self) -> Names:
+        """The results that a graph is asked for: its outputs or, without any, what its losses compare or its last ones.
+
+        The latter are named `output`, `output2`, …
+        """
+        made = {tensor for node in self.nodes for tensor in node.results}
+        declared = {name: tensor for name, tensor in self.outputs.items() if tensor in made}
+        if declared or not self.nodes:
+            return declared
+        ends = dict.fromkeys(t for node in self.nodes if node.is_loss for t in node.sources if t in made)
+        found = list(ends) or list(self.nodes[-1].results)
+        return {"output" if index == 1 else f"output{index}": tensor for index, tensor in enumerate(found, 1)}
+
+    @property
+    def predicting(self) -> tuple[Node, ...]:
+        """The nodes that compute what losses compare and the outputs; without losses, all of them."""
+        wanted = {t for node in self.nodes if node.is_loss for t in node.sources}
+        if not wanted:
+            return self.nodes
+        wanted.update(self.outputs.values())
+        after = set[Tensor]()  # losses, and results computed from them
+        for node in self.nodes:
+            if node.is_loss or not after.isdisjoint(node.arguments):
+                after.update(node.results)
+        found: list[Node] = []
+        for node in reversed(self.nodes):
+            if not wanted.isdisjoint(node.results) and after.isdisjoint(node.results):
+                found.append(node)
+                wanted.update(node.arguments)
+        return tuple(reversed(found))
+
+    @property
     def layers(self) -> list[Layer]:
         """Every layer once, in the order of its first node; the loss layer is the last."""
         found = dict.fromkeys(node.layer for node in self.wired)
@@ -118,7 +150,7 @@ class Declaration:
 
     def is_batched(self, tensor: Tensor) -> bool:
         """Whether a tensor's first dimension is the batch size; before a compilation, every tensor's is."""
-        return not self.feeds.tensors or tensor.shape[0] == self.feeds.batch
+        return not self.feeds.tensors or self.feeds.is_batched(tensor)
 
     def require_outputs(self, outputs: Names, gradients: Iterable[Tensor]) -> None:
         """Rejects outputs that no layer produces and that are not gradients."""

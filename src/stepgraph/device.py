@@ -12,6 +12,7 @@ from stepgraph.errors import DataTypeError, DeviceError
 from stepgraph.types import DeviceType
 
 TorchDevice = torch.device
+_KINDS = {"gpu": DeviceType.GPU, "any": DeviceType.ANY}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,12 @@ class Device:
     def of(
         cls, kind: DeviceType | str | TorchDevice, *, selects_multiple_compute_devices: bool = False
     ) -> Device | None:
-        """A device by its type, or by PyTorch's name for it (`"cuda:1"`); None if this machine does not have it."""
+        """A device by its type or name; None if this machine does not have it.
+
+        Names are PyTorch's (`"cpu"`, `"cuda"`, `"cuda:1"`), and `"gpu"` and `"any"` for these types.
+        """
+        if isinstance(kind, str) and kind in _KINDS:
+            kind = _KINDS[kind]
         if isinstance(kind, str | TorchDevice):
             named = _named(kind, ())
             if named.type == "cpu":

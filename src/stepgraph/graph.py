@@ -5,34 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 
 from stepgraph import draw
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError, shown_as, user_line
+from stepgraph.errors import (
+    ArgumentError,
+    DataError,
+    DataTypeError,
+    StateError,
+    UnknownNameError,
+    shown_as,
+    user_line,
+)
+from stepgraph.layers.constant import ConstantLayer
+from stepgraph.layers.functions import LayerFunctions
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
 from stepgraph.layers.layer import Layer, join
 from stepgraph.layers.node import Node
+from stepgraph.layers.products import MatMulDescriptor, MatMulLayer
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
 from stepgraph.tensors import buffers
-from stepgraph.tensors.tensor import Tensor, require_device
-from stepgraph.types import ReductionType
+from stepgraph.tensors.extents import BATCH, BatchExtent
+from stepgraph.tensors.tensor import Operand, Tensor, constant_tensor, require_device, row_count
+from stepgraph.types import DataType, ReductionType
 
+BIND = "bind_and_write_data"
 NOT_KEPT = "no call has kept it; a whole call keeps what add_outputs declares"
 
 
-class Graph:
+class Graph(LayerFunctions):
     """A list of nodes in the order they were added.
+
+    `graph.node(layer, x)` wires any layer. Functions such as `graph.dense(x, 128)` and `graph.relu(x)` create the layer
+    as well, and operators on results (`x + y`, `2 * x`, `x @ y`, `-x`, `x.reshape(…)`) wire arithmetic. Numbers
+    and arrays become constants.
 
     Example:
         >>> graph = Graph()
-        >>> graph.node(ActivationLayer.relu(), Tensor((2, 3))).shape
-        (2, 3)
+        >>> x = graph.node(ActivationLayer.relu(), Tensor((2, 3)))
+        >>> (2 * graph.dense(x, 5) + 1).shape
+        (2, 5)
     """
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._first: dict[Layer, Node] = {}  # the first node of each layer
+        self._made: set[Tensor] = set()  # the results of its nodes
         self.device: Device | None = None
 
     @property
@@ -86,12 +106,78 @@ class Graph:
         labels = _tensors(
             layer, [] if loss_labels is None else [loss_labels] if isinstance(loss_labels, Tensor) else loss_labels
         )
-        self._check_frozen(layer, disable_update)
-        with shown_as(layer.label, lambda: self._next_name(layer)):
-            made = make_node(layer, given, labels, disable_update, line)
-        join(layer, self, self.layer_count + 1)
-        self.append(made)
+        with layer.completed([tensor.descriptor for tensor in given]):
+            self._check_frozen(layer, disable_update)
+            with shown_as(layer.label, lambda: self._next_name(layer)):
+                made = make_node(layer, given, labels, disable_update, line)
+            join(layer, self, self.layer_count + 1)
+            self.append(made)
         return made.results[0]
+
+    def wire(self, layer: Layer, *sources: Operand, loss_labels: Tensor | None = None) -> Any:
+        """Adds a node as `node` does, with numbers and arrays as constants; several results are returned as a tuple."""
+        like = next((source for source in sources if isinstance(source, Tensor)), None)
+        if like is None and sources:
+            problem = f"its source is {type(sources[0]).__name__}, not a Tensor"
+            raise DataTypeError(layer.where, problem, fix="pass a Tensor")
+        kind, count = None if like is None else like.data_type, len(self._nodes)
+        try:
+            tensors = [source if isinstance(source, Tensor) else self.constant(source, kind) for source in sources]
+            self.node(layer, *tensors, loss_labels=loss_labels)
+        except BaseException:
+            self._cut(count)
+            raise
+        results = self._nodes[-1].results
+        return results[0] if len(results) == 1 else results
+
+    def _cut(self, count: int) -> None:
+        """Removes the nodes of new layers after the first `count`: constants of a node that could not be wired."""
+        for node in self._nodes[count:]:
+            self._first.pop(node.layer, None)
+            self._made.difference_update(node.results)
+        del self._nodes[count:]
+
+    def constant(self, values: Any, data_type: DataType | torch.dtype | str | None = None) -> Tensor:
+        """Numbers or an array as a result that never changes.
+
+        Args:
+            values: a number, nested numbers or an array; a number has shape `[1]`.
+            data_type: element type; by default that of the array, and float32 for floating-point numbers.
+        """
+        kind = None if data_type is None else DataType.of(data_type)
+        return self.node(ConstantLayer(constant_tensor(values, kind)))
+
+    def sequence(self, x: Tensor, *layers: Layer) -> Any:
+        """Wires layers one after the other; each takes the first result of the one before.
+
+        Returns:
+            The result of the last layer, or all of its results as a tuple.
+
+        Example:
+            >>> graph = Graph()
+            >>> layers = FullyConnectedLayer.create(8), ActivationLayer.relu(), FullyConnectedLayer.create(2)
+            >>> graph.sequence(Tensor((4, 3)), *layers).shape
+            (4, 2)
+        """
+        result: Any = x
+        for layer in layers:
+            result = self.wire(layer, result[0] if isinstance(result, tuple) else result)
+        return result
+
+    def matmul(
+        self,
+        x: Operand,
+        y: Operand,
+        *,
+        alpha: float = 1.0,
+        transposes_x: bool = False,
+        transposes_y: bool = False,
+        label: str = "",
+    ) -> Tensor:
+        """`MatMulLayer`: the matrix product `alpha x y`, with either of them transposed if asked."""
+        descriptor = MatMulDescriptor(alpha, transposes_x, transposes_y)
+        found: Tensor = self.wire(MatMulLayer(descriptor, label=label), x, y)
+        return found
 
     def split(
         self,
@@ -117,8 +203,11 @@ class Graph:
         return self.node(layer, *sources)
 
     def reshape(self, shape: Sequence[int], source: Tensor) -> Tensor:
-        """Gives `source` another shape; one dimension may be -1."""
-        return self.node(ReshapeLayer(_sequence("reshape", shape)), source)
+        """Gives `source` another shape; one dimension may be -1, and `BATCH` first keeps the rows of `source`."""
+        extents = _sequence("reshape", shape)
+        if extents[:1] == (BATCH,) and isinstance(source, Tensor) and not source.descriptor.is_open:
+            extents = (source.shape[0], *extents[1:])
+        return self.node(ReshapeLayer(extents), source)
 
     def transpose(self, dimensions: Sequence[int], source: Tensor) -> Tensor:
         """Reorders the axes: axis `k` of the result is axis `dimensions[k]` of `source`."""
@@ -166,7 +255,12 @@ class Graph:
         tensor whose first dimension is not the batch, all rows, as `execute` does. Keep the memory alive
         and unchanged until the phase that reads it has run.
         """
-        where = "bind_and_write_data"
+        self._bind(data, for_inputs, device, batch_size)
+
+    def _bind(
+        self, data: Any, for_inputs: Any, device: Any, batch_size: int | None, exact: bool = False, where: str = BIND
+    ) -> None:
+        """Binds data; with `exact`, not to tensors with fewer rows."""
         for given in (data, for_inputs):
             if not isinstance(given, Mapping):
                 kind = type(given).__name__
@@ -186,8 +280,9 @@ class Graph:
         arrays = {}
         for name, values in data.items():
             tensor = for_inputs[name]
-            shape = (batch_size, *tensor.shape[1:]) if batch_size and self._is_batched(tensor) else tensor.shape
-            arrays[tensor] = buffers.read(values, shape, tensor.data_type, f"Tensor '{tensor.label}' ('{name}')")
+            shape = self._shape_of(tensor, values, batch_size)
+            title = f"Tensor '{tensor.label}' ('{name}')"
+            arrays[tensor] = buffers.read(values, shape, tensor.data_type, title, exact)
         for tensor, array in arrays.items():  # nothing is bound unless everything fits
             tensor.bind(array, device)
 
@@ -210,10 +305,28 @@ class Graph:
         """Whether a tensor's first dimension is the batch size; always true for a graph that is not compiled."""
         return True
 
+    def _shape_of(self, tensor: Tensor, values: Any, batch_size: int | None) -> tuple[int, ...]:
+        """The shape of the data to bind to a tensor."""
+        first = tensor.shape[0]
+        if isinstance(first, BatchExtent):
+            rows = batch_size or first.rows(row_count(values, tensor))
+            if rows is None:
+                problem = f"the data has {row_count(values, tensor)} rows, but the tensor has {first}"
+                raise DataError(tensor.where, problem, fix="pass data with a fitting number of rows")
+            return tensor.descriptor.at(rows).shape
+        return (batch_size, *tensor.shape[1:]) if batch_size and self._is_batched(tensor) else tensor.shape
+
     def append(self, node: Node) -> None:
         """Adds an existing node."""
         self._nodes.append(node)
         self._first.setdefault(node.layer, node)
+        self._made.update(node.results)
+        for result in node.results:
+            result.join(self)
+
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the result of one of the graph's own nodes."""
+        return tensor in self._made
 
     def _next_name(self, layer: Layer) -> str:
         """The name that tables would show for a layer that is about to be added."""

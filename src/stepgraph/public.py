@@ -12,6 +12,7 @@ from stepgraph.types import (
 from stepgraph.random import get_seed as get_seed, set_seed as set_seed
 from stepgraph.tensors.buffers import TensorData as TensorData
 from stepgraph.device import Device as Device
+from stepgraph.tensors.extents import BATCH as BATCH
 from stepgraph.tensors.tensor import (
     Tensor as Tensor,
     TensorDescriptor as TensorDescriptor,
@@ -104,6 +105,7 @@ from stepgraph.runtime.execution import Execution as Execution
 from stepgraph.runtime.profile import Profile as Profile
 from stepgraph.runtime.numerics import NumericsReport as NumericsReport
 from stepgraph.fitting.fit import evaluate as evaluate, fit as fit
+from stepgraph.fitting.prediction import predict as predict
 from stepgraph.fitting.history import History as History
 from stepgraph.fitting.callbacks import Callback as Callback, EarlyStopping as EarlyStopping, Moment as Moment
 from stepgraph.fitting.logs import CSVLog as CSVLog, TensorBoard as TensorBoard, WeightsAndBiases as WeightsAndBiases

@@ -3,6 +3,7 @@
 Plain values are written directly; everything else is an object with one identifying key:
 
     {"tensor": 3}  {"layer": 1}  {"array": key}  {"tuple": […]}  {"mapping": [[key, value], …]}  {"float": "inf"}
+    {"batch": [3, 2, 0]}  an extent that follows the batch: 3 / 2 of its rows, plus 0
     {"enum": "PaddingPolicy", "member": "SAME"}  {"class": "PoolingDescriptor", "fields": {…}}
     {"opaque": "function"}  which a file cannot hold: it is saved anyway, but only `restore` can use the file
 
@@ -17,6 +18,7 @@ import enum
 import math
 import sys
 from collections.abc import Container, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +27,7 @@ import torch
 from stepgraph.errors import CheckpointError, DataTypeError, StepgraphError, reason
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 _OURS = "stepgraph"
@@ -52,6 +55,23 @@ def of_kind(kind: type[Kind], given: Any) -> Kind:
     if type(given) is not kind:
         raise ValueError(f"{given!r:.100} instead of a {kind.__name__}")
     return given
+
+
+def described_extent(extent: int) -> Any:
+    """JSON for an extent of a shape."""
+    if not isinstance(extent, BatchExtent):
+        return extent
+    return {"batch": [extent.multiple.numerator, extent.multiple.denominator, extent.offset]}
+
+
+def read_extent(described: Any) -> Any:
+    """The extent of a shape that JSON describes."""
+    if not isinstance(described, dict):
+        return described
+    times, share, offset = (of_kind(int, number) for number in of_kind(list, described["batch"]))
+    if not (0 < times < 2**31 and 0 < share < 2**31 and -(2**31) < offset < 2**31):
+        raise ValueError(f"the extent {described!r:.100} follows no batch")
+    return BatchExtent(Fraction(times, share), offset)
 
 
 class Numbered(list[Item]):
@@ -108,6 +128,8 @@ class Encoder:
             value = value.item()
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": str(value)}
+        if isinstance(value, BatchExtent):
+            return described_extent(value)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):
@@ -198,6 +220,8 @@ class Decoder:
                 return kind[member] if isinstance(member, str) else kind(member)  # type: ignore[index]
             case {"float": text}:
                 return float(text)
+            case {"batch": _}:
+                return read_extent(described)
             case {"tuple": items}:
                 return tuple(self.value(one) for one in items)
             case {"mapping": pairs}:

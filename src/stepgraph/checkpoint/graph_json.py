@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, of_kind, unique
+from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, described_extent, of_kind, read_extent, unique
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.compiler.settings import Settings
 from stepgraph.compiler.step import KeyKind
@@ -211,7 +211,8 @@ def _compilation(settings: Settings | None) -> dict[str, Any] | None:
 
 
 def _descriptor(descriptor: TensorDescriptor) -> dict[str, Any]:
-    found: dict[str, Any] = {"shape": list(descriptor.shape), "data_type": descriptor.data_type.debug_description}
+    shape = [described_extent(extent) for extent in descriptor.shape]
+    found: dict[str, Any] = {"shape": shape, "data_type": descriptor.data_type.debug_description}
     if descriptor.sequence_lengths is not None:
         found["sequence_lengths"] = list(descriptor.sequence_lengths)
         found["sorted_sequences"] = descriptor.sorted_sequences
@@ -236,7 +237,8 @@ def read_array(described: Mapping[str, Any], arrays: Mapping[str, torch.Tensor])
 
 def read_descriptor(described: Mapping[str, Any]) -> TensorDescriptor:
     """Shape and type of a described tensor."""
-    return TensorDescriptor(**{f.name: described[f.name] for f in fields(TensorDescriptor) if f.name in described})
+    settings = {f.name: described[f.name] for f in fields(TensorDescriptor) if f.name in described}
+    return TensorDescriptor(**{**settings, "shape": tuple(map(read_extent, settings["shape"]))})
 
 
 def read_optimizer(described: Mapping[str, Any], decoder: Decoder) -> Optimizer:

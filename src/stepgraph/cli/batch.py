@@ -13,6 +13,7 @@ import torch
 from stepgraph.errors import DataError, DataTypeError, StorageError, UnknownNameError, reason
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.layers.embedding import EmbeddingLayer
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType
 
@@ -33,7 +34,7 @@ def drawn(graphs: Sequence[CompiledGraph], rows: int, seed: int) -> Batch:
     generator = np.random.default_rng(seed)
     found: Batch = {}
     for kind, name, tensor in feeds(graphs):
-        shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graphs[0].declaration.feeds.batch else tensor.shape
+        shape = shape_at(tensor.shape, graphs[0].declaration.feeds.batch, rows)
         if not tensor.data_type.is_floating:
             numbers: np.ndarray = generator.integers(0, _bound(tensor, graphs), shape)
         else:
@@ -87,5 +88,7 @@ def _check_names(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Tens
 
 def rows_of(batch: Batch, graphs: Sequence[CompiledGraph]) -> int:
     """The number of rows of a batch: the first dimension of the first input."""
-    first = next((name for _, name, tensor in feeds(graphs) if tensor is graphs[0].declaration.feeds.tensors[0]), None)
-    return graphs[0].declaration.feeds.batch if first is None else len(batch[first])
+    declared = graphs[0].declaration.feeds
+    batched = [tensor for tensor in declared.tensors if declared.is_batched(tensor)] or declared.tensors
+    first = next(((name, tensor) for _, name, tensor in feeds(graphs) if tensor is batched[0]), None)
+    return int(declared.batch) if first is None else declared.rows_in(batch[first[0]], first[1])

@@ -111,7 +111,7 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
             data = batch.read(arguments.data, graphs)
             rows = batch.rows_of(data, graphs)
         elif data is None:
-            rows = arguments.batch_size or graphs[0].declaration.feeds.batch
+            rows = arguments.batch_size or int(graphs[0].declaration.feeds.batch)
             data = batch.drawn(graphs, rows, arguments.seed)
         found.append(differences.run(graphs, data, rows, arguments.seed))
     return found

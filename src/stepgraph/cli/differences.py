@@ -19,6 +19,7 @@ from stepgraph.device import Device
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.graphs.inference import InferenceGraph
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -101,7 +102,7 @@ def _trained(graphs: Sequence[TrainingGraph], batch: Batch, rows: int, seed: int
     ordered, device = _in_order(graphs), graphs[0].device
     assert device is not None
     for _, name, tensor in feeds(graphs):
-        taken = rows if tensor.shape[0] == graphs[0].declaration.feeds.batch else None
+        taken = rows if graphs[0].declaration.feeds.is_batched(tensor) else None
         graphs[0].bind_and_write_data({name: batch[name]}, {name: tensor}, device, batch_size=taken)
     for graph in ordered:
         _start_gradients(graph, device, rows, seed)
@@ -132,7 +133,7 @@ def _start_gradients(graph: TrainingGraph, device: Device, rows: int, seed: int)
             and tensor.descriptor.element_count > 1
             and tensor not in compiled.read_elsewhere
         ):
-            shape = (rows, *tensor.shape[1:]) if tensor.shape[0] == graph.declaration.feeds.batch else tensor.shape
+            shape = shape_at(tensor.shape, graph.declaration.feeds.batch, rows)
             numbers = torch.from_numpy(generator.standard_normal(shape)).to(tensor.data_type.torch)
             graph.allocate_user_gradient(tensor).bind(numbers, device)
 

@@ -115,7 +115,7 @@ def _plan(found: _Found, asked: Sequence[int] | None) -> None:
     """Plans the memory of each graph; default batch sizes may be impossible."""
     for graph in found.graphs:
         declared = graph.declaration.feeds.batch
-        sizes = asked or sorted({1, declared, 4 * declared})
+        sizes = asked or ([1, 32, 128] if graph.declaration.feeds.is_open else sorted({1, declared, 4 * declared}))
         plans = {}
         for rows in sizes:
             try:

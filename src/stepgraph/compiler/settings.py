@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -13,6 +14,16 @@ from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
 from stepgraph.system.surroundings import Precision
 from stepgraph.types import DataType, GraphCompilationOptions
+
+# The keywords of `compile` beside its option flags: the flags that True and False set.
+SWITCHES: dict[str, tuple[GraphCompilationOptions, GraphCompilationOptions]] = {
+    "deterministic": (GraphCompilationOptions.DETERMINISTIC, GraphCompilationOptions.NONE),
+    "check_numerics": (GraphCompilationOptions.CHECK_NUMERICS, GraphCompilationOptions.NONE),
+    "fuse": (GraphCompilationOptions.FUSE_LAYERS, GraphCompilationOptions.DISABLE_LAYER_FUSION),
+    "all_gradients": (GraphCompilationOptions.COMPUTE_ALL_GRADIENTS, GraphCompilationOptions.NONE),
+    "debug_layers": (GraphCompilationOptions.DEBUG_LAYERS, GraphCompilationOptions.NONE),
+    "link_graphs": (GraphCompilationOptions.LINK_GRAPHS, GraphCompilationOptions.NONE),
+}
 
 
 class _Same(Enum):
@@ -43,9 +54,12 @@ class Settings:
     precision: Precision = FULL
 
     @classmethod
-    def checked(cls, options: Any, compute_type: Any, tf32: Any, memory_limit: Any = None) -> Settings:
-        """Checked settings; rejects invalid ones."""
+    def checked(
+        cls, options: Any, compute_type: Any, tf32: Any, memory_limit: Any = None, **switches: bool | None
+    ) -> Settings:
+        """Checked settings; rejects invalid ones, and keywords that contradict the option flags."""
         require_options(options, GraphCompilationOptions)
+        options = switched(options, switches)
         tf32 = tf32_allowed(tf32)
         return cls(options, mixed(compute_type), tf32, limited(memory_limit), Precision.of(tf32))
 
@@ -56,7 +70,7 @@ class Settings:
 
 
 SAME_DEVICE = _Same.DEVICE
-ChosenDevice = Device | Literal[_Same.DEVICE] | None
+ChosenDevice = Device | str | torch.device | Literal[_Same.DEVICE] | None
 
 
 def chosen(where: str, device: ChosenDevice, before: Device | None) -> Device:
@@ -65,15 +79,36 @@ def chosen(where: str, device: ChosenDevice, before: Device | None) -> Device:
         if before is None:
             raise DeviceError(where, "there is no device to compile for", fix="pass Device.any() or Device.cpu()")
         return before
+    wanted = device
+    if isinstance(device, str | torch.device):
+        device = Device.of(device)
     if device is None:
+        asked = "the device is None: this machine has no device of the requested kind"
         raise DeviceError(
             where,
-            "the device is None: this machine has no device of the requested kind",
+            asked if wanted is None else f"this machine has no device '{wanted}' that PyTorch can use",
             fix="pass Device.any(), which uses a GPU if there is one, or Device.cpu()",
         )
     if not isinstance(device, Device):
         raise DataTypeError(where, f"{device!r} is not a Device", fix="pass Device.any()")
     return device
+
+
+def switched(options: GraphCompilationOptions, switches: Mapping[str, bool | None]) -> GraphCompilationOptions:
+    """The options with those that keywords set; a keyword that is None decides nothing."""
+    for name, value in switches.items():
+        if value is None:
+            continue
+        if not isinstance(value, bool):
+            raise DataTypeError("compile", f"{name} is {value!r}", fix="pass True, False or None")
+        on, off = SWITCHES[name]
+        wanted, other = (on, off) if value else (off, on)
+        if other & options:
+            raise ArgumentError(
+                "compile", f"{name} is {value}, but the options contain {other!r}", fix="pass one of them"
+            )
+        options |= wanted
+    return options
 
 
 def tf32_allowed(tf32: bool | None) -> bool | None:

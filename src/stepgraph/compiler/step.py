@@ -15,6 +15,7 @@ from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.system.surroundings import FULL, Precision
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
@@ -271,9 +272,7 @@ class Step:
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a fed tensor in this step."""
-        declared, actual = self.batch
-        is_batched = tensor in self.fed and tensor.shape[0] == declared
-        return (actual, *tensor.shape[1:]) if is_batched else tensor.shape
+        return shape_at(tensor.shape, *self.batch) if tensor in self.fed else tensor.shape
 
     @cached_property
     def index_limits(self) -> dict[Tensor, Limit]:

@@ -22,6 +22,7 @@ from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 
+BATCH_SIZE = 32  # rows of a batch in a graph that declares none
 KINDS = ("input", "loss label", "loss label weight")
 GIVE = "pass arrays (inputs, labels), a dictionary of arrays, or an iterable of such batches"
 
@@ -42,12 +43,12 @@ class Batch:
 class BatchReader:
     """Reads a user's batches as data by name, for the names that a graph declares."""
 
-    def __init__(self, graph: CompiledGraph, what: str) -> None:
+    def __init__(self, graph: CompiledGraph, what: str, inputs_only: bool = False) -> None:
         feeds = graph.declaration.feeds
-        self.what, self.declared = what, feeds.batch
+        self.what, self.feeds, self.inputs_only = what, feeds, inputs_only
         if not feeds.tensors:
             raise StateError(what, "the graph takes no data: all its inputs are held", fix="call execute in a loop")
-        self.first = feeds.tensors[0]
+        self.first = next((tensor for tensor in feeds.tensors if feeds.is_batched(tensor)), feeds.tensors[0])
         groups = (graph.inputs, graph.loss_labels, graph.loss_label_weights)
         fed = set(feeds.tensors)
         self.kinds = [{name: t for name, t in names.items() if t in fed} for names in groups]
@@ -65,6 +66,7 @@ class BatchReader:
                 raise DataError(
                     self.what, f"a batch has {len(given)} parts", fix="pass (inputs, labels) or a dictionary"
                 )
+            given = given[:1] if self.inputs_only else given
             found = [self._part(i, part) for i, part in enumerate((*given, None, None)[:3])]
             for kind, part in enumerate(given):
                 if isinstance(part, Mapping):
@@ -79,10 +81,14 @@ class BatchReader:
                       if name in parts[k]]  # fmt: skip
         if not candidates:
             raise DataError(self.what, "a batch is empty", fix=GIVE)
+        batched = [pair for pair in candidates if self.feeds.is_batched(pair[0])]
         tensor, values = next((pair for pair in candidates if pair[0] is self.first), candidates[0])
-        rows = row_count(values, tensor)
+        rows = self.feeds.rows_in(values, tensor)
         if rows == 0:
             raise DataError(self.what, "a batch has no rows", fix="leave out empty batches")
+        counts = {self.feeds.titles[tensor]: self.feeds.rows_in(values, tensor) for tensor, values in batched}
+        if len(set(counts.values())) > 1:
+            raise ShapeError(self.what, "a batch has different numbers of rows", fix="pass equally many", **counts)
         return Batch(parts, rows)
 
     def tensor(self, kind: int, name: str) -> Tensor:
@@ -217,6 +223,7 @@ def source(
     shuffle: bool = False,
     what: str = "data",
     strict: bool = True,
+    inputs_only: bool = False,
 ) -> Source:
     """The data of a loop, of any kind. Rejects errors that can be detected early.
 
@@ -227,9 +234,10 @@ def source(
         shuffle: whether to shuffle rows.
         what: the name of the data in messages.
         strict: whether to reject a batch size for data that is already in batches.
+        inputs_only: whether to ignore labels and unknown names.
     """
-    reader = BatchReader(graph, what)
-    size = batch_size or reader.declared
+    reader = BatchReader(graph, what, inputs_only)
+    size = batch_size or (BATCH_SIZE if reader.feeds.is_open else reader.feeds.batch)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a dataset's table
         return _checked(Rows(reader, len(data), lambda rows: _columns(data, rows), size, shuffle, wants_a_thread=True))
     if isinstance(data, Mapping | tuple | np.ndarray | torch.Tensor) or hasattr(data, "__dlpack__"):
@@ -267,10 +275,10 @@ def _arrays(reader: BatchReader, data: Any, batch_size: int, shuffle: bool) -> R
     for kind, part in enumerate(parts):
         for name, values in part.items():
             tensor, where = reader.tensor(kind, name), reader.where(kind, name)
-            if tensor.shape[0] != reader.declared:
+            if tensor.shape[0] != reader.feeds.batch:
                 raise ShapeError(
                     where,
-                    f"it has {tensor.shape[0]} rows in a batch, but the first input has {reader.declared}",
+                    f"it has {tensor.shape[0]} rows in a batch, but the first input has {reader.feeds.batch}",
                     fix="pass an iterable of batches, or make it a constant in compile",
                 )
             found[kind][name] = array = _whole(values, tensor, where)
@@ -319,25 +327,6 @@ def _taken(array: Any, rows: Any) -> Any:
 def _columns(table: Any, rows: Any) -> dict[str, Any]:
     """Some rows of a table as columns."""
     return dict(table[rows] if isinstance(rows, slice) else table[rows.tolist()])
-
-
-def row_count(values: Any, tensor: Tensor) -> int:
-    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them contiguously."""
-    shape = getattr(values, "shape", None)
-    if shape is None and isinstance(values, list | tuple):
-        return len(values)
-    if shape is None:
-        return _length_in_bytes(values, tensor) // (tensor.data_type.element_size * math.prod(tensor.shape[1:]))
-    if len(shape) == 0:
-        return 1
-    return int(shape[0]) // math.prod(tensor.shape[1:]) if len(shape) == 1 else int(shape[0])
-
-
-def _length_in_bytes(values: Any, tensor: Tensor) -> int:
-    try:
-        return values.length if isinstance(values, buffers.TensorData) else memoryview(values).nbytes
-    except TypeError:
-        raise DataTypeError(tensor.where, f"{type(values).__name__} is not an array", fix=GIVE) from None
 
 
 def _length(data: Any) -> int | None:

@@ -68,7 +68,8 @@ def fit(
             any iterable, or a function that returns one for each epoch.
         epochs: the total number of epochs, including those before a `resume`.
         validation: data of the same kinds, evaluated in inference mode after each epoch.
-        batch_size: rows of a batch, for arrays and datasets; by default, the graph's own. The last batch may be short.
+        batch_size: rows of a batch, for arrays and datasets; by default, the graph's own, or 32 if it
+            declares `BATCH`. The last batch may be short.
         shuffle: shuffle the rows in each epoch, from the graph's seed. Batches keep their own order.
         schedule: the learning rate of update n, from 0: any function of n, or a schedule such as `WarmupCosine`.
         metrics: names such as `"accuracy"` and `"f1"`, functions `(prediction, labels) → number`, or objects of
@@ -120,6 +121,8 @@ def fit(
     _require_repeating(epochs, train, test)
     _require_watched(stopper, graph.loss_names, given, test)
     remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
+    if folder is not None:
+        graph.compile_for(train)  # a record begins with the step's memory plan
     recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
     screen = display(progress, epochs, graph.device)
     parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)

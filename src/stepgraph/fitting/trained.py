@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
-from stepgraph.fitting.data import Batch, Source, ahead
+from stepgraph.fitting.data import Batch, Rows, Source, ahead
 from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
 from stepgraph.fitting.metrics import Tally
 from stepgraph.graphs.training import TrainingGraph
@@ -80,6 +80,13 @@ class Trained:
             batches = (batch.pinned() for batch in batches)
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
             yield coming
+
+    def compile_for(self, data: Source) -> None:
+        """Compiles the step for the batches of a graph without a declared batch size, if their size is known."""
+        compiled = self.training.require_session("fit").compilation
+        if compiled.feeds.is_open and isinstance(data, Rows):
+            rows = min(data.batch_size, data.count, self.portion or data.count)
+            compiled.programs.executable(compiled.whole, rows, "fit")
 
     def update(self, group: Sequence[Batch], tally: Tally | None) -> list[list[Measured]]:
         """One update with the gradients of a group of batches; returns the losses of the parts of each batch."""

@@ -97,6 +97,11 @@ class Compilation:
         return tuple(draw.loss_names(self.nodes).values())
 
     @cached_property
+    def predictions(self) -> Names:
+        """The results that the graph is asked for, by name."""
+        return self.declaration.predictions
+
+    @cached_property
     def whole(self) -> PartName:
         """The name of the part that runs a whole call."""
         return PartName.STEP if self.declaration.trains else PartName.INFERENCE
@@ -167,7 +172,7 @@ class Compilation:
         if given is None:
             return declared
         batch = self.feeds.batch_size(given)
-        if batch == declared:
+        if batch == declared or self.feeds.is_open:
             return batch
         ends = [node.sources[0] for node in self.losses] or self.nodes[-1].results
         rows = {tensor.shape[0] for tensor in ends}
@@ -178,6 +183,18 @@ class Compilation:
                 fix="declare an input whose first dimension is the batch first, or pass batch_size=None",
             )
         return batch
+
+    @property
+    def usual_batch(self) -> int:
+        """The declared batch size; for `BATCH`, that of the last program, and before the first a few rows."""
+        return int(self.programs.last_batch or self.feeds.batch) if self.feeds.is_open else self.feeds.batch
+
+    def prepare(self, call: str) -> None:
+        """Builds what a call with the declared batch size runs; with `BATCH`, checks what can be checked before."""
+        if self.feeds.is_open:
+            self.programs.outline(self.feeds.batch, self.declaration.trains)
+        else:
+            self.programs.executable(self.whole, self.feeds.batch, call)
 
     # What stays readable after a call
 
@@ -262,7 +279,7 @@ class Compilation:
         """The tensors whose gradients linked graphs want and receive: those on which a loss depends."""
         if self.programs.is_recording:  # graphs that read one another rely on it
             return {*self.wanted}
-        found = self.programs.program(self.feeds.batch).outputs
+        found = self.programs.outline(self.feeds.batch).outputs
         return {tensor for tensor in self.wanted if gradient(tensor) in found}
 
     @property

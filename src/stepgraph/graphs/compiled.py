@@ -165,7 +165,7 @@ class CompiledGraph(Graph):
         with self._changing():
             dropped = any(tensor not in old.kept_results() for tensor in outputs.values())
             new = old.redeclared(outputs=declared, rebuilds=dropped)  # existing executables discard it
-            new.programs.executable(new.whole, new.feeds.batch, "add_outputs")
+            new.prepare("add_outputs")
             self._redeclare(new, replace(self._declared, outputs=declared))
 
     def _redeclare(self, compilation: Compilation, declared: Declaration) -> None:
@@ -174,6 +174,23 @@ class CompiledGraph(Graph):
         with Uninterrupted():
             compilation.group[compilation.index] = compilation
             self.session.compilation, self._declared = compilation, declared
+
+    def bind(self, data: Data, *, batch_size: int | None = None) -> None:
+        """Makes arrays the data of inputs, labels and label weights, by name, until others are bound or passed.
+
+        A later call needs no data for them: bind what stays the same, such as a mask.
+
+        Args:
+            data: arrays by input, label or label weight name; they are not copied on the CPU.
+            batch_size: rows to read; by default, those that the graph declares or, with `BATCH`, all of them.
+
+        Example:
+            >>> training.bind({"mask": mask})  # doctest: +SKIP
+            >>> training.execute({"text": text}, {"next": following})  # doctest: +SKIP
+        """
+        feeds, device = self.require_session("bind").feeds, self.require_session("bind").device
+        tensors = {name: tensor for _, name, tensor in feeds}
+        self._bind(data, tensors, device, batch_size, exact=not batch_size, where="bind")
 
     # Saving
 
@@ -303,7 +320,7 @@ class CompiledGraph(Graph):
                 known = graph.require_session(call).compilation
                 known.renewed(group, known.declaration)
         for one in group:
-            one.programs.executable(one.whole, one.feeds.batch, call)
+            one.prepare(call)
         changes = [
             graph.prepared(one, keeps_passes, same_call or graph is not self)
             for graph, one in zip(together, group, strict=True)
@@ -378,7 +395,10 @@ class CompiledGraph(Graph):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The memory that whole calls need, by kind: the maximum over compiled batch sizes; zero before `compile`."""
+        """The memory that whole calls need, by kind: the maximum over compiled batch sizes; zero before the first.
+
+        A graph with a declared batch size is compiled for it by `compile`, one with `BATCH` by the first call.
+        """
         return MemoryPlan() if self.session is None else self.session.compilation.programs.plan
 
     @property
@@ -402,7 +422,7 @@ class CompiledGraph(Graph):
         It prints as a table. The passes are rerun for it; the graph does not change.
         """
         now = self.require_session("pipeline").compilation
-        return now.programs.report(now.whole, now.feeds.batch)
+        return now.programs.report(now.whole, now.usual_batch)
 
     @property
     def executables(self) -> list[tuple[str, int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
-from stepgraph.graphs.compilation import Arrays
+from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.session import Answer, announced, results_of
 from stepgraph.runtime.execution import Completion, Execution, turn
@@ -43,15 +44,29 @@ class InferenceGraph(CompiledGraph):
         *,
         compute_type: DataType | torch.dtype | str | None = None,
         tf32: bool | None = None,
+        deterministic: bool | None = None,
+        check_numerics: bool | None = None,
+        fuse: bool | None = None,
+        debug_layers: bool | None = None,
+        link_graphs: bool | None = None,
     ) -> None:
-        """Compiles for `device`; by default, for the previous device.
+        """Compiles for `device`, a `Device` or a name such as `"cuda"`; by default, for the previous device.
 
         Inputs in `input_tensors` become constants with the data passed here.
 
-        With `compute_type`, layers compute in bfloat16 or float16; what you read keeps its declared type. `tf32`
-        is the same as in `TrainingGraph.compile`.
+        With `compute_type`, layers compute in bfloat16 or float16; what you read keeps its declared type. The other
+        settings are the same as in `TrainingGraph.compile`.
         """
-        settings = Settings.checked(options, compute_type, tf32)
+        settings = Settings.checked(
+            options,
+            compute_type,
+            tf32,
+            deterministic=deterministic,
+            check_numerics=check_numerics,
+            fuse=fuse,
+            debug_layers=debug_layers,
+            link_graphs=link_graphs,
+        )
         self._compile(device, settings, input_tensors, input_tensors_data)
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
@@ -88,9 +103,9 @@ class InferenceGraph(CompiledGraph):
         with turn(device):
             session = self.require_session("execute")
             compiled = session.compilation
-            batch = compiled.batch_size(batch_size)
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-            feeds = session.fed(given, batch, options)
+            batch = session.batch_size(batch_size, given, options)
+            feeds = session.fed(given, batch, options, exact=not batch_size)
             binding = session.bound(PartName.INFERENCE, batch)
             session.check_destinations(outputs_data, binding.executable.part)
 
@@ -98,9 +113,42 @@ class InferenceGraph(CompiledGraph):
                 session.hold(binding.executable, found)
                 session.write_outputs(outputs_data, results_of(found))
                 last = compiled.nodes[-1].results[0]
-                loss = binding.executable.loss(found) if compiled.losses else None
-                return last, binding.executable.result(found, value(last)), loss, compiled.loss_names
+                *_, loss, names, outputs = session.answer(binding.executable, found, evaluated=True)
+                return last, binding.executable.result(found, value(last)), loss, names, outputs
 
             session.accept(feeds, batch, options)
             execution = session.launch(binding, feeds, options, completion, keep, session.discard_results)
         return announced(execution, options, completion)
+
+
+def inference_of(graph: CompiledGraph, **settings: Any) -> InferenceGraph:
+    """An inference graph over what a graph predicts, without its losses; compiled as the graph is.
+
+    `settings` of `compile` replace those of the graph.
+    """
+    declared = graph.declaration
+    found = InferenceGraph()
+    for node in declared.predicting:
+        found.append(node)
+    read = {tensor for node in found.nodes for tensor in node.arguments}
+    made = {tensor for node in found.nodes for tensor in node.results}
+    kinds = declared.feeds.inputs, declared.feeds.labels, declared.feeds.weights
+    found.add_inputs(*({name: t for name, t in names.items() if t in read} for names in kinds))
+    found.add_outputs({name: tensor for name, tensor in declared.predictions.items() if tensor in made})
+    now = graph.compilation
+    if now is not None:
+        constants = {f"{tensor.tensor_id}": tensor for tensor in now.constants if tensor in read}
+        data = {name: now.constants[tensor].cpu() for name, tensor in constants.items()}
+        found.compile(now.device, input_tensors=constants, input_tensors_data=data, **(settings or _settings(now)))
+    return found
+
+
+def _settings(compilation: Compilation) -> dict[str, Any]:
+    """The settings of a compilation that also apply to inference."""
+    training_only = GraphCompilationOptions.COMPUTE_ALL_GRADIENTS | GraphCompilationOptions.LINK_GRAPHS
+    settings = compilation.settings
+    return {
+        "options": settings.options & ~training_only,
+        "compute_type": settings.compute_type,
+        "tf32": settings.tf32,
+    }

@@ -20,6 +20,7 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
 from stepgraph.runtime.trial import everything, replay
+from stepgraph.types import ExecutionOptions
 
 # As text and as a picture
 
@@ -45,7 +46,10 @@ def html(title: str, nodes: Sequence[Node], declaration: Declaration, compilatio
 def _texts(compilation: Compilation | None) -> list[str]:
     if compilation is None:
         return []
-    programs, batch, trains = compilation.programs, compilation.feeds.batch, compilation.declaration.trains
+    programs, trains = compilation.programs, compilation.declaration.trains
+    if compilation.feeds.is_open and programs.last_batch is None:
+        return ["The first call compiles a program for its number of rows; memory_plan_for(rows) plans its memory."]
+    batch = compilation.usual_batch
     rows = described(programs.program(batch, trains), programs.executables.get((compilation.whole, batch)))
     lines = [f"  {name:<12}{text}" for name, text in rows]
     return [str(programs.plan), "\n".join(["How it runs", *lines])]
@@ -89,8 +93,9 @@ def _chosen(session: Session, call: str, given: tuple[Data | None, ...], batch_s
     """The batch passed by the caller, or that of the last call."""
     last = session.last
     if any(data is not None for data in given):
-        batch = session.compilation.batch_size(batch_size)
-        feeds = session.feeds.arrays(session.feeds.named(*given), batch, session.device)
+        named = session.feeds.named(*given)
+        batch = session.batch_size(batch_size, named, ExecutionOptions.NONE)
+        feeds = session.feeds.arrays(named, batch, session.device, exact=not batch_size)
         return _Batch(batch, session.next_step, _beside(session, batch, again=False) | feeds)
     if last is None:
         raise StateError(

@@ -15,7 +15,7 @@ from stepgraph.checkpoint import files
 from stepgraph.checkpoint.codec import Decoder, Numbered, by_name, of_kind
 from stepgraph.checkpoint.graph_json import read_optimizer, read_progress, read_tensor
 from stepgraph.checkpoint.restoring import check_buffers, understood
-from stepgraph.compiler.settings import limited, mixed, require_options
+from stepgraph.compiler.settings import SWITCHES, Settings, chosen, limited, mixed, switched
 from stepgraph.compiler.step import gradient, source_gradient
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, DeviceError, MemoryLimitError
@@ -28,7 +28,7 @@ from stepgraph.optimizers import Optimizer
 from stepgraph.tensors.tensor import Tensor, TensorParameter
 from stepgraph.types import DataType, GraphCompilationOptions
 
-_COMPILATION = ("options", "compute_type", "tf32", "memory_limit")
+_COMPILATION = ("options", "compute_type", "tf32", "memory_limit", *SWITCHES)
 
 
 def save(
@@ -47,7 +47,7 @@ def save(
 
 def load(
     path: str | os.PathLike[str],
-    device: Device | None = None,
+    device: Device | str | torch.device | None = None,
     *,
     inference: bool = False,
     custom: Sequence[type] = (),
@@ -60,8 +60,8 @@ def load(
         device: compile for this device with the saved settings; with None, you compile it yourself.
         inference: build an inference graph, without the loss, whatever was saved.
         custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations).
-        compilation: settings of `compile` (`options`, `compute_type`, `tf32`, `memory_limit`), which replace all of
-            the saved ones. Without any, the graph is compiled with all four saved settings; an inference
+        compilation: settings of `compile` (`options` and its keywords, `compute_type`, `tf32`, `memory_limit`), which
+            replace all of the saved ones. Without any, the graph is compiled with the saved settings; an inference
             graph has no `memory_limit`.
 
     Example:
@@ -69,6 +69,7 @@ def load(
         >>> training.execute({"image": pictures}, {"label": classes})  # doctest: +SKIP
     """
     _check_request(device, custom, compilation)
+    place = None if device is None else chosen("load", device, None)
     content = files.read(files.as_path("load", path))
     with understood(content.path):
         described = content.description["graphs"]
@@ -84,33 +85,37 @@ def load(
         settings = [_compilation(one["compiled"], compilation, graph.trains) for one, graph in pairs]
     if "memory_limit" in compilation and not all(graph.trains for graph in graphs):
         raise ArgumentError("load", "an inference graph takes no memory_limit", fix="leave it out")
-    if device is not None:
-        _compile(content, device, graphs, settings)
+    if place is not None:
+        _compile(content, place, graphs, settings)
     return found
 
 
-def _check_request(device: Device | None, custom: Sequence[type], compilation: Mapping[str, Any]) -> None:
+def _check_request(device: Any, custom: Sequence[type], compilation: Mapping[str, Any]) -> None:
     """Rejects invalid arguments, so that any later error is the file's fault."""
     if device is None and compilation:
         raise ArgumentError("load", f"{', '.join(compilation)} needs a device to compile for", fix="pass one")
-    if device is not None and not isinstance(device, Device):
-        raise DataTypeError("load", f"{device!r} is not a Device", fix="pass Device.any()")
     for name in compilation:
         if name not in _COMPILATION:
             known = ", ".join(_COMPILATION)
             raise ArgumentError("load", f"{name!r} is not a setting that load accepts", known=known, fix="use those")
-    require_options(compilation.get("options", GraphCompilationOptions.NONE), GraphCompilationOptions)
-    mixed(compilation.get("compute_type"))
-    limited(compilation.get("memory_limit"))
+    settings = {name: compilation.get(name) for name in ("compute_type", "tf32", "memory_limit")}
+    options = compilation.get("options", GraphCompilationOptions.NONE)
+    Settings.checked(options, **settings, **_switches(compilation))
     by_name(custom)
+
+
+def _switches(compilation: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that stand for option flags."""
+    return {name: value for name, value in compilation.items() if name in SWITCHES}
 
 
 def _compilation(saved: Mapping[str, Any] | None, asked: Mapping[str, Any], trains: bool) -> dict[str, Any]:
     """The settings to compile with: the saved ones or the requested ones; linked graphs stay linked."""
     options = GraphCompilationOptions(0 if saved is None else of_kind(int, saved["options"]))
     if asked:
-        given = asked.get("options", GraphCompilationOptions.NONE)
-        return {**asked, "options": given | (options & GraphCompilationOptions.LINK_GRAPHS)}
+        given = switched(asked.get("options", GraphCompilationOptions.NONE), _switches(asked))
+        others = {name: value for name, value in asked.items() if name not in SWITCHES}
+        return {**others, "options": given | (options & GraphCompilationOptions.LINK_GRAPHS)}
     if saved is None:
         return {"options": options}
     precision = None if saved["compute_type"] is None else DataType[saved["compute_type"]]
@@ -126,9 +131,9 @@ def _compile(
 ) -> None:
     """Compiles rebuilt graphs and links them."""
     with _compiled(content.path):
-        for graph, chosen in zip(graphs, settings, strict=True):
+        for graph, asked in zip(graphs, settings, strict=True):
             constants = {f"{tensor.tensor_id}": tensor for tensor in graph.kept().constants}
-            graph.compile(device, input_tensors=constants, **chosen)
+            graph.compile(device, input_tensors=constants, **asked)
         if len(graphs) > 1:
             graphs[0].link(graphs[1:])  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.program import Part, PartName
+from stepgraph.compiler.program import Part, PartName, fake
 from stepgraph.compiler.settings import require_options
 from stepgraph.compiler.step import STREAM, Key, KeyKind, value
 from stepgraph.device import Device
@@ -20,7 +20,7 @@ from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution
-from stepgraph.runtime.feeds import MOST, Data, Feeds
+from stepgraph.runtime.feeds import MOST, Data, Feeds, Names
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.loss_slots import Loss, Total
@@ -32,9 +32,15 @@ from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions
 
-# The outcome of a call: the tensor it is for, its array, the loss, and the names of the losses.
-Answer = tuple[Tensor | None, executions.Found | None, torch.Tensor | Loss | Total | None, tuple[str, ...]]
-NOTHING: Answer = (None, None, None, ())
+# The outcome of a call: the tensor it is for, its array, the loss, the names of the losses, and the outputs by name.
+Answer = tuple[
+    Tensor | None,
+    executions.Found | None,
+    torch.Tensor | Loss | Total | None,
+    tuple[str, ...],
+    executions.Outputs,
+]
+NOTHING: Answer = (None, None, None, (), executions.NO_OUTPUTS)
 FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
 _current = attrgetter("current")
@@ -77,7 +83,7 @@ class Session:
         self.saved: Arrays = {}  # what the forward pass saved for the gradient pass
         self.forward_batch: int | None = None
         self.last: Call | None = None
-        self.takes_seeds = state is not None and bool(compilation.programs.program(self.feeds.batch).step.seeded)
+        self.takes_seeds = state is not None and bool(compilation.programs.outline(self.feeds.batch).step.seeded)
         self._updatable = [*map(_is_updatable, compilation.held)]
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
@@ -117,6 +123,16 @@ class Session:
             return {}
         return seeds(program, self.compilation.declaration.user_gradients, self.elsewhere())
 
+    def seed(self, tensor: Tensor, given: Any, batch: int) -> torch.Tensor:
+        """A gradient from outside for a result, passed with a call."""
+        made = self.compilation.programs.program(batch).outputs.get(value(tensor))
+        if made is None:
+            problem, fix = f"{tensor!r} is not a result of this graph", "pass what node() returned"
+            raise UnknownNameError("execute_gradient", problem, fix=fix)
+        like = fake(made)
+        array = buffers.read(given, like.shape, tensor.data_type, f"gradient of Tensor '{tensor.label}'", exact=True)
+        return array.to(self.device.torch, non_blocking=True)
+
     def has_seed(self, batch: int) -> bool:
         """Whether a whole step has a starting point for gradients: a loss, a written gradient, or a final scalar."""
         compiled = self.compilation
@@ -127,8 +143,19 @@ class Session:
 
     # One call
 
-    def fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions) -> Arrays:
-        """Arrays of this call's feeds; with `SKIP_WRITING…`, those of the last call."""
+    def batch_size(self, asked: int | None, given: Mapping[Tensor, object], options: ExecutionOptions) -> int:
+        """The batch size of a call: as asked, as declared, or as many rows as its data has."""
+        if asked or not self.feeds.is_open:
+            return self.compilation.batch_size(asked)
+        self.feeds.batch_size(asked)
+        skips = bool(options) and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options
+        return self.last.batch if skips and self.last is not None else self.feeds.rows(given)
+
+    def fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions, exact: bool = False) -> Arrays:
+        """Arrays of this call's feeds; with `SKIP_WRITING…`, those of the last call.
+
+        With `exact`, arrays with more rows than the call reads are rejected.
+        """
         if type(options) is not ExecutionOptions:
             require_options(options, ExecutionOptions)
         if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
@@ -136,7 +163,7 @@ class Session:
             then = zip(self.written.items(), self.given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
         checks = self.compilation.checks_indices and batch not in self._raising
-        return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None)
+        return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None, exact)
 
     def _indices_of(self, batch: int) -> Indices:
         """Which feeds are indices, and into what, for a batch size."""
@@ -245,14 +272,24 @@ class Session:
         self.discard_results()
         self.forget_passes()
 
-    def answer(self, executable: Executable, found: Arrays) -> Answer:
-        """The loss or, without a loss, the last result."""
+    def answer(self, executable: Executable, found: Arrays, evaluated: bool = False) -> Answer:
+        """The loss or, without a loss, the last result; and the declared outputs.
+
+        A call that only `evaluated` also returns its predictions if no outputs are declared.
+        """
         compiled = self.compilation
+        names = compiled.declaration.outputs or (compiled.predictions if evaluated else None)
+        outputs = self.outputs(executable, found, names) if names else executions.NO_OUTPUTS
         if not compiled.losses:
             last = compiled.nodes[-1].results[0]
-            return last, executable.result(found, value(last)), None, ()
+            return last, executable.result(found, value(last)), None, (), outputs
         loss = executable.loss(found)
-        return compiled.losses[-1].results[0], loss, loss, compiled.loss_names
+        return compiled.losses[-1].results[0], loss, loss, compiled.loss_names, outputs
+
+    def outputs(self, executable: Executable, found: Mapping[Key, torch.Tensor], names: Names) -> executions.Outputs:
+        """Those of the named tensors that a call has computed, unaffected by later calls."""
+        keys = ((name, tensor, self.gradients.key(tensor)) for name, tensor in names.items())
+        return {name: (tensor, executable.result(found, key)) for name, tensor, key in keys if key in found}
 
     def updated(self) -> None:
         """Advances the step count after an update."""

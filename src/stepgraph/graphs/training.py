@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from numbers import Integral
+from typing import Any, overload
 
 import numpy as np
 import torch
 
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
-from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient
+from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient
 from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.averaging import averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
+from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
@@ -175,15 +177,22 @@ class TrainingGraph(CompiledGraph):
         compute_type: DataType | torch.dtype | str | None = None,
         tf32: bool | None = None,
         memory_limit: int | None = None,
+        deterministic: bool | None = None,
+        check_numerics: bool | None = None,
+        fuse: bool | None = None,
+        all_gradients: bool | None = None,
+        debug_layers: bool | None = None,
+        link_graphs: bool | None = None,
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
 
         Separate phases, evaluation and other batch sizes are compiled on first use, which is logged.
 
         Args:
-            device: where to run; by default, a graph that was compiled before keeps its device.
-            options: `DEBUG_LAYERS`, `DISABLE_LAYER_FUSION`, `LINK_GRAPHS`, `COMPUTE_ALL_GRADIENTS`, `DETERMINISTIC`,
-                `FUSE_LAYERS`, `CHECK_NUMERICS`.
+            device: where to run: a `Device`, or a name such as `"cuda"` or `"cpu"`. By default, a graph that was
+                compiled before keeps its device.
+            options: flags that the keywords below also set: `DETERMINISTIC`, `CHECK_NUMERICS`, `FUSE_LAYERS`,
+                `DISABLE_LAYER_FUSION`, `COMPUTE_ALL_GRADIENTS`, `DEBUG_LAYERS`, `LINK_GRAPHS`.
             input_tensors: inputs that are constant; `execute` needs no data for them.
             input_tensors_data: their data; by default, each tensor's own.
             compute_type: mixed precision: layers compute in bfloat16 or float16, while parameters, optimizer state,
@@ -192,9 +201,39 @@ class TrainingGraph(CompiledGraph):
                 setting of `torch.backends` (PyTorch's default allows TF32 for convolutions, not for matrix products).
             memory_limit: bytes the step may need, as counted by `memory_plan.total`. Results that would not fit are
                 recomputed, which takes time; a step that still does not fit is rejected.
+            deterministic: use PyTorch's own kernels, none chosen by measurement, and fuse nothing.
+            check_numerics: roll back a step that produces a NaN or an infinity, and say which layer produced it.
+            fuse: fuse layers before the first step (True) or never (False); by default, on CUDA, while steps run.
+            all_gradients: also compute gradients that no update needs: of inputs and of frozen layers.
+            debug_layers: keep results and gradients of layers with `is_debugging_enabled` readable.
+            link_graphs: prepare the graph for `link`.
         """
-        settings = Settings.checked(options, compute_type, tf32, memory_limit)
+        settings = Settings.checked(
+            options,
+            compute_type,
+            tf32,
+            memory_limit,
+            deterministic=deterministic,
+            check_numerics=check_numerics,
+            fuse=fuse,
+            all_gradients=all_gradients,
+            debug_layers=debug_layers,
+            link_graphs=link_graphs,
+        )
         self._compile(device, settings, input_tensors, input_tensors_data)
+
+    def inference(self, **settings: Any) -> InferenceGraph:
+        """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
+
+        It leaves out losses and what only they read, and is compiled as this graph is, if this graph is compiled.
+
+        Args:
+            settings: settings of `InferenceGraph.compile`, which replace those of this graph.
+
+        Example:
+            >>> training.inference().execute({"image": pictures}).result  # doctest: +SKIP
+        """
+        return inference_of(self, **settings)
 
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
@@ -277,13 +316,29 @@ class TrainingGraph(CompiledGraph):
             with self._changing():
                 self._redeclare(session.compilation.redeclared(user_gradients=declared.user_gradients), declared)
 
+    def _user_gradients(self, given: Mapping[Tensor | str, Any]) -> dict[Tensor, Any]:
+        """Gradients from outside, by the result they are for."""
+        if not isinstance(given, Mapping):
+            kind = type(given).__name__
+            raise DataTypeError("execute_gradient", f"{kind} is not a dictionary", fix="pass {result: gradient}")
+        found = {}
+        for name, values in given.items():
+            tensor = self._declared.outputs.get(name) if isinstance(name, str) else name
+            if tensor is None:
+                known = ", ".join(f"'{one}'" for one in self._declared.outputs) or "none"
+                problem = f"'{name}' is not an output of this graph"
+                raise UnknownNameError("execute_gradient", problem, known=known, fix="pass the result itself")
+            _require_tensor("execute_gradient", tensor)
+            found[tensor] = values
+        return found
+
     def gradient_tensor(self, input: Tensor) -> Tensor | None:
         """The gradient of an input, or None if it is not computed (not compiled, or not needed)."""
         _require_tensor("gradient_tensor", input)
         now = self.compilation
         if now is None or input not in {*now.feeds.tensors, *now.constants, *now.declaration.parameters}:
             return None
-        known = now.programs.program(now.feeds.batch).outputs
+        known = now.programs.outline(now.feeds.batch).outputs
         return self.gradients.handle(gradient(input), input) if gradient(input) in known else None
 
     def source_gradient_tensors(self, layer: Layer) -> list[Tensor]:
@@ -299,7 +354,7 @@ class TrainingGraph(CompiledGraph):
         if now is None:
             return []
         results = [t for node in now.nodes if node.layer is layer for t in node.results]
-        known = now.programs.program(now.feeds.batch).outputs if results else {}
+        known = now.programs.outline(now.feeds.batch).outputs if results else {}
         return [self.gradients.handle(gradient(t), t) for t in results if gradient(t) in known]
 
     def gradient_data(self, parameter: Tensor, layer: Layer) -> np.ndarray | None:
@@ -342,9 +397,9 @@ class TrainingGraph(CompiledGraph):
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute")
-            batch = session.compilation.batch_size(batch_size)
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-            feeds = session.fed(given, batch, options)
+            batch = session.batch_size(batch_size, given, options)
+            feeds = session.fed(given, batch, options, exact=not batch_size)
             evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
@@ -370,7 +425,7 @@ class TrainingGraph(CompiledGraph):
                     session.updated()
                 if outputs_data:
                     session.write_outputs(outputs_data, results_of(found) | session.gradients.by_handle(found))
-                return session.answer(binding.executable, found)
+                return session.answer(binding.executable, found, evaluating)
 
             seeds = session.seeds(batch) if learning and session.takes_seeds else {}
             session.accept(feeds, batch, options)
@@ -379,22 +434,64 @@ class TrainingGraph(CompiledGraph):
             execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)
 
+    @overload
     def execute_forward(
         self,
+        inputs_data: Data | None = None,
+        loss_labels_data: Data | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        outputs_data: Data | None = None,
         batch_size: int | None = None,
         options: ExecutionOptions = _NONE,
+        completion: Completion | None = None,
+    ) -> Execution: ...
+
+    @overload
+    def execute_forward(
+        self,
+        inputs_data: int,
+        loss_labels_data: ExecutionOptions = _NONE,
         *,
         outputs_data: Data | None = None,
         completion: Completion | None = None,
+    ) -> Execution: ...
+
+    def execute_forward(
+        self,
+        inputs_data: Data | int | None = None,
+        loss_labels_data: Data | ExecutionOptions | None = None,
+        loss_label_weights_data: Data | None = None,
+        *,
+        outputs_data: Data | None = None,
+        batch_size: int | None = None,
+        options: ExecutionOptions = _NONE,
+        completion: Completion | None = None,
     ) -> Execution:
-        """Runs the forward pass on data written with `bind_and_write_data`; every result stays readable."""
+        """Runs the forward pass; every result stays readable.
+
+        Args:
+            inputs_data: data by input name, unchanged until the gradient pass has read it. What is not passed must
+                have been bound. A number is the batch size, followed by the options: ML Compute's order.
+            loss_labels_data: labels by name.
+            loss_label_weights_data: label weights by name.
+            outputs_data: memory by output name, which is overwritten.
+            batch_size: rows of this call, as in `execute`.
+            options: with `FORWARD_FOR_INFERENCE`, in inference mode.
+            completion: called once with (loss or last result, error, seconds).
+        """
+        if isinstance(loss_labels_data, ExecutionOptions):
+            options, loss_labels_data = loss_labels_data, None
+        if isinstance(inputs_data, Integral):
+            batch_size, inputs_data = int(inputs_data), None
         device = self.require_session("execute_forward").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_forward")
-            batch = session.compilation.batch_size(batch_size)
-            feeds = session.fed({}, batch, options)
+            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)  # type: ignore[arg-type]
+            batch = session.batch_size(batch_size, given, options)
+            feeds = session.fed(given, batch, options, exact=not batch_size)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
             binding = session.bound(PartName.EVALUATION if evaluating else PartName.FORWARD, batch)
             session.check_destinations(outputs_data, binding.executable.part)
@@ -405,7 +502,7 @@ class TrainingGraph(CompiledGraph):
                     session.has_drawn()
                     session.saved, session.forward_batch = feeds | found, batch
                 session.write_outputs(outputs_data, results_of(found))
-                return session.answer(binding.executable, found)
+                return session.answer(binding.executable, found, evaluating)
 
             session.accept(feeds, batch, options)
             discard = session.discard_results if evaluating else session.discard_passes
@@ -414,23 +511,39 @@ class TrainingGraph(CompiledGraph):
 
     def execute_gradient(
         self,
-        batch_size: int | None = None,
+        user_gradients_data: Mapping[Tensor | str, Any] | int | None = None,
         options: ExecutionOptions = _NONE,
         *,
         outputs_data: Data | None = None,
+        batch_size: int | None = None,
         completion: Completion | None = None,
     ) -> Execution:
         """Runs the gradient pass after `execute_forward`; every computed gradient stays readable.
 
         It replaces the gradients of the last pass. With `ACCUMULATE_GRADIENTS` it adds to those not yet used by
         an update.
+
+        Args:
+            user_gradients_data: gradients from outside code, dL/dresult by result or by output name. They are for this
+                pass only; one of a result that has none yet recompiles the graph. A number is the batch size.
+            options: `ACCUMULATE_GRADIENTS`, `SYNCHRONOUS`, `PROFILING`.
+            outputs_data: memory by output name, which is overwritten.
+            batch_size: rows of the forward pass; by default, as many as it had.
+            completion: called once with (None, error, seconds).
         """
+        if isinstance(user_gradients_data, Integral):
+            user_gradients_data, batch_size = None, int(user_gradients_data)
         device = self.require_session("execute_gradient").device
         if completion is not None:
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_gradient")
             batch = _forward_batch(session, batch_size)
+            given = self._user_gradients(user_gradients_data or {})  # type: ignore[arg-type]
+            passed = {user_gradient(tensor): session.seed(tensor, array, batch) for tensor, array in given.items()}
+            for tensor in given:
+                self.allocate_user_gradient(tensor)
+            session = self.require_session("execute_gradient")
             binding = session.bound(PartName.GRADIENT, batch)
             session.check_destinations(outputs_data, binding.executable.part)
             adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
@@ -439,9 +552,15 @@ class TrainingGraph(CompiledGraph):
             def keep(found: Arrays) -> Answer:
                 session.gradients.replace(added(kept, found))
                 session.write_outputs(outputs_data, session.gradients.by_handle(session.gradients.found))
-                return NOTHING
+                names = session.compilation.declaration.outputs
+                # The next pass may add to gradients in place.
+                whole = (
+                    {key: kept[key].clone() if key in kept else array for key, array in found.items()} if names else {}
+                )
+                return *NOTHING[:4], session.outputs(binding.executable, whole, names)
 
-            execution = session.launch(binding, session.saved | session.seeds(batch), options, completion, keep)
+            arrays = session.saved | session.seeds(batch) | passed
+            execution = session.launch(binding, arrays, options, completion, keep)
         return announced(execution, options, completion)
 
     def execute_optimizer_update(
@@ -466,7 +585,7 @@ class TrainingGraph(CompiledGraph):
 
             if session.state is not None:
                 require_own(session.state, "execute_optimizer_update")
-            binding = session.bound(PartName.UPDATE, session.feeds.batch)
+            binding = session.bound(PartName.UPDATE, session.compilation.usual_batch)
             gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
             for _, key in binding.opened:
                 if key not in gradients:

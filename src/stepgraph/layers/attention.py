@@ -21,6 +21,7 @@ from stepgraph.layers.attending import (
     weighted,
 )
 from stepgraph.layers.dropout import drop
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.rotary import rotate
 from stepgraph.layers.shape import require_same_type
@@ -200,6 +201,7 @@ class MultiheadAttentionLayer(Layer):
                 )
 
     @classmethod
+    @found_at_node("model_dimension", last_extent)
     def create(
         cls,
         model_dimension: int,

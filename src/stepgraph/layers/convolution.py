@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
+from stepgraph.layers.found import channels, found_at_node
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.window import Numbers, Pair, Size, WindowDescriptor, by, require_room, require_window
 from stepgraph.random import initialize
@@ -181,6 +182,7 @@ class ConvolutionLayer(Layer):
                 )
 
     @classmethod
+    @found_at_node("inputs", channels)
     def create(
         cls,
         inputs: int,

@@ -18,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import typing
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 import torch
 
@@ -31,6 +32,7 @@ from stepgraph.layers.failures import explained
 from stepgraph.random import keep_mask, uniform
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor, TensorParameter
 from stepgraph.types import DataType, DeviceType
 
@@ -125,8 +127,13 @@ class Scope:
         self.updates[statistic] = value.detach()
 
     def batched(self, extent: int) -> int:
-        """`extent`, or this call's batch size if `extent` is the declared one."""
+        """`extent`, or this call's batch size if `extent` is the declared one or `BATCH`."""
         declared, actual = self.batch
+        if isinstance(extent, BatchExtent):
+            if not isinstance(declared, BatchExtent):
+                fix = f"declare the graph's inputs with {extent} rows, or pass the number"
+                raise ShapeError("BATCH", f"the layer's {extent} is unknown: its source has a declared number", fix=fix)
+            return extent.at(actual)
         return actual if extent == declared else extent
 
 
@@ -172,6 +179,44 @@ class Layer:
         object.__setattr__(layer, "owner", None)
         object.__setattr__(layer, "label", "")
         return layer
+
+    @classmethod
+    def deferred(cls, make: Callable[..., Layer], label: str = "") -> Self:
+        """A layer whose tensors are created when it is wired.
+
+        Args:
+            make: returns the complete layer for the descriptors of its sources.
+            label: name; by default, the kind of layer.
+        """
+        layer = cls.__new__(cls)
+        layer.__dict__["_make"] = make
+        layer.label = label
+        object.__setattr__(layer, "__class__", _waiting(cls))  # type: ignore[arg-type]
+        return layer  # type: ignore[return-value]
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether its tensors do not exist yet."""
+        return "_make" in self.__dict__
+
+    @contextmanager
+    def completed(self, sources: Sequence[TensorDescriptor]) -> Iterator[None]:
+        """Creates the tensors of a deferred layer for its first sources; if wiring fails, it is deferred again."""
+        before, kind = dict(self.__dict__), type(self)
+        if self.is_deferred:
+            self._check_count(len(sources))
+            made = self.__dict__["_make"](*sources)
+            self.__dict__.update({**made.__dict__, **{name: before[name] for name in ("_line", "owner", "label")}})
+            del self.__dict__["_make"]
+            object.__setattr__(self, "__class__", type(made))
+        try:
+            yield
+        except BaseException:
+            if "_make" in before:
+                self.__dict__.clear()
+                self.__dict__.update(before)
+                object.__setattr__(self, "__class__", kind)
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name not in _LIVE:
@@ -235,6 +280,28 @@ class Layer:
     def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
         """Descriptors of the results, found by running `forward` on arrays without memory."""
         self._check_count(len(sources))
+        if not any(source.is_open for source in sources):
+            return self._inferred(sources, batch)
+        try:
+            first = self._inferred(sources, (BATCH, PROBES[0]))
+        except StepgraphError as error:
+            if str(BATCH) not in str(error):  # raised by code that sees only numbers
+                error.facts["BATCH"] = f"counts as {PROBES[0]} here"
+            raise
+        try:
+            second = self._inferred([source.at(PROBES[1]) for source in sources], (BATCH, PROBES[1]))
+        except StepgraphError as error:
+            problem = f"does not run with every number of rows: {error.problem}"
+            fix = "declare the number of rows instead of BATCH, or give every source BATCH rows"
+            raise ShapeError(self.where, problem, sources=", ".join(map(str, sources)), fix=fix) from error
+        if len(first) != len(second):
+            problem = f"returns {len(first)} or {len(second)} results, depending on the number of rows"
+            raise ShapeError(self.where, problem, fix="declare the number of rows instead of BATCH")
+        pairs = zip(first, second, strict=True)
+        return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
+
+    def _inferred(self, sources: Sequence[TensorDescriptor], batch: tuple[int, int]) -> tuple[TensorDescriptor, ...]:
+        """The same for sources of fixed shapes; those with `BATCH` count as their first probe."""
         self.check(*sources)
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
         own = {tensor: tensor.descriptor.meta() for tensor in tensors}
@@ -315,6 +382,8 @@ class Layer:
         return found
 
     def __repr__(self) -> str:
+        if self.is_deferred:
+            return f"{type(self).__name__}({self.label!r}, not wired yet)"
         settings = (
             f"{one.name}={getattr(self, one.name)!r}"
             for one in dataclasses.fields(self)
@@ -338,6 +407,22 @@ def _kinds(layer: type[Layer]) -> dict[str, tuple[type, ...]]:
         if named and len(plain) == len(kinds):
             found[name] = plain
     return found
+
+
+@cache
+def _waiting(layer: type[Layer]) -> type[Layer]:
+    """The class of a deferred layer: reading its settings and tensors raises an error."""
+
+    def missing(name: str) -> property:
+        def refuse(self: Layer) -> Any:
+            problem = f"'{name}' does not exist before the layer is wired, since it finds its inputs then"
+            raise StateError(self.where, problem, fix="call graph.node first, or pass the inputs to create")
+
+        return property(refuse)
+
+    names = {one.name for one in dataclasses.fields(layer)} - _LIVE
+    named = {name: getattr(layer, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(layer.__name__, (layer,), {**{name: missing(name) for name in names}, **named})
 
 
 class ParameterOf:

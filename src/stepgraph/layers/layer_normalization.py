@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
+from stepgraph.layers.found import channels, found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.normalization import gamma_beside, require_channel_counts, require_channels, require_epsilon
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -60,6 +61,7 @@ class GroupNormalizationLayer(Layer):
             )
 
     @classmethod
+    @found_at_node("feature_channel_count", channels)
     def create(
         cls, feature_channel_count: int, group_count: int, *, variance_epsilon: float = 1e-5, label: str = ""
     ) -> GroupNormalizationLayer:
@@ -124,6 +126,7 @@ class LayerNormalizationLayer(Layer):
         _require_counts(self, self.normalized_shape, {"beta": self.beta, "gamma": self.gamma})
 
     @classmethod
+    @found_at_node("normalized_shape", last_extent)
     def create(
         cls, normalized_shape: int | Sequence[int], *, variance_epsilon: float = 1e-5, label: str = ""
     ) -> LayerNormalizationLayer:

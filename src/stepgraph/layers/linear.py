@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ShapeError
 from stepgraph.layers.convolution import ConvolutionDescriptor
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -49,6 +50,7 @@ class FullyConnectedLayer(Layer):
                 )
 
     @classmethod
+    @found_at_node("inputs", last_extent)
     def create(
         cls,
         inputs: int,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
+from stepgraph.layers.found import channels, found_at_node
 from stepgraph.layers.layer import Layer, ParameterOf, Scope, statistic
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
@@ -50,6 +51,7 @@ class BatchNormalizationLayer(Layer):
         require_channel_counts(self, self.feature_channel_count, tensors)
 
     @classmethod
+    @found_at_node("feature_channel_count", channels)
     def create(
         cls,
         feature_channel_count: int,
@@ -136,6 +138,7 @@ class InstanceNormalizationLayer(Layer):
             raise ArgumentError(self.where, f"{given} was passed without {missing}", fix="pass both, or neither")
 
     @classmethod
+    @found_at_node("feature_channel_count", channels)
     def create(
         cls,
         feature_channel_count: int,

@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.errors import ArgumentError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.lstm_steps import lstm_steps
@@ -164,6 +165,7 @@ class LSTMLayer(Layer):
         return self.peephole_weights is None and (self.gate_activations, self.output_result_activation) == usual
 
     @classmethod
+    @found_at_node("input_size", last_extent)
     def create(
         cls,
         input_size: int,

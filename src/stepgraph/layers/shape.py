@@ -9,6 +9,7 @@ import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError
 from stepgraph.layers.layer import Layer, Scope
+from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import MAX_DIMENSIONS, TensorDescriptor
 from stepgraph.types import DataType
 
@@ -17,7 +18,7 @@ def whole_number(layer: Layer, name: str, value: Any, least: int = 0) -> int:
     """`value` as an int; rejects other types and values below `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
         raise ArgumentError(layer.where, f"{name} is {value!r}", fix=f"pass an integer ≥ {least}")
-    return int(value)
+    return value if isinstance(value, BatchExtent) else int(value)
 
 
 def require_dimension(layer: Layer, dimension: int, source: TensorDescriptor) -> None:
@@ -91,7 +92,7 @@ class ReshapeLayer(MovingLayer):
         """The elements of `x` in the shape of this call."""
         # A source that keeps its declared size in a call with another batch size is not a batch: it keeps its shape.
         first = self.shape[0] if x.shape[0] == self.shape[0] else scope.batched(self.shape[0])
-        shape = (first, *self.shape[1:])
+        shape = (first, *(scope.batched(e) if isinstance(e, BatchExtent) else e for e in self.shape[1:]))
         known = math.prod(extent for extent in shape if extent != -1)
         fits = x.numel() % known == 0 if -1 in shape else x.numel() == known
         if not fits:
@@ -281,7 +282,7 @@ class SliceLayer(MovingLayer):
 
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """The elements of the slice, without a copy."""
-        is_batch = x.shape[0] == scope.batch[1]
+        is_batch = x.shape[0] == scope.batch[1] or isinstance(self.end[0], BatchExtent)
         end = (scope.batched(self.end[0]) if is_batch else self.end[0], *self.end[1:])
         for axis, (first, last, extent) in enumerate(zip(self.start, end, x.shape, strict=True)):
             if not first < last <= extent:

@@ -19,14 +19,15 @@ def graph(training: TrainingGraph) -> dict[str, Any]:
     """Every node with what it reads, produces and learns; gradients that stop, and why; the drawing."""
     compiled = training.require_session("report").compilation
     nodes, feeds = compiled.nodes, compiled.feeds
-    step = compiled.step(feeds.batch, True)
+    batch = compiled.usual_batch
+    step = compiled.step(batch, True)
     names = draw.parameter_names(nodes)
     makers = {tensor: names[node.layer] for node in nodes for tensor in node.results}
     called = {t: name for _, name, t in feeds}
     every = {t for node in nodes for t in (*node.arguments, *node.results)}
     return {
         "nodes": [_node(node, step, names, {**called, **makers}) for node in nodes],
-        "batch": feeds.batch,
+        "batch": batch,
         "gradients": _stops(nodes, step, names),
         "drawing": draw.svg(nodes, every - step.active, called),
     }
@@ -35,7 +36,7 @@ def graph(training: TrainingGraph) -> dict[str, Any]:
 def plan(training: TrainingGraph) -> dict[str, Any]:
     """The memory plan: its totals, live bytes by kind at each operator, and what is alive at the peak."""
     compiled = training.require_session("report").compilation
-    programs, batch = compiled.programs, compiled.feeds.batch
+    programs, batch = compiled.programs, compiled.usual_batch
     part = programs.executable(PartName.STEP, batch).part
     live = memory.timeline(part)
     totals = [sum(kinds.values()) for _, _, kinds in live]
@@ -66,21 +67,22 @@ def _node(node: Node, step: Step, names: dict[Any, str], origins: dict[Tensor, s
         "line": node.line,
         "loss": node.is_loss,
         "frozen": node.disable_update and bool(node.layer.parameters),
-        "sources": [{**_tensor(t), "from": origins.get(t, t.label)} for t in node.arguments],
-        "results": [_tensor(t) for t in node.results],
+        "sources": [{**_tensor(t, step), "from": origins.get(t, t.label)} for t in node.arguments],
+        "results": [_tensor(t, step) for t in node.results],
         "parameters": [
-            {**_tensor(t), "name": names[t], "trained": t in trained and t in seen}
+            {**_tensor(t, step), "name": names[t], "trained": t in trained and t in seen}
             for t in node.layer.parameters.values()
         ],
-        "statistics": [_tensor(t) for t in node.layer.statistics.values()],
+        "statistics": [_tensor(t, step) for t in node.layer.statistics.values()],
     }
 
 
-def _tensor(tensor: Tensor) -> dict[str, Any]:
+def _tensor(tensor: Tensor, step: Step) -> dict[str, Any]:
+    descriptor = tensor.descriptor.at(step.batch[1])
     return {
-        "shape": list(tensor.shape),
+        "shape": list(descriptor.shape),
         "type": str(tensor.data_type.torch).removeprefix("torch."),
-        "bytes": tensor.descriptor.tensor_allocation_size_in_bytes,
+        "bytes": descriptor.tensor_allocation_size_in_bytes,
     }
 
 

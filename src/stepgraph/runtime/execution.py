@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from stepgraph.device import Device
+from stepgraph.errors import UnknownNameError
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.results import Lent
@@ -27,6 +29,8 @@ from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 Completion = Callable[[Tensor | None, Exception | None, float], object]
 Found = torch.Tensor | Loss | Total | Lent  # an array, or where it is kept until it is read
+Outputs = Mapping[str, tuple[Tensor, Found]]
+NO_OUTPUTS: Outputs = MappingProxyType({})
 
 
 class _Turns(dict[torch.device | None, threading.RLock]):
@@ -66,9 +70,10 @@ def _elsewhere(device: torch.device) -> Iterator[None]:
 
 
 class Execution:
-    """One accepted execute call: wait for it, await it, or read its loss, result and time.
+    """One accepted execute call: wait for it, await it, or read its loss, result, outputs and time.
 
-    Its results are its own: later calls, including those of other threads, do not change them.
+    `execution["name"]` is an output that `add_outputs` declared. Results are the call's own: later calls, including
+    those of other threads, do not change them.
 
     Attributes:
         error: the error that made the work fail, or None.
@@ -76,7 +81,8 @@ class Execution:
     """
 
     __slots__ = (
-        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_result", "_started", "_stream",
+        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_outputs", "_result", "_started",
+        "_stream",
         "_timed", "error", "profile",
     )  # fmt: skip
 
@@ -88,6 +94,7 @@ class Execution:
         self._loss: torch.Tensor | Loss | Total | None = None
         self._names: tuple[str, ...] = ()
         self._result: Tensor | None = None
+        self._outputs: Outputs = NO_OUTPUTS
         self._timed = timed
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
@@ -108,9 +115,10 @@ class Execution:
         found: Found | None,
         loss: torch.Tensor | Loss | Total | None,
         names: tuple[str, ...] = (),
+        outputs: Outputs = NO_OUTPUTS,
     ) -> None:
-        """Records the result of the call and its tensor; on a GPU the work may still be running."""
-        self._like, self._found, self._loss, self._names = like, found, loss, names
+        """Records the result of the call with its tensor, and the outputs; on a GPU the work may still be running."""
+        self._like, self._found, self._loss, self._names, self._outputs = like, found, loss, names, outputs
         if self._events:
             self._events[-1].record()
         elif self._timed:
@@ -178,13 +186,33 @@ class Execution:
     def result(self) -> Tensor | None:
         """The loss, or the last result of a graph without one; None if the call failed or returns none."""
         if self._result is None and self._like is not None and self._found is not None and self.error is None:
-            with _turns[self._device]:
-                array = self._found.own() if isinstance(self._found, Loss | Total | Lent) else self._found
-            descriptor = TensorDescriptor(tuple(array.shape), self._like.data_type)
-            self._result = Tensor(descriptor, label=self._like.label)
-            self._result.hold(array)
-            self._result.device, self._result.tensor_id = self._like.device, self._like.tensor_id
+            self._result = self._owned(self._like, self._found)
         return self._result
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that this call has computed."""
+        return tuple(self._outputs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """An output of this call, by the name that `add_outputs` gave it."""
+        if self.error is not None:
+            raise self.error
+        if name not in self._outputs:
+            known = ", ".join(f"'{one}'" for one in self._outputs) or "none"
+            raise UnknownNameError(
+                "Execution", f"this call has no output '{name}'", known=known, fix="declare it with add_outputs"
+            )
+        return self._owned(*self._outputs[name])
+
+    def _owned(self, like: Tensor, found: Found) -> Tensor:
+        """A result in memory that no later call overwrites, as a tensor."""
+        with _turns[self._device]:
+            array = found.own() if isinstance(found, Loss | Total | Lent) else found
+        tensor = Tensor(TensorDescriptor(tuple(array.shape), like.data_type), label=like.label)
+        tensor.hold(array)
+        tensor.device, tensor.tensor_id = like.device, like.tensor_id
+        return tensor
 
     @property
     def loss(self) -> float | np.ndarray | None:

@@ -12,11 +12,20 @@ import torch
 
 from stepgraph.compiler.step import Key, value
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, DataError, DataTypeError, StateError, StepgraphError, UnknownNameError
+from stepgraph.errors import (
+    ArgumentError,
+    DataError,
+    DataTypeError,
+    ShapeError,
+    StateError,
+    StepgraphError,
+    UnknownNameError,
+)
 from stepgraph.layers.node import Node
 from stepgraph.runtime.indices import Indices
 from stepgraph.tensors import buffers
-from stepgraph.tensors.tensor import Tensor
+from stepgraph.tensors.extents import BATCH, BatchExtent, follows_batch, shape_at
+from stepgraph.tensors.tensor import Tensor, row_count
 from stepgraph.types import DataType
 
 MOST = 64  # batch sizes whose feeds are remembered
@@ -73,14 +82,60 @@ class Feeds:
 
     @cached_property
     def batch(self) -> int:
-        """The declared batch size: the first dimension of the first input."""
+        """The declared batch size: the first dimension of the first input, or `BATCH` if any input has it."""
+        if any(tensor.descriptor.is_open for tensor in self.tensors):
+            return BATCH
         return self.tensors[0].shape[0] if self.tensors else 0
+
+    @cached_property
+    def is_open(self) -> bool:
+        """Whether the data of a call decides its batch size."""
+        return isinstance(self.batch, BatchExtent)
+
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Whether a tensor's first dimension is the batch."""
+        return follows_batch(tensor.shape[0], self.batch)
+
+    @cached_property
+    def _leading(self) -> tuple[Tensor, ...]:
+        """The feeds whose data shows the batch size."""
+        return tuple(tensor for tensor in self.tensors if isinstance(tensor.shape[0], BatchExtent))
+
+    def rows_in(self, values: Any, tensor: Tensor) -> int:
+        """The batch size that the data of one feed shows."""
+        count, extent = row_count(values, tensor), tensor.shape[0]
+        if not isinstance(extent, BatchExtent):
+            return count
+        rows = extent.rows(count)
+        if rows is None:
+            problem = f"the data has {count} rows, but the tensor has {extent}"
+            raise DataError(self.titles[tensor], problem, fix="pass data with a fitting number of rows")
+        return rows
+
+    def rows(self, given: Mapping[Tensor, Any]) -> int:
+        """The batch size that the data of a call shows: passed with it, or bound before."""
+        found: dict[Tensor, int] = {}
+        for tensor in self._leading:
+            values = given.get(tensor)
+            if values is None:
+                values = _bound_before(tensor, self.titles[tensor])
+            found[tensor] = self.rows_in(values, tensor)
+        if not found:
+            fix = "declare an input whose first extent is BATCH, or pass batch_size="
+            raise DataError("execute", "no input shows the number of rows", fix=fix)
+        rows = next(iter(found.values()))
+        if any(count != rows for count in found.values()):
+            facts = {self.titles[tensor]: f"{count} rows" for tensor, count in found.items()}
+            raise ShapeError(
+                "execute", "the data of one call has different numbers of rows", fix="pass equally many", **facts
+            )
+        return rows
 
     def batch_size(self, given: int | None) -> int:
         """The batch size of a call; None and 0 mean the declared one."""
         if isinstance(given, bool) or not (given is None or (isinstance(given, Integral) and given >= 0)):
             raise ArgumentError("execute", f"batch_size is {given!r}", fix="pass an integer number of rows, or None")
-        return int(given or self.batch)
+        return int(given) if given else self.batch
 
     def named(self, inputs: Data | None, labels: Data | None, weights: Data | None) -> dict[Tensor, Any]:
         """Data by tensor; rejects undeclared names."""
@@ -109,18 +164,24 @@ class Feeds:
         return tuple((index, *group, next(fed)) for index, group in enumerate(groups))
 
     def arrays(
-        self, given: Mapping[Tensor, Any], batch: int, device: Device, indices: Indices | None = None
+        self,
+        given: Mapping[Tensor, Any],
+        batch: int,
+        device: Device,
+        indices: Indices | None = None,
+        exact: bool = False,
     ) -> dict[Key, torch.Tensor]:
         """Arrays of all feeds for one call: passed with it, or bound to their tensors before.
 
-        With `indices`, index feeds are checked at their source, before they are copied to the device.
+        With `indices`, index feeds are checked at their source, before they are copied to the device. With `exact`,
+        arrays with more rows than the call reads are rejected.
         """
         found, place = {}, device.torch
         for key, shape, data_type, where in self._wanted(batch):
             values = given.get(key.owner)
             if values is None:
                 values = _bound_before(key.owner, where)
-            array = buffers.read(values, shape, data_type, where)
+            array = buffers.read(values, shape, data_type, where, exact)
             if indices is not None and key in indices.limits:
                 indices.require(key, array)
             found[key] = array if array.device == place else array.to(place, non_blocking=True)
@@ -134,7 +195,7 @@ class Feeds:
             self._tables[batch] = tuple(
                 _Wanted(
                     value(tensor),
-                    (batch, *tensor.shape[1:]) if tensor.shape[0] == self.batch else tensor.shape,
+                    shape_at(tensor.shape, self.batch, batch),
                     tensor.data_type,
                     self.titles[tensor],
                 )

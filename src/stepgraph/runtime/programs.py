@@ -13,6 +13,7 @@ from stepgraph.compiler.step import Key, KeyKind, Step, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.extents import BatchExtent
 
 logger = logging.getLogger("stepgraph")
 PASSES = (PartName.FORWARD, PartName.GRADIENT, PartName.UPDATE)
@@ -41,6 +42,7 @@ class Programs:
         self.channels_last = channels_last
         self.is_recording = False
         self._traced: dict[tuple[int, bool], Program] = {}
+        self._outlines: dict[bool, Program] = {}
         self.executables: dict[tuple[PartName, int], Executable] = {}
         self.plans: dict[tuple[PartName, int], MemoryPlan] = {}
         self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
@@ -56,6 +58,22 @@ class Programs:
             self._traced[batch, training] = program
             self._use(batch)
         return self._traced[batch, training]
+
+    def outline(self, batch: int, training: bool = True) -> Program:
+        """The traced step for a batch size; for `BATCH`, that of any batch size, to look at its structure.
+
+        Before the first call it is recorded for a few rows, without choosing implementations.
+        """
+        if not isinstance(batch, BatchExtent):
+            return self.program(batch, training)
+        known = [program for (_, trains), program in self._traced.items() if trains == training]
+        if known:
+            return known[-1]
+        if training not in self._outlines:
+            with Uninterrupted():
+                step = replace(self._asked(int(batch), training), chooses_kernels=False, memory_limit=None)
+                self._outlines[training] = pipeline.program(step)
+        return self._outlines[training]
 
     def _asked(self, batch: int, training: bool) -> Step:
         """What to compute; meanwhile, a linked graph may ask what this one computes for it."""
@@ -81,6 +99,11 @@ class Programs:
         if batch != self._last:
             self._use(batch)
         return found
+
+    @property
+    def last_batch(self) -> int | None:
+        """The batch size used last; None before the first."""
+        return self._last
 
     @property
     def plan(self) -> MemoryPlan:
@@ -113,6 +136,7 @@ class Programs:
         """The same programs for another compilation; if it `rebuilds`, with executables of its own."""
         other = Programs(step, kept, require_fit, self.channels_last)
         other._traced, other._recent, other._arena = self._traced, self._recent, self._arena
+        other._outlines = self._outlines
         if not rebuilds:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other

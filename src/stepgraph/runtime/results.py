@@ -19,6 +19,10 @@ class Lent:
     def __init__(self, array: torch.Tensor) -> None:
         self.array, self._is_owned = array, False
 
+    def is_of(self, array: torch.Tensor) -> bool:
+        """Whether it still refers to this array in the graph's memory."""
+        return self.array is array
+
     def own(self) -> torch.Tensor:
         """The result, in memory that is never overwritten."""
         if not self._is_owned:
@@ -30,16 +34,24 @@ class Lending:
     """The results lent by one captured graph since its last replay."""
 
     def __init__(self) -> None:
-        self._lent: weakref.ref[Lent] | None = None
+        self._lent: list[weakref.ref[Lent]] = []
 
     def lend(self, array: torch.Tensor) -> Lent:
-        """Lends a result of the last replay."""
+        """Lends a result of the last replay; the same one if it is lent already."""
+        for one in self._lent:
+            lent = one()
+            if lent is not None and lent.is_of(array):
+                return lent
         lent = Lent(array)
-        self._lent = weakref.ref(lent)
+        self._lent.append(weakref.ref(lent))
         return lent
 
     def call_in(self) -> None:
         """Must be called before each replay, which must not overwrite what may still be read."""
-        lent, self._lent = None if self._lent is None else self._lent(), None
-        if lent is not None:
-            lent.own()
+        if not self._lent:
+            return
+        for one in self._lent:
+            lent = one()
+            if lent is not None:
+                lent.own()
+        self._lent.clear()

@@ -112,8 +112,11 @@ def _require_plain(array: torch.Tensor, where: str) -> None:
     raise DataTypeError(where, f"the torch tensor is {kind}, not dense", fix=f"convert it first, with .{fix}")
 
 
-def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> torch.Tensor:
-    """An array of `shape` and `data_type` over `data`, without a copy if its memory allows it."""
+def read(data: Any, shape: Sequence[int], data_type: DataType, where: str, exact: bool = False) -> torch.Tensor:
+    """An array of `shape` and `data_type` over `data`, without a copy if its memory allows it.
+
+    With `exact`, an array with more rows is rejected instead of reading the first ones; raw memory may be longer.
+    """
     # Checked first, because in a loop the data usually needs no conversion.
     kind = type(data)
     if kind is torch.Tensor and data.layout is torch.strided and not (data.is_meta or data.is_nested):
@@ -134,7 +137,22 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str) -> to
             fix=f"convert it first, for example .astype(np.{data_type.debug_description})",
         )
     # A compiled step requires contiguous rows; other layouts are copied.
+    if exact and array.numel() > math.prod(shape):
+        _refuse_more(array, shape, where)
     return _fit(array, shape, data_type, where).contiguous()
+
+
+def _refuse_more(array: torch.Tensor, shape: Sequence[int], where: str) -> None:
+    """Rejects an array of the right shape but with more rows than a call reads."""
+    rows, rest = divmod(array.numel(), math.prod(shape[1:]))
+    if rest == 0 and (array.ndim <= 1 or _without_ones(array.shape[1:]) == _without_ones(shape[1:])):
+        raise DataError(
+            where,
+            f"the data has {rows} rows, but the call reads {shape[0]}",
+            given=f"shape {tuple(array.shape)}",
+            needed=f"shape {tuple(shape)}",
+            fix=f"pass {shape[0]} rows, or batch_size=; sg.predict and sg.evaluate divide any number into batches",
+        )
 
 
 def write(array: torch.Tensor, target: Any, where: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Union
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from stepgraph.random import initialize, new_array
 from stepgraph.system import surroundings
 from stepgraph.tensors import buffers
 from stepgraph.tensors.buffers import TensorData
+from stepgraph.tensors.extents import BatchExtent, is_open
 from stepgraph.tensors.quantization import dequantize, quantize
 from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
+Operand = Union["Tensor", float, np.ndarray, torch.Tensor]  # a source that may be a constant
 MAX_DIMENSIONS = 5  # the original stops at 4
 
 
@@ -34,7 +37,7 @@ class TensorDescriptor:
     """Shape and element type of a tensor, outermost dimension first; images are `[batch, channels, height, width]`.
 
     Args:
-        shape: one to five positive integers.
+        shape: one to five positive integers; `BATCH` stands for the rows of a call.
         data_type: element type, in any form that `DataType.of` accepts.
         sequence_lengths: lengths of the sequences in a `[batch, steps, features]` tensor.
         sorted_sequences: whether the lengths are sorted, longest first.
@@ -122,7 +125,17 @@ class TensorDescriptor:
 
     def meta(self) -> Array:
         """An array of this shape and type without memory, for shape inference."""
-        return torch.empty(self.shape, dtype=self.data_type.torch, device="meta")
+        return torch.empty(tuple(map(int, self.shape)), dtype=self.data_type.torch, device="meta")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its shape depends on the rows of a call."""
+        return is_open(self.shape)
+
+    def at(self, rows: int) -> TensorDescriptor:
+        """The descriptor for a number of rows; without `BATCH` in its shape, the same."""
+        shape = tuple(extent.at(rows) if isinstance(extent, BatchExtent) else extent for extent in self.shape)
+        return replace(self, shape=shape)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.data_type.debug_description}"
@@ -132,7 +145,7 @@ class Tensor:
     """One value of a graph: an input, a parameter, a result or a gradient.
 
     Args:
-        shape: the shape, or a `TensorDescriptor`.
+        shape: the shape, or a `TensorDescriptor`. With `BATCH` as the first extent, calls decide the number of rows.
         data_type: element type; by default float32.
         data: host memory that this tensor uses; it may be longer than needed.
         fill: a number to fill new memory with.
@@ -164,6 +177,7 @@ class Tensor:
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
         self.is_updatable = True
+        self._graph: weakref.ref[Any] | None = None
         self.is_bound = False  # whether its data was bound after creation, for a call
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
@@ -181,6 +195,8 @@ class Tensor:
     @classmethod
     def sequence(cls, length: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
         """Sequences of one length, `[batch_size, length, channels]`; other settings as for `Tensor`."""
+        if isinstance(batch_size, BatchExtent):
+            return cls((batch_size, length, channels), **settings)
         return cls.sequences([length] * batch_size, channels, batch_size, sorted_sequences=True, **settings)
 
     @classmethod
@@ -329,6 +345,72 @@ class Tensor:
         twin.optimizer_data = list(self.optimizer_data)
         return twin
 
+    # Arithmetic on results
+
+    @property
+    def graph(self) -> Any:
+        """The graph that this tensor is a result of; None for inputs, parameters and results of calls."""
+        graph = None if self._graph is None else self._graph()
+        return graph if graph is not None and graph.makes(self) else None
+
+    def join(self, graph: Any) -> None:
+        """Records the graph of a result; a graph that adopts its node later does not count."""
+        if self.graph is None:
+            self._graph = weakref.ref(graph)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_graph": None}  # a copy is a result of no graph
+
+    @property
+    def __array_priority__(self) -> float:
+        """NumPy leaves `array + result` to the result; other tensors are converted to arrays."""
+        return -1e6 if self.graph is None else 1e3
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """This result in another shape: `x.reshape(BATCH, -1)`, or with one tuple."""
+        extents = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
+        found: Tensor = _common_graph("reshape", self).reshape(tuple(extents), self)
+        return found
+
+    def __add__(self, other: Operand) -> Tensor:
+        return _combined("add", self, other)
+
+    def __radd__(self, other: Operand) -> Tensor:
+        return _combined("add", other, self)
+
+    def __sub__(self, other: Operand) -> Tensor:
+        return _combined("subtract", self, other)
+
+    def __rsub__(self, other: Operand) -> Tensor:
+        return _combined("subtract", other, self)
+
+    def __mul__(self, other: Operand) -> Tensor:
+        return _combined("multiply", self, other)
+
+    def __rmul__(self, other: Operand) -> Tensor:
+        return _combined("multiply", other, self)
+
+    def __truediv__(self, other: Operand) -> Tensor:
+        return _combined("divide", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Tensor:
+        return _combined("divide", other, self)
+
+    def __pow__(self, other: Operand) -> Tensor:
+        return _combined("pow", self, other)
+
+    def __rpow__(self, other: Operand) -> Tensor:
+        return _combined("pow", other, self)
+
+    def __matmul__(self, other: Operand) -> Tensor:
+        return _combined("matmul", self, other)
+
+    def __rmatmul__(self, other: Operand) -> Tensor:
+        return _combined("matmul", other, self)
+
+    def __neg__(self) -> Tensor:
+        return _combined("multiply", self, -1)
+
     @property
     def where(self) -> str:
         """The name of this tensor in messages."""
@@ -375,6 +457,9 @@ class Tensor:
     def _first_values(self, data: Any, fill: float | None, random: RandomInitializerType | None) -> Array | None:
         if sum(source is not None for source in (data, fill, random)) > 1:
             raise ArgumentError(self.where, "data, fill and random were passed together", fix="pass only one")
+        if self.descriptor.is_open and (data, fill, random) != (None, None, None):
+            shape = list(self.shape)
+            raise ShapeError(self.where, f"its shape is {shape}, but data has a number of rows", fix="pass that number")
         if data is not None:
             return buffers.read(data, self.shape, self.data_type, self.where)
         if fill is not None:
@@ -395,6 +480,49 @@ class Tensor:
             raise ArgumentError(
                 self.where, f"fill is {number}, which {kind} cannot hold", fix="use another type"
             ) from None
+
+
+def _combined(operation: str, left: Any, right: Any) -> Any:
+    """Wires an operation into the graph of its operands; NotImplemented for anything but tensors and numbers."""
+    if not all(isinstance(one, Tensor | int | float | np.ndarray | np.generic | torch.Tensor) for one in (left, right)):
+        return NotImplemented
+    tensors = [one for one in (left, right) if isinstance(one, Tensor)]
+    if (
+        any(isinstance(one, np.ndarray | np.generic | torch.Tensor) for one in (left, right))
+        and tensors[0].graph is None
+    ):
+        return NotImplemented  # NumPy and PyTorch read the tensor's numbers
+    return getattr(_common_graph(operation, *tensors), operation)(left, right)
+
+
+def _common_graph(operation: str, *tensors: Tensor) -> Any:
+    """The graph that tensors are results of; some may be inputs."""
+    graphs = list(dict.fromkeys(tensor.graph for tensor in tensors if tensor.graph is not None))
+    where = " and ".join(tensor.where for tensor in tensors)
+    if not graphs:
+        problem, fix = "operators work on results of a graph, and this is none", f"call graph.{operation}"
+        raise StateError(where, problem, fix=fix)
+    if len(graphs) > 1:
+        fix = f"wire it in a graph that contains both: training.{operation}(…)"
+        raise StateError(where, "they are results of two graphs", fix=fix)
+    return graphs[0]
+
+
+def constant_tensor(values: Any, data_type: DataType | None = None) -> Tensor:
+    """A tensor with a copy of numbers or an array; a number has shape `[1]`."""
+    where = "constant"
+    if isinstance(values, np.ndarray | np.generic | torch.Tensor):
+        array = buffers.as_array(np.asarray(values) if isinstance(values, np.generic) else values, where).clone()
+        kind = DataType.of(array.dtype) if data_type is None else data_type
+        if array.dtype.is_floating_point and not kind.is_floating:
+            names = f"{DataType.of(array.dtype).debug_description}, but {kind.debug_description} is needed"
+            raise DataTypeError(where, f"the array is {names}", fix="round it, or convert the other operand")
+        array = array.to("cpu", kind.torch)
+        return Tensor(tuple(array.shape) or (1,), kind, data=array.reshape(tuple(array.shape) or (1,)))
+    numbers = np.asarray(values)
+    kind = data_type or (DataType.FLOAT32 if numbers.dtype.kind == "f" else DataType.of(numbers.dtype))
+    shape = numbers.shape or (1,)
+    return Tensor(shape, kind, data=numbers.reshape(shape).tolist())
 
 
 class TensorOptimizerDeviceData:
@@ -456,6 +584,26 @@ def require_device(device: Any, where: str) -> None:
         raise DeviceError(where, f"{device!r} is not a device to write to", fix="pass Device.cpu() or Device.any()")
 
 
+def row_count(values: Any, tensor: Tensor) -> int:
+    """Rows in one batch of data for `tensor`; flat arrays and raw memory hold them contiguously."""
+    shape = getattr(values, "shape", None)
+    if shape is None and isinstance(values, list | tuple):
+        return len(values)
+    if shape is None:
+        return _length_in_bytes(values, tensor) // (tensor.data_type.element_size * math.prod(tensor.shape[1:]))
+    if len(shape) == 0:
+        return 1
+    return int(shape[0]) // math.prod(tensor.shape[1:]) if len(shape) == 1 else int(shape[0])
+
+
+def _length_in_bytes(values: Any, tensor: Tensor) -> int:
+    try:
+        return values.length if isinstance(values, TensorData) else memoryview(values).nbytes
+    except TypeError:
+        fix = "pass NumPy, torch, DLPack or bytes"
+        raise DataTypeError(tensor.where, f"{type(values).__name__} is not an array", fix=fix) from None
+
+
 def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
     """Fan-in and fan-out of weights with this shape.
 
@@ -483,4 +631,4 @@ def _extents(values: Sequence[int], name: str = "shape", most: int | None = MAX_
                 f"{extent!r} in the {name} {extents} is not a positive integer",
                 fix="use extents ≥ 1",
             )
-    return tuple(int(extent) for extent in extents)
+    return tuple(extent if isinstance(extent, BatchExtent) else int(extent) for extent in extents)
