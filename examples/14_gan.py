@@ -21,7 +21,7 @@ import stepgraph as sg
 
 options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 options.add_argument("--quick", action="store_true", help="fewer steps, for tests")
-STEPS, TARGET = (1000, 0.3) if options.parse_args().quick else (4000, 0.85)
+STEPS, TARGET = (800, 0.3) if options.parse_args().quick else (4000, 0.85)
 BATCH, NOISE, WIDTH = 64, 16, 128
 random = np.random.default_rng(0)
 sg.set_seed(0)
@@ -52,7 +52,7 @@ def compiled(graph: sg.Graph, inputs: dict[str, sg.Tensor], real: sg.Tensor) -> 
     return training
 
 
-generate, judge = dense(NOISE + 10, 64) + [sg.ActivationLayer.tanh()], dense(64 + 10, 1)
+generate, judge = [*dense(NOISE + 10, 64), sg.ActivationLayer.tanh()], dense(64 + 10, 1)
 
 # The generator's graph: noise and class → image → verdict. The verdict should be "real".
 noise, kind = sg.Tensor((BATCH, NOISE)), sg.Tensor((BATCH, 10))
