@@ -350,12 +350,6 @@ NODES = [
     R("node: label array", lambda k: k.graph.node(MSE(), k.out, loss_labels=Y), sg.DataTypeError, "LossLayer.*ndarray"),
     R("node: label number", lambda k: k.graph.node(MSE(), k.out, loss_labels=3), sg.DataTypeError, "LossLayer.*int"),
     R(
-        "node: other graph",
-        lambda k: sg.Graph().node(k.dense, T(4, 3)),
-        sg.StateError,
-        f"'dense' {HERE}.*another graph",
-    ),
-    R(
         "node: half frozen",
         lambda k: k.graph.node(k.dense, k.x, disable_update=True),
         sg.StateError,

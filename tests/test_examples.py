@@ -48,6 +48,7 @@ METRICS = {  # what they print beside an accuracy
     "06_phases_with_scipy": "by the adjoint",
     "08_linked_graphs": "missed by",
     "10_image_fitting": "PSNR",
+    "14_gan": "recognized as what was asked for",
 }
 
 

@@ -94,12 +94,12 @@ class TestNode:
             [],
         )
 
-    def test_a_layer_of_one_graph_is_refused_by_another(self) -> None:
+    def test_a_layer_is_in_two_graphs_and_keeps_its_place_in_the_first(self) -> None:
         first, second, layer = sg.Graph(), sg.Graph(), sg.FullyConnectedLayer.create(3, 2, label="dense")
+        second.node(sg.ActivationLayer.relu(), x := tensor(2, 3))
         first.node(layer, tensor(2, 3))
-        with pytest.raises(sg.StateError, match=r"'dense' \(tests/test_graph.py:\d+\).*belongs to another graph"):
-            second.node(layer, tensor(2, 3))
-        assert (first.layers, second.layers, len(second.nodes)) == ([layer], [], 0)
+        second.node(layer, x)
+        assert (first.layers, second.layers[1], layer.layer_id) == ([layer], layer, 1)
 
     def test_one_graph_serves_training_and_inference(self) -> None:
         graph, x, layer = sg.Graph(), tensor(1, 1), sg.FullyConnectedLayer.create(1, 1)

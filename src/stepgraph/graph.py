@@ -94,7 +94,8 @@ class Graph(LayerFunctions):
         """Adds a node and returns its first result; `result_tensors(layer)` has them all.
 
         Args:
-            layer: what to compute; several nodes of one graph can use the same layer, sharing its parameters.
+            layer: what to compute; several nodes can use the same layer and share its parameters, in this graph and in
+                others.
             sources: its sources, in the layer's order.
             disable_update: freeze this layer's parameters; gradients still flow through it.
             loss_labels: for a loss layer, the labels to compare with.

@@ -37,6 +37,7 @@ class Case:
     `make` builds a fresh layer; `sources` draw its sources (floating ones as float64, index and mask sources with their
     own type); `reference(*sources, **tensors)` is NumPy float64 written from the specification, not from our code, and
     gets the layer's tensors by field name; `twin` is the same with torch arrays through PyTorch's own function.
+    A `deep` case runs only in `make test-deep`.
     """
 
     name: str
@@ -47,3 +48,4 @@ class Case:
     training: bool = True
     differentiable: bool = True
     bad: tuple[Bad, ...] = ()
+    deep: bool = False

@@ -1,6 +1,7 @@
 """Rows of the conformance table: multihead attention."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -290,6 +291,7 @@ def around(window: int) -> Callable[[int, int], bool]:
 
 BAND = torch.ones(5, 5, dtype=torch.bool)
 FOUR: dict[str, Any] = {"key_dimension": 4 * HEADS, "value_dimension": 3 * HEADS}  # heads of other widths
+ORDINARY = ("attention-causal", "attention-window", "attention-grouped-packed-rows-mask", "attention-as-in-llama")
 POSITIONS = [
     Case(
         "attention-causal",
@@ -428,7 +430,7 @@ def masked_twin(name: str, settings: dict[str, bool]) -> Any:
 
 
 CASES: list[Case] = [
-    *POSITIONS,
+    *(replace(case, deep=case.name not in ORDINARY) for case in POSITIONS),
     Case("attention", attention, sequences(), attended(), twin(), bad=BAD),
     Case("attention-inference", lambda: attention(dropout=0.5), sequences(), attended(), twin(), training=False),
     Case("attention-packed", lambda: attention(packed=True), sequences(), attended(), twin()),

@@ -148,11 +148,9 @@ BAD = (
 )
 CASES: list[Case] = [
     Setting().case("plain", bad=BAD),
-    Setting(state_in=True, state_out=True, biases=False, batch_first=False).case("states, steps first"),
-    Setting(layers=2, both=True, state_in=True, state_out=True).case("stacked both ways"),
-    Setting(both=True, sequences=False, after=False).case("reset before", twin=False),
-    Setting(both=True, lengths=(4, 1, 3), state_in=True, state_out=True).case("lengths", twin=False),
-    Setting(layers=2, both=True, lengths=(2, 4, 3), after=False, biases=False).case(
-        "lengths, reset before", twin=False
-    ),
+    Setting(state_in=True, state_out=True, biases=False, batch_first=False).case("states, steps first", deep=True),
+    Setting(layers=2, both=True, state_in=True, state_out=True).case("stacked both ways", deep=True),
+    Setting(both=True, sequences=False, after=False).case("reset before", twin=False, deep=True),
+    Setting(both=True, lengths=(4, 1, 3), state_in=True, state_out=True).case("lengths", twin=False, deep=True),
+    Setting(both=True, lengths=(2, 4, 3), after=False, state_out=True).case("lengths, reset before", twin=False),
 ]

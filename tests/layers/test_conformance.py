@@ -39,7 +39,9 @@ MOST_PROBES = 150  # elements of one array that are moved for central difference
 
 
 def each(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+    deep = {case.name: [pytest.mark.deep] if case.deep else [] for case in cases}
+    rows = [pytest.param(case, id=case.name, marks=deep[case.name]) for case in cases]
+    return pytest.mark.parametrize("case", rows)
 
 
 @dataclasses.dataclass

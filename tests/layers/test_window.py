@@ -36,6 +36,7 @@ def test_descriptors_refuse(settings: dict[str, Any], words: str) -> None:
         sg.ConvolutionDescriptor(**{"kernel_sizes": 3, **settings}, **channels)
 
 
+@pytest.mark.deep
 def test_a_network_over_volumes_and_sequences_trains_as_in_pytorch(tmp_path: Path) -> None:
     """Convolution, pooling and a sequence of what is left, against the same modules with the same weights."""
     sg.set_seed(3)

@@ -441,17 +441,15 @@ class ParameterOf:
 
 
 def join(layer: Layer, owner: object, layer_id: int) -> None:
-    """Records that `layer` is a node of `owner`; rejects a layer that is a node of another live graph."""
-    current = None if layer.owner is None else layer.owner()  # type: ignore[attr-defined]
-    if current is not None and current is not owner:
-        raise StateError(
-            layer.where,
-            "the layer already belongs to another graph",
-            fix="create another layer; they can share tensors",
-        )
-    if current is None:
+    """Records that `layer` is a node of `owner`, unless it is already a node of another live graph."""
+    if first_graph(layer) is None:
         object.__setattr__(layer, "owner", weakref.ref(owner))
         object.__setattr__(layer, "layer_id", layer_id)
+
+
+def first_graph(layer: Layer) -> Any:
+    """The first graph that has this layer as a node and still exists."""
+    return None if layer.owner is None else layer.owner()  # type: ignore[attr-defined]
 
 
 def _as_tuple(results: Any) -> tuple[torch.Tensor, ...]:

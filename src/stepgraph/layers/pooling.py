@@ -156,7 +156,7 @@ class PoolingLayer(Layer):
         require_room(self, source, descriptor)
         sizes = source.shape[2:]
         padding, axes = descriptor.padding(*sizes), descriptor.axes
-        if any(_has_empty_window(*one, *axis[:3]) for *one, axis in zip(sizes, padding, axes, strict=True)):
+        if any(_has_empty_window(*one) for one in zip(sizes, padding, axes, strict=True)):
             problem = f"windows of {by(axis[0] for axis in axes)} taps are entirely in the padding"
             raise ShapeError(self.where, problem, source=source, padding=padding, fix="use less padding or dilation")
 
@@ -286,8 +286,8 @@ def _is_native(kernel: Pair, stride: Pair, padding: tuple[Pair, Pair]) -> bool:
     return all(2 * before <= size and (before == after or step > 1) for size, step, (before, after) in axes)
 
 
-def _has_empty_window(size: int, padding: Pair, kernel: int, stride: int, dilation: int) -> bool:
-    before, after = padding
+def _has_empty_window(size: int, padding: Pair, axis: tuple[int, int, int, int]) -> bool:
+    (before, after), (kernel, stride, dilation, _) = padding, axis
     starts = range(-before, size + after - extent(kernel, dilation) + 1, stride)
     return any(not any(0 <= start + k * dilation < size for k in range(kernel)) for start in starts)
 

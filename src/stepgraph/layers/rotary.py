@@ -28,6 +28,6 @@ def _pairs(x: torch.Tensor, dimension: int, interleaved: bool) -> tuple[torch.Te
 
 def _angles(x: torch.Tensor, *, base: float, dimension: int) -> torch.Tensor:
     """`[T, dimension / 2]`: the angle of every pair at every step."""
-    settings = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
-    frequencies = base ** (-torch.arange(0, dimension, 2, **settings) / dimension)
-    return torch.arange(x.shape[1], **settings)[:, None] * frequencies
+    dtype, device = torch.promote_types(x.dtype, torch.float32), x.device
+    frequencies = base ** (-torch.arange(0, dimension, 2, dtype=dtype, device=device) / dimension)
+    return torch.arange(x.shape[1], dtype=dtype, device=device)[:, None] * frequencies

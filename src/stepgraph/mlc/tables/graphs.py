@@ -6,6 +6,7 @@ from typing import Any
 
 import stepgraph as sg
 from stepgraph.errors import StateError
+from stepgraph.layers.layer import first_graph
 from stepgraph.mlc.table import NIL, NOTHING_IN_IT, VOID, Class, call, make, native_name, read, reads, unavailable
 from stepgraph.mlc.tables.tensors import DEVICE_DATA
 from stepgraph.mlc.values import (
@@ -44,7 +45,9 @@ BIND: dict[str, Any] = {"data": DATA_BY_NAME, "for_inputs": TENSOR_BY_NAME, "dev
 
 @native_name("node", "layer", "sources")
 def node(graph: sg.Graph, layer: sg.Layer, sources: Any, **settings: Any) -> sg.Tensor:
-    """A node with one source or several."""
+    """A node with one source or several; as in the original, a layer belongs to one graph."""
+    if first_graph(layer) not in (None, graph):
+        raise StateError(layer.where, "the layer already belongs to another graph", fix="create another layer")
     return graph.node(layer, sources, **settings)
 
 
