@@ -396,6 +396,108 @@ def test_a_mistyped_number_is_refused() -> None:
         optimizer.lr = 0.2
 
 
+# Keywords where people look for them
+
+KEYWORDS: dict[str, tuple[Callable[[], sg.Optimizer], Callable[[], sg.Optimizer]]] = {  # documented, ML Compute's
+    "weight decay": (
+        lambda: sg.SGDOptimizer(0.1, weight_decay=0.2),
+        lambda: sg.SGDOptimizer(sg.OptimizerDescriptor(0.1, regularization_type=L2, regularization_scale=0.2)),
+    ),
+    "decoupled": (
+        lambda: sg.AdamWOptimizer(0.1, weight_decay=0.2),
+        lambda: sg.AdamWOptimizer(sg.OptimizerDescriptor(0.1, regularization_scale=0.2)),
+    ),
+    "clip norm": (
+        lambda: sg.RMSPropOptimizer(0.1, clip_norm=0.2, momentum=0.5, centered=True),
+        lambda: sg.RMSPropOptimizer(
+            sg.OptimizerDescriptor(0.1, gradient_clipping_type=GLOBAL, maximum_clipping_norm=0.2),
+            momentum_scale=0.5,
+            is_centered=True,
+        ),
+    ),
+    "clip value": (
+        lambda: sg.SGDOptimizer(0.1, clip_value=0.2, momentum=0.9, nesterov=True),
+        lambda: sg.SGDOptimizer(
+            descriptor=sg.OptimizerDescriptor(0.1, gradient_clip_max=0.2, gradient_clip_min=-0.2),
+            momentum_scale=0.9,
+            uses_nesterov_momentum=True,
+        ),
+    ),
+    "amsgrad": (lambda: sg.AdamOptimizer(0.1, amsgrad=True), lambda: sg.AdamOptimizer(0.1, uses_ams_grad=True)),
+    "beside a descriptor": (
+        lambda: sg.AdamOptimizer(sg.OptimizerDescriptor(0.1, gradient_rescale=2.0), clip_norm=1.0),
+        lambda: sg.AdamOptimizer(
+            sg.OptimizerDescriptor(0.1, gradient_rescale=2.0, gradient_clipping_type=GLOBAL, maximum_clipping_norm=1.0)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_say_what_descriptors_say(name: str) -> None:
+    ours, theirs = (make() for make in KEYWORDS[name])
+    assert ours.settings == theirs.settings and (ours.rule, ours.slots) == (theirs.rule, theirs.slots)
+
+
+def test_documented_names_can_be_read_and_assigned() -> None:
+    sgd = sg.SGDOptimizer(0.1, momentum=0.9, weight_decay=0.0, clip_norm=2.0)
+    assert (sgd.momentum, sgd.nesterov, sgd.weight_decay, sgd.clip_norm, sgd.clip_value) == (0.9, False, 0.0, 2.0, None)
+    sgd.momentum, sgd.weight_decay, sgd.clip_norm = 0.5, 0.3, 4.0
+    assert (sgd.momentum_scale, sgd.regularization_scale, sgd.maximum_clipping_norm) == (0.5, 0.3, 4.0)
+    sgd.clip_norm = None
+    assert sgd.numbers()["maximum_clipping_norm"] == np.inf
+    sgd.clip_norm = 1.0
+    assert sgd.numbers()["maximum_clipping_norm"] == 1.0
+    by_value = sg.AdamOptimizer(0.1, clip_value=0.5)
+    by_value.clip_value = 0.25
+    assert (by_value.gradient_clip_min, by_value.gradient_clip_max) == (-0.25, 0.25)
+    for name, value in (("weight_decay", 0.1), ("clip_norm", 1.0)):
+        with pytest.raises(sg.StateError, match=f"(?s)AdamOptimizer.*{name}"):
+            setattr(by_value, name, value)
+    for name in ("weight_decay", "clip_norm", "momentum"):
+        before = sgd.settings
+        with pytest.raises(sg.ArgumentError):
+            setattr(sgd, name, -1.0)
+        assert sgd.settings == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (sg.SGDOptimizer, "lr", "use learning_rate"),
+        (sg.AdamWOptimizer, "lr", "use learning_rate"),
+        (sg.AdamOptimizer, "betas", "use beta1 and beta2"),
+        (sg.RMSPropOptimizer, "eps", "use epsilon"),
+        (sg.LionOptimizer, "weight_deacy", "use weight_decay"),
+        (sg.MuonOptimizer, "max_norm", "use clip_norm"),
+        (sg.SGDOptimizer, "nestrov", "use nesterov"),
+        (sg.SGDOptimizer, "zzz", "use learning_rate, momentum, nesterov, dampening"),
+    ],
+)
+def test_unknown_keywords_name_the_class_and_suggest(kind: type[sg.Optimizer], name: str, meant: str) -> None:
+    with pytest.raises(sg.ArgumentError, match=f"(?s)^{kind.__name__}: there is no setting {name}.*{meant}") as caught:
+        kind(0.1, **{name: 1.0})
+    assert kind.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sg.SGDOptimizer(0.1, momentum=0.9, momentum_scale=0.5),
+        lambda: sg.SGDOptimizer(0.1, momentum=0.9, dampening=0.5),
+        lambda: sg.AdamOptimizer(0.1, formula="keras"),
+        lambda: sg.MuonOptimizer(0.1, scale="large"),
+        lambda: sg.AdamOptimizer(sg.OptimizerDescriptor(0.1, gradient_clip_max=1.0), clip_norm=1.0),
+        lambda: sg.AdamOptimizer(
+            sg.OptimizerDescriptor(0.1, regularization_type=L2, regularization_scale=1.0), weight_decay=0.1
+        ),
+    ],
+)
+def test_contradictions_are_refused(make: Callable[[], sg.Optimizer]) -> None:
+    with pytest.raises(sg.ArgumentError):
+        make()
+
+
 # Clipping settings that are given are meant
 
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -526,6 +628,8 @@ OWN: dict[type[sg.Optimizer], dict[str, tuple[float, ...]]] = {
     sg.AdamOptimizer: {"beta1": (-0.1, 1.0), "beta2": (-0.1, 1.0, 1.5), "epsilon": (-1e-8,)},
     sg.AdamWOptimizer: {"beta1": (-0.1, 1.0), "beta2": (1.0,), "epsilon": (-1e-8,)},
     sg.RMSPropOptimizer: {"momentum_scale": (-0.1,), "alpha": (-0.1, 1.0), "epsilon": (-1e-8,)},
+    sg.LionOptimizer: {"beta1": (1.0,)},
+    sg.MuonOptimizer: {"momentum_scale": (-0.1,), "beta2": (1.0,)},
 }
 WRONG = [
     (kind, name, value)
