@@ -90,11 +90,12 @@ def test_layers_made_in_a_loop_have_their_names_of_tables() -> None:
 
 
 def test_a_batch_size_names_the_layer_of_the_loop() -> None:
-    graph, x = sg.Graph(), sg.Tensor((4, 6))
-    flat = graph.node(sg.ReshapeLayer((4, 3, 2)), x)
-    graph.node(sg.ReshapeLayer((2, 12)), flat)  # fixes the batch dimension
+    graph, given = sg.Graph(), sg.Tensor((4, 6))
+    x = given
+    for shape in ((4, 3, 2), (12, 2), (4, 6)):  # the second fixes the batch dimension
+        x = graph.node(sg.ReshapeLayer(shape), x)
     inference = sg.InferenceGraph([graph])
-    inference.add_inputs({"x": x})
+    inference.add_inputs({"x": given})
     inference.compile(sg.Device.cpu())
     with pytest.raises(sg.ShapeError, match=r"'Reshape2' .*cannot run with batch size 5 instead of 4"):
         inference.execute({"x": np.ones((5, 6), np.float32)}, batch_size=5)
