@@ -175,7 +175,8 @@ def test_creation_with_several_losses_descends_on_their_sum() -> None:
     last = F.mse_loss(F.linear(active, *expected[2:]), torch.tensor(Y))
     total = last + 0.5 * F.huber_loss(active, torch.tensor(wanted))
     execution = network.training.execute({"x": X}, {"y": Y, "target": wanted})
-    assert execution.loss == pytest.approx(last.item(), rel=1e-6)
+    assert execution.loss == pytest.approx(total.item(), rel=1e-6)
+    assert execution.losses["Loss2"] == pytest.approx(last.item(), rel=1e-6)
     assert_close(network.parameters, descended(total, expected))
 
 
