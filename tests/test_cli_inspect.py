@@ -140,7 +140,7 @@ def test_a_run_that_ended_in_nan_is_told(tmp_path: Path, capsys: Capture) -> Non
     training.add_inputs({"x": x}, {"y": y})
     training.compile(CPU)
     rows = np.full((8, 2), np.nan, np.float32)
-    sg.fit(training, (rows, rows[:, :1]), checkpoints=tmp_path / "run", progress="quiet")
+    sg.fit(training, (rows, rows[:, :1]), checkpoints=tmp_path / "run", on_nan="continue", progress="quiet")
     called = Called(capsys, "inspect", tmp_path / "run")
     assert called.code == 0, called.err
     assert re.search(r"note fit +1 epochs, 1 updates; last epoch: loss nan .*; best epoch: None", called.out)

@@ -440,6 +440,8 @@ def check_notes(folder: Path | None, metrics: Mapping[str, Any]) -> None:
                 of_kind(int, getattr(position, name))
             of_kind(int, watched["waited"])
             of_kind(int, history.every)
+            for name, _ in notes.get("callbacks", ()):
+                of_kind(str, name)
             for row in history.epochs:
                 of_kind(int, row["epoch"])
 
