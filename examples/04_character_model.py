@@ -23,7 +23,7 @@ options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 options.add_argument("--quick", action="store_true", help="fewer steps, for tests")
 quick = options.parse_args().quick
 
-BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 32, 64, 64, 4, 2
+LENGTH, WIDTH, HEADS, BLOCKS = 64, 64, 4, 2
 STEPS, EPOCH = (60, 30) if quick else (1500, 100)
 random = np.random.default_rng(0)
 sg.set_seed(0)
@@ -43,27 +43,22 @@ pairs = np.zeros((len(letters), len(letters)))
 np.add.at(pairs, (train[:-1], train[1:]), 1)
 by_letter, by_pair = bits(pairs.sum(axis=0, keepdims=True)), bits(pairs)
 
-# Wire. Tensors with data of their own, places and mask, are constants of the graph.
-characters, following = sg.Tensor((BATCH, LENGTH), "int64"), sg.Tensor((BATCH, LENGTH), "int64")
-places = sg.Tensor((1, LENGTH), "int64", data=np.arange(LENGTH)[np.newaxis])
-later = sg.Tensor((1, LENGTH, LENGTH), "boolean", data=np.triu(np.ones((1, LENGTH, LENGTH), bool), 1))
+# Wire, for any number of pieces: a program is made for each that comes.
+characters, following = sg.Tensor((sg.BATCH, LENGTH), "int64"), sg.Tensor((sg.BATCH, LENGTH), "int64")
 graph = sg.Graph()
-add, dense = sg.ArithmeticLayer.add, sg.FullyConnectedLayer.create
-x = graph.node(sg.EmbeddingLayer.create(len(letters), WIDTH), characters)
-x = graph.node(add(), x, graph.node(sg.EmbeddingLayer.create(LENGTH, WIDTH), places))
+places = graph.constant(np.arange(LENGTH)[np.newaxis])
+later = graph.constant(np.triu(np.ones((1, LENGTH, LENGTH), bool), 1))
+x = graph.embedding(characters, len(letters), WIDTH) + graph.embedding(places, LENGTH, WIDTH)
 for _ in range(BLOCKS):
-    normal = graph.node(sg.LayerNormalizationLayer.create((WIDTH,)), x)
-    attention = sg.MultiheadAttentionLayer.create(WIDTH, HEADS)
-    x = graph.node(add(), x, graph.node(attention, normal, normal, normal, later))
-    normal = graph.node(sg.LayerNormalizationLayer.create((WIDTH,)), x)
-    hidden = graph.node(sg.ActivationLayer.gelu(), graph.node(dense(WIDTH, 4 * WIDTH), normal))
-    x = graph.node(add(), x, graph.node(dense(4 * WIDTH, WIDTH), hidden))
-x = graph.node(dense(WIDTH, len(letters)), graph.node(sg.LayerNormalizationLayer.create((WIDTH,)), x))
+    x = x + graph.attention(graph.layer_normalization(x), HEADS, masks=[later])
+    hidden = graph.gelu(graph.dense(graph.layer_normalization(x), 4 * WIDTH))
+    x = x + graph.dense(hidden, WIDTH)
+x = graph.dense(graph.layer_normalization(x), len(letters))
 scores = graph.transpose((0, 2, 1), x)  # a loss expects classes on dimension 1: [batch, letters, places]
 
 training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=3e-3))
 training.add_inputs({"text": characters}, loss_labels={"next": following})
-training.compile(sg.Device.any())
+training.compile("any")
 
 
 def pieces(source: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +69,7 @@ def pieces(source: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 # Train on pieces from anywhere: data may be a function of the epoch that gives batches.
 def batches(_: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [pieces(train, random.integers(0, len(train) - LENGTH - 1, BATCH)) for _ in range(EPOCH)]
+    return [pieces(train, random.integers(0, len(train) - LENGTH - 1, 32)) for _ in range(EPOCH)]
 
 
 unseen = pieces(test, np.arange(0, len(test) - LENGTH - 1, LENGTH))
@@ -82,12 +77,10 @@ sg.fit(training, batches, epochs=STEPS // EPOCH, schedule=sg.WarmupCosine(peak=3
 found = sg.evaluate(training, unseen)["loss"] / np.log(2)
 
 # Sample with an inference graph over the same layers: one piece of text, read at its last place.
-inference = sg.InferenceGraph([graph])
-inference.add_inputs({"text": characters})
-inference.compile(training.device)
+inference = training.inference()
 written = list(test[:LENGTH])
 for _ in range(40 if quick else 400):
-    scored = inference.execute({"text": np.array([written[-LENGTH:]])}, batch_size=1).result.numpy()[0, :, -1]
+    scored = inference.execute({"text": np.array([written[-LENGTH:]])}).result.numpy()[0, :, -1]
     chances = np.exp((scored - scored.max()) / 0.7, dtype=np.float64)  # sharper than learned: below 1, safer letters
     written.append(random.choice(len(letters), p=chances / chances.sum()))
 print("…", "".join(letters[written]), "…\n")

@@ -172,7 +172,7 @@ def test_rows_that_disagree_are_refused_and_change_nothing() -> None:
     (x, y), (_, more) = batch(4), batch(5)
     with pytest.raises(sg.ShapeError, match=r"different numbers of rows(.|\n)*4 rows(.|\n)*5 rows"):
         model.training.execute(x, more)
-    with pytest.raises(sg.DataError, match=r"has no data|there is no data"):
+    with pytest.raises(sg.DataError, match="there is no data"):
         model.training.execute(x)
     with pytest.raises(sg.DataError, match="0 rows"):
         model.training.execute({"x": x["x"][:0]}, {"y": y["y"][:0]})

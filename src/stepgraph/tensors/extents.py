@@ -90,6 +90,7 @@ class BatchExtent(int):
 
 
 BATCH = BatchExtent()
+"""The rows of a call, as the first extent of a tensor: `Tensor((BATCH, 784))`."""
 
 
 def _is_number(value: Any) -> bool:
