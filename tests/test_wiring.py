@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import stepgraph as sg
-from stepgraph.layers import functions, wiring
+from stepgraph.layers import functions
+from tools import layer_functions as wiring
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_the_written_functions_are_those_of_the_layers() -> None:
         return imports, [ast.dump(one) for one in tree.body if isinstance(one, ast.ClassDef)]
 
     path = Path(inspect.getsourcefile(functions) or "")
-    command = "python -m stepgraph.layers.wiring > src/stepgraph/layers/functions.py"
+    command = "python tools/layer_functions.py > src/stepgraph/layers/functions.py"
     assert body(path.read_text()) == body(wiring.written(wiring.public_layers())), command
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError, ShapeError
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType, activate
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -78,6 +79,7 @@ class GatedFeedForwardLayer(Layer):
             raise ShapeError(self.where, problem, fix=f"pass {name} of shape {list(shape)}")
 
     @classmethod
+    @found_at_node("inputs", last_extent)
     def create(
         cls,
         inputs: int,

@@ -1,6 +1,6 @@
 """Layers as functions of a graph: `graph.relu(x)` wires `ActivationLayer.relu()`.
 
-Written by `python -m stepgraph.layers.wiring`; a test compares.
+Written by `python tools/layer_functions.py`; a test compares.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.layers.activation import ActivationDescriptor, ActivationLayer
+from stepgraph.layers.activation import ActivationDescriptor, ActivationLayer, ActivationType
 from stepgraph.layers.arithmetic import ArithmeticLayer, ArithmeticOperation
 from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.comparison import ComparisonLayer
 from stepgraph.layers.convolution import ConvolutionLayer, ConvolutionType
 from stepgraph.layers.dropout import DropoutLayer
 from stepgraph.layers.embedding import EmbeddingLayer
+from stepgraph.layers.feed_forward import GatedFeedForwardLayer
+from stepgraph.layers.global_pooling import GlobalPoolingLayer
+from stepgraph.layers.gru import GRULayer
 from stepgraph.layers.layer import Layer
-from stepgraph.layers.layer_normalization import GroupNormalizationLayer, LayerNormalizationLayer
+from stepgraph.layers.layer_normalization import GroupNormalizationLayer, LayerNormalizationLayer, RMSNormalizationLayer
 from stepgraph.layers.linear import FullyConnectedLayer
 from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.normalization import BatchNormalizationLayer, InstanceNormalizationLayer
 from stepgraph.layers.padding import PaddingLayer, Sizes
-from stepgraph.layers.pooling import PoolingLayer
+from stepgraph.layers.pooling import PoolingLayer, PoolingType
 from stepgraph.layers.products import GramMatrixLayer
 from stepgraph.layers.recurrent import GATE_ACTIVATIONS, TANH, LSTMLayer
 from stepgraph.layers.reduction import Dimensions, ReductionLayer
@@ -127,6 +130,10 @@ class LayerFunctions:
     def gelu_erf(self, x: Tensor, *, label: str = "") -> Tensor:
         """`ActivationLayer.gelu_erf`: `x Φ(x)` with the exact normal distribution function; ours."""
         return self.wire(ActivationLayer.gelu_erf(label=label), x)
+
+    def silu(self, x: Tensor, *, label: str = "") -> Tensor:
+        """`ActivationLayer.silu`: `x / (1 + exp(-x))`, also called Swish; ours."""
+        return self.wire(ActivationLayer.silu(label=label), x)
 
     def hard_swish(self, x: Tensor, *, label: str = "") -> Tensor:
         """`ActivationLayer.hard_swish`: `x (x + 3) / 6`, with 0 below -3 and `x` above 3."""
@@ -241,6 +248,7 @@ class LayerFunctions:
         dilation_rates: Size = 1,
         padding_policy: PaddingPolicy | None = None,
         padding_sizes: Size | None = None,
+        dimensions: int = 2,
         biases: bool = True,
         initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
         label: str = "",
@@ -259,6 +267,7 @@ class LayerFunctions:
                 dilation_rates=dilation_rates,
                 padding_policy=padding_policy,
                 padding_sizes=padding_sizes,
+                dimensions=dimensions,
                 biases=biases,
                 initializer=initializer,
                 label=label,
@@ -302,6 +311,65 @@ class LayerFunctions:
             x,
         )
 
+    def gated_feed_forward(
+        self,
+        x: Tensor,
+        hidden: int,
+        outputs: int | None = None,
+        *,
+        activation: ActivationType | ActivationDescriptor = ActivationType.SILU,
+        biases: bool = False,
+        initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
+        label: str = "",
+    ) -> Tensor:
+        """`GatedFeedForwardLayer.create`.
+
+        A layer with new weights and, if wanted, zero biases; by default SwiGLU with as many outputs as inputs.
+        """
+        return self.wire(
+            GatedFeedForwardLayer.create(
+                hidden=hidden,
+                outputs=outputs,
+                activation=activation,
+                biases=biases,
+                initializer=initializer,
+                label=label,
+            ),
+            x,
+        )
+
+    def global_pooling(
+        self, x: Tensor, pooling_type: PoolingType, keeps_dimensions: bool = False, *, label: str = ""
+    ) -> Tensor:
+        """`GlobalPoolingLayer`.
+
+        `y[c] = pool over p of x[c, p]`: the maximum, mean or norm of each channel, over all pixels or steps.
+        """
+        return self.wire(GlobalPoolingLayer(pooling_type, keeps_dimensions, label=label), x)
+
+    def gru(
+        self,
+        x: Tensor,
+        hidden_size: int,
+        layer_count: int = 1,
+        *,
+        others: Sequence[Tensor] = (),
+        initializer: RandomInitializerType = RandomInitializerType.GLOROT_UNIFORM,
+        label: str = "",
+        **settings: Any,
+    ) -> Any:
+        """`GRULayer.create`.
+
+        A layer with new weights in their natural shapes and, unless `uses_biases=False`, zero biases.
+        """
+        return self.wire(
+            GRULayer.create(
+                hidden_size=hidden_size, layer_count=layer_count, initializer=initializer, label=label, **settings
+            ),
+            x,
+            *others,
+        )
+
     def group_normalization(
         self, x: Tensor, group_count: int, *, variance_epsilon: float = 1e-05, label: str = ""
     ) -> Tensor:
@@ -319,6 +387,10 @@ class LayerFunctions:
         A layer that starts with beta 0 and gamma 1, each of shape `normalized_shape`.
         """
         return self.wire(LayerNormalizationLayer.create(variance_epsilon=variance_epsilon, label=label), x)
+
+    def rms_normalization(self, x: Tensor, *, variance_epsilon: float = 1e-06, label: str = "") -> Tensor:
+        """`RMSNormalizationLayer.create`: A layer that starts with gamma 1, of shape `normalized_shape`."""
+        return self.wire(RMSNormalizationLayer.create(variance_epsilon=variance_epsilon, label=label), x)
 
     def dense(
         self,
@@ -343,23 +415,29 @@ class LayerFunctions:
         labels: Tensor,
         reduction_type: ReductionType = ReductionType.MEAN,
         *,
+        axis: int = 1,
+        ignored_label: int | None = None,
         label_smoothing: float = 0.0,
         class_count: int = 1,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.softmax_cross_entropy`.
 
-        `-Σ t log softmax(y)` over the classes of each sample; `y` are logits.
+        `-Σ t log softmax(y)` over the classes along `axis`; `y` are logits.
         """
         return self.wire(
             LossLayer.softmax_cross_entropy(
                 reduction_type,
+                axis=axis,
+                ignored_label=ignored_label,
                 label_smoothing=label_smoothing,
                 class_count=class_count,
                 weight=weight,
                 weights=weights,
+                divides_by_weights=divides_by_weights,
                 label=label,
             ),
             x,
@@ -372,23 +450,29 @@ class LayerFunctions:
         labels: Tensor,
         reduction_type: ReductionType = ReductionType.MEAN,
         *,
+        axis: int = 1,
+        ignored_label: int | None = None,
         label_smoothing: float = 0.0,
         class_count: int = 1,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.categorical_cross_entropy`.
 
-        `-Σ t log y` over the classes of each sample; `y` are probabilities. Smoothing is kept but not used.
+        `-Σ t log y` over the classes along `axis`; `y` are probabilities. Smoothing is kept but not used.
         """
         return self.wire(
             LossLayer.categorical_cross_entropy(
                 reduction_type,
+                axis=axis,
+                ignored_label=ignored_label,
                 label_smoothing=label_smoothing,
                 class_count=class_count,
                 weight=weight,
                 weights=weights,
+                divides_by_weights=divides_by_weights,
                 label=label,
             ),
             x,
@@ -404,12 +488,18 @@ class LayerFunctions:
         label_smoothing: float = 0.0,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.sigmoid_cross_entropy`: `-t log σ(y) - (1 - t) log(1 - σ(y))`; `y` are logits."""
         return self.wire(
             LossLayer.sigmoid_cross_entropy(
-                reduction_type, label_smoothing=label_smoothing, weight=weight, weights=weights, label=label
+                reduction_type,
+                label_smoothing=label_smoothing,
+                weight=weight,
+                weights=weights,
+                divides_by_weights=divides_by_weights,
+                label=label,
             ),
             x,
             loss_labels=labels,
@@ -424,11 +514,19 @@ class LayerFunctions:
         epsilon: float = 1e-07,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.log`: `-t log(y + epsilon) - (1 - t) log(1 - y + epsilon)`; `y` are probabilities."""
         return self.wire(
-            LossLayer.log(reduction_type, epsilon=epsilon, weight=weight, weights=weights, label=label),
+            LossLayer.log(
+                reduction_type,
+                epsilon=epsilon,
+                weight=weight,
+                weights=weights,
+                divides_by_weights=divides_by_weights,
+                label=label,
+            ),
             x,
             loss_labels=labels,
         )
@@ -442,11 +540,19 @@ class LayerFunctions:
         delta: float = 1.0,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.huber`: `(y - t)² / 2` up to a distance of `delta`, linear beyond."""
         return self.wire(
-            LossLayer.huber(reduction_type, delta=delta, weight=weight, weights=weights, label=label),
+            LossLayer.huber(
+                reduction_type,
+                delta=delta,
+                weight=weight,
+                weights=weights,
+                divides_by_weights=divides_by_weights,
+                label=label,
+            ),
             x,
             loss_labels=labels,
         )
@@ -459,11 +565,14 @@ class LayerFunctions:
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.mean_absolute_error`: `|y - t|`."""
         return self.wire(
-            LossLayer.mean_absolute_error(reduction_type, weight=weight, weights=weights, label=label),
+            LossLayer.mean_absolute_error(
+                reduction_type, weight=weight, weights=weights, divides_by_weights=divides_by_weights, label=label
+            ),
             x,
             loss_labels=labels,
         )
@@ -476,11 +585,14 @@ class LayerFunctions:
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.mean_squared_error`: `(y - t)²`."""
         return self.wire(
-            LossLayer.mean_squared_error(reduction_type, weight=weight, weights=weights, label=label),
+            LossLayer.mean_squared_error(
+                reduction_type, weight=weight, weights=weights, divides_by_weights=divides_by_weights, label=label
+            ),
             x,
             loss_labels=labels,
         )
@@ -493,11 +605,16 @@ class LayerFunctions:
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.hinge`: `max(0, 1 - (2 t - 1) y)`; labels are 0 and 1."""
         return self.wire(
-            LossLayer.hinge(reduction_type, weight=weight, weights=weights, label=label), x, loss_labels=labels
+            LossLayer.hinge(
+                reduction_type, weight=weight, weights=weights, divides_by_weights=divides_by_weights, label=label
+            ),
+            x,
+            loss_labels=labels,
         )
 
     def cosine_distance(
@@ -508,11 +625,14 @@ class LayerFunctions:
         *,
         weight: float = 1.0,
         weights: Tensor | None = None,
+        divides_by_weights: bool = False,
         label: str = "",
     ) -> Tensor:
         """`LossLayer.cosine_distance`: `1 - Σ t y` over all elements of a sample; both should have unit length."""
         return self.wire(
-            LossLayer.cosine_distance(reduction_type, weight=weight, weights=weights, label=label),
+            LossLayer.cosine_distance(
+                reduction_type, weight=weight, weights=weights, divides_by_weights=divides_by_weights, label=label
+            ),
             x,
             loss_labels=labels,
         )
@@ -576,6 +696,7 @@ class LayerFunctions:
         dilation_rates: Size = 1,
         padding_policy: PaddingPolicy | None = None,
         padding_sizes: Size | None = None,
+        dimensions: int = 2,
         label: str = "",
     ) -> Tensor:
         """`PoolingLayer.max`: The largest of each window; `VALID`, or `padding_sizes` if passed."""
@@ -586,6 +707,7 @@ class LayerFunctions:
                 dilation_rates=dilation_rates,
                 padding_policy=padding_policy,
                 padding_sizes=padding_sizes,
+                dimensions=dimensions,
                 label=label,
             ),
             x,
@@ -600,6 +722,7 @@ class LayerFunctions:
         dilation_rates: Size = 1,
         padding_policy: PaddingPolicy | None = None,
         padding_sizes: Size | None = None,
+        dimensions: int = 2,
         count_includes_padding: bool = False,
         label: str = "",
     ) -> Tensor:
@@ -611,6 +734,7 @@ class LayerFunctions:
                 dilation_rates=dilation_rates,
                 padding_policy=padding_policy,
                 padding_sizes=padding_sizes,
+                dimensions=dimensions,
                 count_includes_padding=count_includes_padding,
                 label=label,
             ),
@@ -626,6 +750,7 @@ class LayerFunctions:
         dilation_rates: Size = 1,
         padding_policy: PaddingPolicy | None = None,
         padding_sizes: Size | None = None,
+        dimensions: int = 2,
         label: str = "",
     ) -> Tensor:
         """`PoolingLayer.l2_norm`: The Euclidean norm of each window; `VALID`, or `padding_sizes` if passed."""
@@ -636,6 +761,7 @@ class LayerFunctions:
                 dilation_rates=dilation_rates,
                 padding_policy=padding_policy,
                 padding_sizes=padding_sizes,
+                dimensions=dimensions,
                 label=label,
             ),
             x,

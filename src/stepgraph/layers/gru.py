@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import ArgumentError
+from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.gru_kernel import gru
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_steps import running
@@ -134,6 +135,7 @@ class GRULayer(Layer):
                 raise ArgumentError(self.where, problem, fix="leave one of them out")
 
     @classmethod
+    @found_at_node("input_size", last_extent)
     def create(
         cls,
         input_size: int,

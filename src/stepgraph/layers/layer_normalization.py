@@ -188,6 +188,7 @@ class RMSNormalizationLayer(Layer):
         _require_counts(self, self.normalized_shape, {"gamma": self.gamma})
 
     @classmethod
+    @found_at_node("normalized_shape", last_extent)
     def create(
         cls, normalized_shape: int | Sequence[int], *, variance_epsilon: float = 1e-6, label: str = ""
     ) -> RMSNormalizationLayer:

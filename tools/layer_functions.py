@@ -1,6 +1,6 @@
 """Writes `functions.py`: one method per layer, or per variant of a layer, with the signature of what creates it.
 
-    python -m stepgraph.layers.wiring > src/stepgraph/layers/functions.py
+    python tools/layer_functions.py > src/stepgraph/layers/functions.py
 
 Rows follow from the public layers; only names that a rule does not give, and sources that are not plain, are listed.
 """
@@ -59,7 +59,7 @@ SOURCES = {
 }
 HEAD = '''"""Layers as functions of a graph: `graph.relu(x)` wires `ActivationLayer.relu()`.
 
-Written by `python -m stepgraph.layers.wiring`; a test compares.
+Written by `python tools/layer_functions.py`; a test compares.
 """
 
 from __future__ import annotations
