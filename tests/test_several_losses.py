@@ -173,7 +173,7 @@ def test_a_loss_can_be_watched_and_an_interrupted_epoch_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
-@pytest.mark.parametrize("rows", [32, 27])
+@pytest.mark.parametrize("rows", [27, pytest.param(32, marks=pytest.mark.deep)])
 def test_accumulated_batches_are_one_large_batch(rows: int, how: str) -> None:
     """Half of the rows have no class: the two means divide by different numbers, and a sum by none."""
     training, given = network(how=sg.ReductionType[how.upper()]), arrays(rows)
@@ -212,7 +212,11 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"compute_type": "float16"}, {"options": sg.GraphCompilationOptions.CHECK_NUMERICS}]
+    "settings",
+    [
+        pytest.param({"compute_type": "float16"}, marks=pytest.mark.deep),
+        {"options": sg.GraphCompilationOptions.CHECK_NUMERICS},
+    ],
 )
 def test_mixed_precision_and_checked_numerics(settings: dict[str, Any]) -> None:
     training, given = network(**settings), arrays()

@@ -102,7 +102,7 @@ def test_other_batch_sizes_and_batches_without_labels() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("rows", [32, 29])
+@pytest.mark.parametrize("rows", [29, pytest.param(32, marks=pytest.mark.deep)])
 def test_accumulated_batches_are_one_large_batch(rows: int, weighted: bool) -> None:
     """A first batch without labels, then batches with few and many."""
     settings = {"weighted": weighted, "divides_by_weights": weighted}

@@ -15,7 +15,7 @@ from stepgraph.types import ReductionType
 
 NONE, SUM, MEAN = ReductionType.NONE, ReductionType.SUM, ReductionType.MEAN
 KINDS = {"softmax": LossLayer.softmax_cross_entropy, "categorical": LossLayer.categorical_cross_entropy}
-SHAPES = {((5, 7, 4), -1), ((5, 7, 4), 2), ((5, 4), -1), ((5, 4, 3, 2), 1), ((3, 2, 4, 5), -2), ((4, 6), 0)}
+SHAPES = {((5, 7, 4), -1), ((5, 4, 3, 2), 1), ((3, 2, 4, 5), -2), ((4, 6), 0)}
 Array = torch.Tensor
 
 
