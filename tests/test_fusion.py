@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,14 +238,17 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     assert "remain unfused: no compiler here" in caplog.text and not executable.is_fused
 
 
-def attention(layers: int, options: OPTIONS = OPTIONS.DETERMINISTIC) -> sg.TrainingGraph:
+def attention(
+    layers: int, options: OPTIONS = OPTIONS.DETERMINISTIC, *, heads: int = 2, **settings: Any
+) -> sg.TrainingGraph:
     """Self-attentions, each with a shortcut, and two fully connected layers that read the same."""
     sg.set_seed(3)
     x, y = sg.Tensor((4, 6, 16)), sg.Tensor((4, 6, 16))
     graph = sg.Graph()
     z: sg.Tensor = x
     for _ in range(layers):
-        z = graph.node(sg.ArithmeticLayer.add(), z, graph.node(sg.MultiheadAttentionLayer.create(16, 2), z, z, z))
+        attended = graph.node(sg.MultiheadAttentionLayer.create(16, heads, **settings), z, z, z)
+        z = graph.node(sg.ArithmeticLayer.add(), z, attended)
     one, other = (graph.node(sg.FullyConnectedLayer.create(16, 16), z) for _ in range(2))
     graph.node(sg.ArithmeticLayer.multiply(), one, other)
     # Not Adam: key biases have no gradient but rounding, which Adam would make as large as any other.
@@ -263,9 +267,9 @@ def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], Non
     check_changed(change, fewer)
 
 
-def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
+def check_changed(change: Callable[[fx.Graph], None], fewer: int | None, **settings: Any) -> fx.Graph:
     """Changes a step's graph and runs both."""
-    training = attention(layers=2)
+    training = attention(layers=2, **settings)
     part = training.compilation.programs.executable(PartName.STEP, 4).part
     changed = copy.deepcopy(part.module)
     out_of_place(changed.graph)
@@ -285,7 +289,7 @@ def check_changed(change: Callable[[fx.Graph], None], fewer: int) -> fx.Graph:
         sum(node.target in (aten.mm.default, aten.addmm.default) for node in one.graph.nodes)
         for one in (part.module, changed)
     ]
-    assert products[0] - products[1] == fewer
+    assert fewer is None or products[0] - products[1] == fewer
     return changed.graph
 
 
@@ -337,3 +341,16 @@ def test_gradients_of_an_attention_are_written_side_by_side(plain_tiles: None) -
     assert targets.count("stepgraph.attend.default") == 2
     assert targets.count("stepgraph.attend_joint_gradients.default") == 2
     assert "stepgraph.attend_gradients.default" not in targets
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="there the operators themselves are registered")
+def test_gradients_that_were_rotated_are_not_taken_for_those_of_the_attention(plain_tiles: None) -> None:
+    def change(graph: fx.Graph) -> None:
+        tiled.tile_attention(graph)
+        join_products(graph)
+
+    # With as many heads as steps, the rotated gradients have the shape of those that the operator returns.
+    graph = check_changed(change, None, heads=6, key_dimension=48, value_dimension=48, rotary_base=10.0)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("stepgraph.attend_gradients.default") == 2
+    assert "stepgraph.attend_joint_gradients.default" not in targets
