@@ -49,6 +49,7 @@ METRICS = {  # what they print beside an accuracy
     "08_linked_graphs": "missed by",
     "10_image_fitting": "PSNR",
     "14_gan": "recognized as what was asked for",
+    "16_small_llama": "bits per character",
 }
 
 
