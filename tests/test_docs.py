@@ -185,7 +185,8 @@ def modules() -> list[str]:
 
 
 def test_the_examples_in_docstrings_run() -> None:
-    given = {name: getattr(sg, name) for name in public_names()} | {"np": np, "torch": torch}
+    constants = [name for name in dir(sg) if name.isupper() and not name.startswith("_")]
+    given = {name: getattr(sg, name) for name in (*public_names(), *constants)} | {"np": np, "torch": torch}
     attempted = 0
     for name in modules():
         written = io.StringIO()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.optimizers import assigned
 from tests.optimizer_rules import BATCH, GLOBAL, NORM, STEPS, Net
 
 NAMES = ("FullyConnected1.weights", "FullyConnected1.biases", "FullyConnected2.weights", "FullyConnected2.biases")
@@ -75,8 +76,9 @@ def made(rule: str, clip: str, groups: Any) -> sg.Optimizer:
     return PAIRS[rule][0](groups=groups, **settings)
 
 
-TRIED = [*(("sgd", clip) for clip in CLIPS), ("nesterov", "value")]
-TRIED += [(rule, "global") for rule in ("adam", "adamw", "rmsprop")]
+TRIED: list[Any] = [("sgd", "global"), ("nesterov", "value"), ("adamw", "global")]
+MORE = [("sgd", "value"), ("sgd", "each"), ("adam", "global"), ("rmsprop", "global")]
+TRIED += [pytest.param(*pair, marks=pytest.mark.deep) for pair in MORE]
 
 
 @pytest.mark.parametrize(("rule", "clip"), TRIED)
@@ -155,7 +157,7 @@ WAYS = [
 def test_every_way_to_run_a_step_gives_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, net = Net(), Net()
     optimizer = made("adamw", "global", groups_of_four())
-    expected.stepgraph(made("adamw", "global", groups_of_four()))
+    run(expected.graph(made("adamw", "global", groups_of_four())), expected, range(6))
     if way == "one operator":
         import sys
 
@@ -171,7 +173,7 @@ def test_every_way_to_run_a_step_gives_the_same(way: str, monkeypatch: pytest.Mo
     }.get(way, {})
     if settings:
         training.compile(sg.Device.cpu(), **settings)
-    for step in range(STEPS):
+    for step in range(6):
         if way not in ("phases", "accumulated"):
             training.execute({"x": net.x[step]}, {"y": net.y[step]})
             continue
@@ -274,9 +276,10 @@ def layers_graph(groups: Any, label: str = "") -> sg.TrainingGraph:
 
 
 def members(training: sg.TrainingGraph, group: int = 1) -> set[str]:
-    training.compile(sg.Device.cpu())
-    compiled = training.require_session("test").compilation
-    return {compiled.declaration.parameter_names[t][0] for t, number in compiled.groups().items() if number == group}
+    names = training.declaration.parameter_names
+    assert training.optimizer is not None
+    found = assigned(training.optimizer.groups, names)
+    return {names[tensor][0] for tensor in found if found[tensor] == group}
 
 
 @pytest.mark.parametrize(
@@ -429,3 +432,31 @@ def test_numbers_of_the_rule_can_differ_and_copies_are_their_own() -> None:
     momentum = sg.SGDOptimizer(0.1, momentum=0.9, groups=[sg.ParameterGroup("*.biases", momentum=0.0)])
     assert [row[momentum.columns.index("momentum_scale")] for row in momentum.rows()] == [0.9, 0.0]
     assert GLOBAL is sg.GradientClippingType.BY_GLOBAL_NORM
+
+
+# Muon selects parameters, too
+
+
+BY_NAME = pytest.param("*2.weights", marks=pytest.mark.deep)
+
+
+@pytest.mark.parametrize("selector", [BY_NAME, lambda name, tensor: name.endswith("2.weights")])
+def test_muon_keeps_one_buffer_per_matrix_and_is_saved(selector: Any, tmp_path: Path) -> None:
+    net, again = Net(), Net()
+    training = net.graph(sg.MuonOptimizer(0.05, weight_decay=0.1, clip_norm=1.0, adamw=selector))
+    assert [len(tensor.optimizer_data) for tensor in net.tensors] == [1, 2, 2, 2]
+    sizes = [w.nbytes for w in net.start]
+    assert training.memory_plan.optimizer_state == 2 * sum(sizes) - sizes[0]
+    run(training, net, range(4))
+    training.save(tmp_path)
+    other = again.graph(sg.MuonOptimizer(0.05, weight_decay=0.1, clip_norm=1.0, adamw=selector))
+    assert other.restore(tmp_path).is_complete
+    loaded = sg.load(tmp_path, sg.Device.cpu())
+    for step in range(4, 6):
+        losses = [one.execute({"x": net.x[step]}, {"y": net.y[step]}).loss for one in (training, other, loaded)]
+        assert len(set(losses)) == 1
+
+
+def test_a_pattern_of_muon_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(sg.UnknownNameError, match=r"(?s)Embedding\.\*.*matches no parameter"):
+        Net().graph(sg.MuonOptimizer(0.05, adamw="Embedding.*"))

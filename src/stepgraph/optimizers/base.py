@@ -55,7 +55,7 @@ class Optimizer:
     rule: str = ""
     decouples_decay: ClassVar[bool] = False
     selecting: ClassVar[tuple[str, ...]] = ()  # settings that select parameters
-    live: ClassVar[tuple[str, ...]] = (
+    live: tuple[str, ...] = (
         "learning_rate",
         "gradient_rescale",
         "gradient_clip_max",
@@ -226,7 +226,7 @@ class Optimizer:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything the optimizer was created with or was assigned since, including its time step; without groups."""
-        derived = ("slots", "rule", "groups", "version", "time_version")
+        derived = ("slots", "rule", "live", "groups", "version", "time_version")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     @classmethod

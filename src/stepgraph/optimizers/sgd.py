@@ -35,7 +35,7 @@ class SGDOptimizer(Optimizer):
         ('momentum',)
     """
 
-    live = (*Optimizer.live, "momentum_scale", "dampening")
+    live = (*Optimizer.live, "momentum_scale")
     momentum = Alias("momentum_scale")
     nesterov = Alias("uses_nesterov_momentum")
     momentum_scale: float
@@ -54,14 +54,16 @@ class SGDOptimizer(Optimizer):
         **settings: Any,
     ) -> None:
         momentum, nesterov = self.spelled(settings, momentum=momentum, nesterov=nesterov)
+        is_damped = bool(momentum and not nesterov and formula == TORCH)
+        if is_damped:
+            self.__dict__["live"] = (*type(self).live, "dampening")
         super().__init__(learning_rate, **settings)
         self.momentum_scale = momentum
         self.uses_nesterov_momentum = bool(nesterov and momentum)
         self.formula = check_formula(type(self).__name__, formula)
         self.slots = ("momentum",) if momentum else ()
         self.rule = "sgd" if not momentum else "sgd nesterov" if nesterov else "sgd momentum"
-        if self.rule == "sgd momentum" and formula == TORCH:
-            self.__dict__["rule"] += " torch"
+        self.__dict__["rule"] += " torch" * is_damped
         self.dampening = dampening
         self.require_momentum()
 
