@@ -57,7 +57,7 @@ REFUSED: dict[str, Callable[[Network], Any]] = {
     "wrong output": lambda n: n.training.execute({"x": X}, {"y": Y}, outputs_data={"z": X}),
     "no function": lambda n: n.training.execute({"x": X}, {"y": Y}, completion=3),  # type: ignore[arg-type]
     "a GPU that is not there": lambda n: n.training.compile(None),
-    "no device": lambda n: n.training.compile("cpu"),  # type: ignore[arg-type]
+    "no device": lambda n: n.training.compile("warp"),  # type: ignore[arg-type]
     "wrong options": lambda n: n.training.compile(CPU, 3),  # type: ignore[arg-type]
     "wrong compute type": lambda n: n.training.compile(CPU, compute_type="int8"),
     "constant without data": lambda n: n.training.compile(CPU, input_tensors={"x": n.x}),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph import mlc
 from stepgraph.compiler.settings import SWITCHES, switched
 
 Options = sg.GraphCompilationOptions
@@ -157,6 +158,22 @@ def test_more_rows_than_a_call_reads_are_never_cut_silently() -> None:
     loss = sg.evaluate(line.training, (many, labels))["loss"]
     assert loss == pytest.approx(((line.predicted(many) - labels) ** 2).mean(), rel=1e-5)
     assert line.training.execute({"x": many}, {"y": labels}, batch_size=33).loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_ml_computes_names_do_not_cut_arrays_either() -> None:
+    tensor = mlc.MLCTensor.tensorWithShape_([4, 3])
+    graph = mlc.MLCGraph.graph()
+    graph.nodeWithLayer_source_(mlc.MLCActivationLayer.reluLayer(), tensor)
+    inference = mlc.MLCInferenceGraph.graphWithGraphObjects_([graph])
+    inference.addInputs_({"x": tensor})
+    inference.compileWithOptions_device_(mlc.MLCGraphCompilationOptionsNone, mlc.MLCDevice.cpuDevice())
+    execute = inference.executeWithInputsData_batchSize_options_completionHandler_
+    synchronous = mlc.MLCExecutionOptionsSynchronous
+    many = numbers(33, 3)
+    assert not execute({"x": many}, 0, synchronous, None)
+    assert "33 rows, but the call reads 4" in str(mlc.lastError())
+    memory = mlc.MLCTensorData.dataWithBytesNoCopy_length_(many, many.nbytes)  # raw memory has no rows
+    assert execute({"x": memory}, 0, synchronous, None) and execute({"x": many[:4]}, 0, synchronous, None)
 
 
 # Results
