@@ -309,7 +309,7 @@ def test_inference_makes_room_for_its_results() -> None:
 def test_after_a_failed_call_results_say_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     training, *_ = many_rows()
     training.execute(*rows_of(training))
-    prediction = training.compilation.last_loss.sources[0]
+    prediction = training.compilation.losses[-1].sources[0]
     assert prediction.numpy().shape == (1 << 15, 8)
 
     def fails(*_: object) -> None:

@@ -671,6 +671,6 @@ def test_a_schedule_cannot_set_a_rate_out_of_range(value: float) -> None:
     training.add_inputs({"x": x}, {"y": sg.Tensor((2, 2))})
     training.compile(sg.Device.cpu())
     rows = np.ones((2, 2), np.float32)
-    with pytest.raises(sg.ArgumentError, match="learning_rate is"):
+    with pytest.raises(sg.ArgumentError, match="the schedule returned"):
         sg.fit(training, (rows, rows), schedule=lambda step: value, progress="quiet")
     assert training.optimizer.learning_rate == 0.1  # type: ignore[union-attr]

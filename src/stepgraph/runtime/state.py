@@ -16,6 +16,7 @@ from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, ParameterGroup
 from stepgraph.random import draw_seed
+from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
@@ -138,11 +139,13 @@ class TrainingState:
         self._follow()
         return {key.owner: array for key, array in self.arrays.items() if key.kind == KeyKind.AVERAGE}
 
-    @torch.inference_mode()
     def _follow(self) -> None:
         """Lets averages start from what parameters hold when the first update comes."""
-        for tensor in self._unaveraged:
-            self.arrays[average(tensor)].copy_(tensor.torch())
+        if not self._unaveraged:
+            return
+        with Uninterrupted(), torch.inference_mode():  # it is read outside of calls, too
+            for tensor in self._unaveraged:
+                self.arrays[average(tensor)].copy_(tensor.torch())
 
     def begin(self, fresh: bool) -> None:
         """Takes over from the previous state: tensors show its buffers. A `fresh` state draws its own seed."""
