@@ -189,7 +189,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value[key])
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(i, marks=pytest.mark.deep) for i in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, 20))])
 def test_a_whole_description_that_makes_no_sense_changes_nothing(seed: int, victim: Victim) -> None:
     """Well signed, but wrong in one place: refused with our own error, or taken as what it says."""
     generator = np.random.default_rng(seed)

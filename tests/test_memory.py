@@ -176,6 +176,7 @@ def test_a_limited_step_computes_the_same_in_less_memory(options: sg.GraphCompil
     assert limited.memory_plan.intermediates == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.deep
 def test_what_cannot_fit_is_refused_with_the_batch_that_would() -> None:
     fixed = {"options": sg.GraphCompilationOptions.DETERMINISTIC}
     plain = residual_network(16, **fixed)

@@ -222,6 +222,7 @@ def test_everything_can_be_reached_with_the_keyboard(shown: Any) -> None:
 
 
 @needs_browser
+@pytest.mark.deep
 def test_two_hundred_layers_stay_usable_and_no_label_runs(driver: Any, tmp_path: Path) -> None:
     rows = np.zeros((48, 8), np.float32)
     sg.fit(deep(LAYERS), (rows, rows), run=tmp_path, progress="quiet")

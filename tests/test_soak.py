@@ -30,11 +30,13 @@ def test_steps_leave_nothing_behind() -> None:
     assert not _left(lambda: [steps(training, 25, rows) for rows in (BATCH, 5, 1)], times=4, warm=2)
 
 
+@pytest.mark.deep
 def test_compiling_again_leaves_nothing_behind() -> None:
     training = small()
     assert not _left(lambda: (training.compile(), steps(training, 1)), times=12, warm=3)
 
 
+@pytest.mark.deep
 def test_graphs_that_are_dropped_leave_nothing_behind() -> None:
     assert not _left(lambda: steps(small(), 1), times=12, warm=3)
 
