@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -154,20 +155,44 @@ def test_normalization_is_right_in_every_order(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
-def _normalization_gradients(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _normalization_gradients(
+    g: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """The gradients of batch normalization, from arrays copied where the pass inserts copies."""
+    settings = None, None, mean, deviation, True, 1e-5, [True] * 3
+    return _corrected(aten.native_batch_norm_backward.default, [g, x, weights], *settings)
+
+
+def _corrected(operator: Any, arrays: list[torch.Tensor], *settings: Any) -> tuple[torch.Tensor, ...]:
+    """The operator, called with arrays copied where the pass inserts copies."""
     graph = torch.fx.Graph()
     nodes = [graph.placeholder(f"array{i}") for i in range(len(arrays))]
     with FakeTensorMode():
         for node, array in zip(nodes, arrays, strict=True):
             node.meta["val"] = torch.empty_strided(array.shape, array.stride())
-    g, x, weights, mean, deviation = nodes
-    settings = weights, None, None, mean, deviation, True, 1e-5, [True] * 3
-    operator = graph.call_function(aten.native_batch_norm_backward.default, (g, x, *settings))
+    call = graph.call_function(operator, (*nodes, *settings))
     corrections.correct(graph, torch.device("cpu"))
     values: dict[Any, Any] = dict(zip(nodes, arrays, strict=True))
-    values |= {n: values[n.args[0]].contiguous() for n in graph.nodes if n.target is aten.clone.default}
-    return operator.target(*(values.get(n, n) if isinstance(n, torch.fx.Node) else n for n in operator.args))
+    copies = [n for n in graph.nodes if n.target is aten.clone.default]
+    values |= {n: values[n.args[0]].clone(memory_format=torch.contiguous_format) for n in copies}
+    return operator(*(values.get(n, n) if isinstance(n, torch.fx.Node) else n for n in call.args))
+
+
+@pytest.mark.parametrize("wanted", [[False, True, True], [True, True, True]], ids=["no-source", "all"])
+@pytest.mark.parametrize("shape", [(2, 6, 2, 1), (3, 4, 5, 4), (1, 4, 4, 5), (2, 1, 3, 4), (2, 4, 3, 2, 2)])
+def test_group_normalization_is_right_in_every_order(shape: tuple[int, ...], wanted: list[bool]) -> None:
+    """PyTorch's CPU kernel reads the gradient with the images' strides; without a source gradient it even crashes."""
+    generator = torch.Generator().manual_seed(0)
+    g, x, weights = (torch.randn(size, generator=generator) for size in (shape, shape, shape[1:2]))
+    sizes = shape[0], shape[1], math.prod(shape[2:]), min(2, shape[1])
+    _, mean, deviation = torch.native_group_norm(x, weights, None, *sizes, 1e-5)
+    exact = aten.native_group_norm_backward(*(a.double() for a in (g, x, mean, deviation, weights)), *sizes, [True] * 3)
+    for turned, other in itertools.product(in_every_order(g)[::5], in_every_order(x)[::3]):
+        arrays = [turned, other, mean, deviation, weights]
+        found = _corrected(aten.native_group_norm_backward.default, arrays, *sizes, wanted)
+        for got, right, asked in zip(found, exact, wanted, strict=True):
+            if asked:
+                torch.testing.assert_close(got, right.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_average_pools_with_padding_read_channels_first_on_cuda() -> None:

@@ -1,4 +1,4 @@
-"""Works around PyTorch operators that compute wrong numbers for some arrays.
+"""Works around PyTorch operators that compute wrong numbers or crash for some arrays.
 
 Each entry describes the bug and where it was seen; remove it when every supported PyTorch is correct.
 """
@@ -20,6 +20,8 @@ def correct(graph: fx.Graph, device: torch.device) -> None:
             _correct_average(node)
         elif node.target is aten.native_batch_norm_backward.default and device.type == "cpu":
             _correct_normalization(node)
+        elif node.target is aten.native_group_norm_backward.default and device.type == "cpu":
+            _correct_groups(node)
 
 
 def _correct_average(node: fx.Node) -> None:
@@ -42,6 +44,22 @@ def _correct_normalization(node: fx.Node) -> None:
     if 1 in fake(images).shape and not same_order(fake(gradient), fake(images)):
         _read_in_order(node, 0)
         _read_in_order(node, 1)
+
+
+def _correct_groups(node: fx.Node) -> None:
+    """CPU, PyTorch 2.11 to 2.13: reads arrays in other orders as if they were in that of the images.
+
+    Both with channels last is right if the source's gradient is wanted, and crashes if it is not.
+    """
+    wanted = node.args[9]
+    assert isinstance(wanted, list | tuple)
+    arrays = [fake(source) for source in node.args[:2] if isinstance(source, fx.Node)]
+    if wanted[0] and all(array.is_contiguous(memory_format=torch.channels_last) for array in arrays):
+        return
+    for position, array in enumerate(arrays):
+        # Strides of dimensions of size 1 count too: the kernel takes one channel for channels last.
+        if array.stride() != torch.empty(array.shape, device="meta").stride():
+            _read_in_order(node, position)
 
 
 def _read_in_order(node: fx.Node, position: int) -> None:
