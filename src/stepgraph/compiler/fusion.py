@@ -42,7 +42,7 @@ def fuse(part: Part, step: Step) -> Function:
     for row in pipeline.rows(pipeline.FUSED, step, None):
         row.run(module, step)
     _keep_strides(module.graph, part)
-    module.recompile()
+    module.generate()
     generated: list[Any] = []
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:

@@ -10,18 +10,28 @@ from __future__ import annotations
 import linecache
 from typing import Any
 
+import torch
 from torch import fx
 
 from stepgraph.system import torch_private
 
 
 class Module(fx.GraphModule):
-    """A graph module whose source is discarded."""
+    """A graph module that generates its source when it is first called, which few are, and then discards it."""
 
     def recompile(self) -> Any:
-        code = super().recompile()
+        # Each module has a class of its own, made by torch.fx for this assignment.
+        type(self).forward = _generate_and_run
+
+    def generate(self) -> None:
+        """Makes the function of the operators as they are now."""
+        super().recompile()
         forget_source(self)
-        return code
+
+
+def _generate_and_run(module: Module, *arrays: torch.Tensor) -> Any:
+    module.generate()
+    return module(*arrays)
 
 
 def forget_source(module: fx.GraphModule) -> None:

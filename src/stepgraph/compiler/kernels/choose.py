@@ -31,7 +31,6 @@ def choose_kernels(module: fx.GraphModule, offered: Sequence[Alternative]) -> No
             half.choose(node)
         elif node.target in choices:
             choices[node.target](node)
-    module.recompile()
 
 
 def _choices(offered: Sequence[Alternative]) -> dict[Any, Callable[[fx.Node], None]]:
