@@ -159,3 +159,76 @@ def test_without_averages_there_are_none() -> None:
         training.average = 0.9
     with pytest.raises(sg.StateError, match="not compiled"):
         _ = sg.TrainingGraph([], None, None, average=0.9).averages
+
+
+def predicted(training: sg.TrainingGraph, net: Net) -> np.ndarray:
+    """The prediction with the averages, in float64."""
+    a = [training.averages[tensor].cpu().numpy().astype(np.float64) for tensor in net.tensors]
+    return np.tanh(net.x[0] @ a[0].T + a[1]) @ a[2].T + a[3]
+
+
+def test_an_inference_graph_follows_the_averages(tmp_path: Path) -> None:
+    net = Net()
+    training = averaging(net)
+    inference, current = training.inference(weights="average"), training.inference()
+
+    def check(apart: bool = True) -> None:
+        found = inference.execute({"x": net.x[0]}).result.numpy()
+        np.testing.assert_allclose(found, predicted(training, net), rtol=1e-4, atol=1e-5)
+        assert np.allclose(found, current.execute({"x": net.x[0]}).result.numpy(), atol=1e-4) != apart
+
+    check(apart=False)
+    for number in range(2):
+        step(training, net, number)
+        check()
+    training.save(tmp_path)
+    step(training, net, 2)
+    training.restore(tmp_path)  # the averages are other arrays now
+    check()
+    training.compile(sg.Device.cpu(), deterministic=True)
+    step(training, net, 3)
+    check()
+    with training.averaged():
+        check(apart=False)
+    check()
+    inference.save(tmp_path / "averaged")
+    loaded = sg.load(tmp_path / "averaged", sg.Device.cpu())
+    np.testing.assert_allclose(loaded.execute({"x": net.x[0]}).result.numpy(), predicted(training, net), rtol=1e-4)
+
+
+def test_frozen_and_shared_layers_in_an_inference_graph_of_averages() -> None:
+    x, y, graph = sg.Tensor((sg.BATCH, 4)), sg.Tensor((sg.BATCH, 4)), sg.Graph()
+    shared = sg.FullyConnectedLayer.create(4, 4)
+    fixed = sg.FullyConnectedLayer.create(4, 4)
+    hidden = graph.node(sg.ActivationLayer.tanh(), graph.node(shared, x))
+    graph.node(shared, graph.node(fixed, hidden, disable_update=True))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.5), average=0.5)
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    rows = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    training.execute({"x": rows}, {"y": rows})
+    inference = training.inference(weights="average")
+    with training.averaged():
+        wanted = training.inference().execute({"x": rows}).result.numpy()
+    assert (inference.execute({"x": rows}).result.numpy() == wanted).all()
+    assert len({t for layer in inference.layers for t in layer.parameters.values()}) == 4
+
+
+def test_an_inference_graph_of_averages_needs_them() -> None:
+    training = Net().graph(sg.SGDOptimizer(0.1))
+    with pytest.raises(sg.StateError, match=r"average=0\.999"):
+        training.inference(weights="average")
+    with pytest.raises(sg.ArgumentError, match="'best'"):
+        training.inference(weights="best")
+
+
+@pytest.mark.gpu
+def test_an_inference_graph_follows_the_averages_on_cuda() -> None:
+    net = Net()
+    training = averaging(net)
+    training.compile("cuda")
+    inference = training.inference(weights="average")
+    for number in range(4):
+        step(training, net, number)
+        found = inference.execute({"x": net.x[0]}).result.numpy()
+        np.testing.assert_allclose(found, predicted(training, net), rtol=1e-3, atol=1e-4)

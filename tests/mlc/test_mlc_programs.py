@@ -80,6 +80,7 @@ def test_inference_suite(kind: str) -> None:
     assert np.allclose(inference_suite.dense(1, where), [[4]], atol=1e-4)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("offset", list(rmsprop_training.CASES))
 def test_rmsprop_training_from_twenty_starts(offset: float) -> None:
     for start in np.random.default_rng(3).random(20):

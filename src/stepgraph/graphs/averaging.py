@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from stepgraph.compiler.step import SHARE
+from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.session import Session
 from stepgraph.optimizers import number
@@ -29,6 +32,26 @@ def averages_of(session: Session, call: str) -> dict[Tensor, torch.Tensor]:
         raise StateError(call, f"the graph has {lacks}", fix="create it with an optimizer and average=0.999")
     # While they are exchanged, the parameters' own memory has them.
     return {t: t.torch() for t in state.averages} if state.is_averaged else state.averages
+
+
+class AverageTensors:
+    """Tensors that share the memory of a training graph's averages: the parameters of an inference graph.
+
+    Args:
+        session: returns the session of the training graph, which compiling replaces.
+    """
+
+    def __init__(self, session: Callable[[], Session]) -> None:
+        self._session = session
+        found = averages_of(session(), "inference")
+        self.of = {tensor: Tensor(tensor.descriptor, label=tensor.label) for tensor in found}
+
+    def refresh(self, device: Device) -> None:
+        """Points the tensors to the arrays that hold the averages now."""
+        for tensor, array in averages_of(self._session(), "execute").items():
+            if tensor in self.of and self.of[tensor].current is not array:
+                self.of[tensor].hold(array.to(device.torch))
+                self.of[tensor].device = device
 
 
 @torch.inference_mode()

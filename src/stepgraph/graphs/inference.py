@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ import torch
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
+from stepgraph.graphs.averaging import AverageTensors
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.session import Answer, announced, results_of
+from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
@@ -34,6 +38,8 @@ class InferenceGraph(CompiledGraph):
         >>> inference.execute({"x": [[-1.0, 2.0]]}).result.numpy()
         array([[0., 2.]], dtype=float32)
     """
+
+    follows: AverageTensors | None = None  # averages that some of its parameters share
 
     def compile(
         self,
@@ -101,6 +107,8 @@ class InferenceGraph(CompiledGraph):
         if completion is not None:
             require_completion(completion)
         with turn(device):
+            if self.follows is not None:
+                self.follows.refresh(device)
             session = self.require_session("execute")
             compiled = session.compilation
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
@@ -121,14 +129,18 @@ class InferenceGraph(CompiledGraph):
         return announced(execution, options, completion)
 
 
-def inference_of(graph: CompiledGraph, **settings: Any) -> InferenceGraph:
+def inference_of(graph: CompiledGraph, averages: AverageTensors | None = None, **settings: Any) -> InferenceGraph:
     """An inference graph over what a graph predicts, without its losses; compiled as the graph is.
 
-    `settings` of `compile` replace those of the graph.
+    Args:
+        graph: the graph.
+        averages: what takes the place of parameters.
+        settings: settings of `compile`, which replace those of the graph.
     """
     declared = graph.declaration
     found = InferenceGraph()
-    for node in declared.predicting:
+    found.follows = averages
+    for node in declared.predicting if averages is None else _averaged(declared.predicting, averages):
         found.append(node)
     read = {tensor for node in found.nodes for tensor in node.arguments}
     made = {tensor for node in found.nodes for tensor in node.results}
@@ -137,10 +149,21 @@ def inference_of(graph: CompiledGraph, **settings: Any) -> InferenceGraph:
     found.add_outputs({name: tensor for name, tensor in declared.predictions.items() if tensor in made})
     now = graph.compilation
     if now is not None:
+        if averages is not None:
+            averages.refresh(now.device)
         constants = {f"{tensor.tensor_id}": tensor for tensor in now.constants if tensor in read}
         data = {name: now.constants[tensor].cpu() for name, tensor in constants.items()}
         found.compile(now.device, input_tensors=constants, input_tensors_data=data, **(settings or _settings(now)))
     return found
+
+
+def _averaged(nodes: Iterable[Node], averages: AverageTensors) -> Iterator[Node]:
+    """The nodes with averages for parameters; nodes that share a layer still do."""
+    layers: dict[Layer, Layer] = {}
+    for node in nodes:
+        layer = layers.setdefault(node.layer, node.layer.with_tensors(averages.of))
+        sources = tuple(averages.of.get(tensor, tensor) for tensor in node.sources)
+        yield replace(node, layer=layer, sources=sources)
 
 
 def _settings(compilation: Compilation) -> dict[str, Any]:

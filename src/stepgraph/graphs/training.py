@@ -17,7 +17,7 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, u
 from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
-from stepgraph.graphs.averaging import averages_of, checked_decay, exchange, require_own
+from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
@@ -222,18 +222,22 @@ class TrainingGraph(CompiledGraph):
         )
         self._compile(device, settings, input_tensors, input_tensors_data)
 
-    def inference(self, **settings: Any) -> InferenceGraph:
+    def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
 
         It leaves out losses and what only they read, and is compiled as this graph is, if this graph is compiled.
 
         Args:
+            weights: `"current"`, or `"average"` for the moving averages of the parameters, which it follows, too.
             settings: settings of `InferenceGraph.compile`, which replace those of this graph.
 
         Example:
             >>> training.inference().execute({"image": pictures}).result  # doctest: +SKIP
         """
-        return inference_of(self, **settings)
+        if weights not in ("current", "average"):
+            raise ArgumentError("inference", f"weights is {weights!r}", fix='pass "current" or "average"')
+        averages = None if weights == "current" else AverageTensors(lambda: self.require_session("inference"))
+        return inference_of(self, averages, **settings)
 
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None

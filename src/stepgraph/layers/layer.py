@@ -15,6 +15,7 @@ checkpoint keys come from the fields. Tensors in fields are parameters unless th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import typing
 import weakref
@@ -266,6 +267,20 @@ class Layer:
     def constants(self) -> dict[str, Tensor]:
         """The tensors that are only read."""
         return self._tensors("constant")
+
+    def with_tensors(self, others: Mapping[Tensor, Tensor]) -> Self:
+        """A layer of the same settings, with some of its tensors replaced; it belongs to no graph yet."""
+
+        def swapped(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return others.get(value, value)
+            return type(value)(map(swapped, value)) if type(value) in (tuple, list) else value
+
+        new = copy.copy(self)
+        new.__dict__ |= {"owner": None} | {
+            one.name: swapped(getattr(self, one.name)) for one in dataclasses.fields(self)
+        }
+        return new
 
     @property
     def parameter_count(self) -> int:
