@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -218,7 +219,10 @@ class Trained:
 
     def read(self, batches: Sequence[Sequence[Measured]]) -> list[Read]:
         """The losses of batches, from those of their parts, with one synchronization for all."""
-        parts = iter(read_losses([part for batch in batches for part in batch]))
+        found = read_losses([part for batch in batches for part in batch])
+        if any(isnan(loss) for one in found for loss in one.losses):
+            self.training.require_session("fit").require_accepted()
+        parts = iter(found)
         return [joined([next(parts) for _ in batch], self.losses) for batch in batches]
 
     def add_losses(self, tally: Tally, one: Read) -> None:
@@ -275,7 +279,8 @@ class Trained:
         named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        return tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
+        array = tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
+        return self.training.require_session("fit").in_range(tensor, array)
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
