@@ -13,7 +13,7 @@ import torch
 
 from stepgraph.compiler.program import Part, PartName, fake
 from stepgraph.compiler.settings import require_options
-from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, value
+from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, Limit, value
 from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
@@ -185,6 +185,12 @@ class Session:
         if self._refusal is None or array.device != self.device.torch:  # checked before, on the host
             return array
         return self._indices_of(self.compilation.usual_batch).in_range(value(tensor), array)
+
+    @property
+    def index_limits(self) -> dict[Tensor, Limit]:
+        """The feeds that are indices, and what they may be, for the usual batch size."""
+        limits = self._indices_of(self.compilation.usual_batch).limits
+        return {key.owner: limit for key, limit in limits.items()}
 
     def _new_refusal(self) -> Refusal | None:
         note = None if self.state is None else self.state.arrays.get(REFUSED)

@@ -40,7 +40,7 @@ class Indices:
         limit, elsewhere = self.limits[key], not array.is_cpu
         if elsewhere and (self._is_guarded or self._is_part_of_known(key, array)):
             return
-        if not _within(array, limit):
+        if not within(array, limit):
             raise _refused(array, limit, self._titles[key.owner])
         if elsewhere:
             self._remember(key, array, limit)
@@ -63,7 +63,7 @@ class Indices:
 
     def _remember(self, key: Key, array: torch.Tensor, limit: Limit) -> None:
         whole = _whole(array)
-        if not array.is_inference() and (whole is array or _within(whole, limit)):  # inference tensors: no versions
+        if not array.is_inference() and (whole is array or within(whole, limit)):  # inference tensors: no versions
             self._seen[key] = weakref.ref(whole), torch_private.version(whole)
 
 
@@ -73,7 +73,8 @@ def _whole(array: torch.Tensor) -> torch.Tensor:
     return array if base is None or base.dtype != array.dtype else base
 
 
-def _within(array: torch.Tensor, limit: Limit) -> bool:
+def within(array: torch.Tensor, limit: Limit) -> bool:
+    """Whether all indices of an array are in range; on a GPU this synchronizes."""
     if array.numel() == 0:
         return True
     if array.device.type != "cpu":
