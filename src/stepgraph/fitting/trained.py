@@ -322,8 +322,8 @@ def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator
             batch = next(batches)
         except StopIteration:
             return
-        except Exception:
-            if interrupted():  # the signal also reached a loader's own processes
+        except Exception:  # of any loader: an interrupt also reaches its processes, which then fail in their own ways
+            if interrupted():
                 return
             raise
         yield batch
