@@ -244,7 +244,7 @@ class Execution:
     def _read(self, loss: torch.Tensor | Loss | Total) -> float | np.ndarray:
         with _turns[self._device]:  # another thread's call may overwrite it
             found = _number(loss)
-            if self._refusal is not None and np.isnan(found).any():
+            if self._refusal is not None and _has_nan(found):
                 self._refusal.require_none()
             return found
 
@@ -262,6 +262,10 @@ class Execution:
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "running"
         return f"<Execution {state}>"
+
+
+def _has_nan(number: float | np.ndarray) -> bool:
+    return bool(np.isnan(number).any()) if isinstance(number, np.ndarray) else number != number
 
 
 def _number(loss: torch.Tensor | Loss | Total) -> float | np.ndarray:
