@@ -282,9 +282,7 @@ class _Walk:
             steps = numbers[:, column] if optimizer.groups else numbers[column]
             steps.add_(1 if allowed is None else allowed)
             if finite is not None:
-                scale, accepted = self.arrays[SCALE], self._allowed()
-                adapted = _adapted(scale, finite)
-                scale.copy_(adapted if accepted is None else torch.where(accepted, adapted, scale))
+                _adapt(self.arrays[SCALE], finite, self._allowed())
 
     def _allowed(self, finite: torch.Tensor | None = None) -> torch.Tensor | None:
         """Whether an update may change anything: gradients are finite, and no index was out of range."""
@@ -366,18 +364,22 @@ class _Walk:
         return _tagged(self.step.names.get(node.layer, node.layer.label), phase)
 
 
-def _adapted(scale: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """The loss scale, halved after a skipped step, doubled after many finite ones, within bounds."""
+def _adapt(scale: torch.Tensor, finite: torch.Tensor, accepted: torch.Tensor | None = None) -> None:
+    """Halves the loss scale after a skipped step, doubles it after many finite ones, within bounds.
+
+    A step that is not `accepted` leaves it as it is.
+    """
     current, good = scale.unbind()
     grown = good + 1 >= GROWTH_INTERVAL
     larger = torch.where(grown & (current < LARGEST_SCALE), current * 2, current)
     smaller = torch.where(current > LEAST_SCALE, current / 2, current)
-    return torch.stack(
+    adapted = torch.stack(
         [
             torch.where(finite, larger, smaller),
             torch.where(finite & ~grown, good + 1, torch.zeros_like(good)),
         ]
     )
+    scale.copy_(adapted if accepted is None else torch.where(accepted, adapted, scale))
 
 
 def _as(array: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

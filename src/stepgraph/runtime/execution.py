@@ -8,6 +8,7 @@ call returns when the work is queued, and reading a result synchronizes.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -265,7 +266,7 @@ class Execution:
 
 
 def _has_nan(number: float | np.ndarray) -> bool:
-    return bool(np.isnan(number).any()) if isinstance(number, np.ndarray) else number != number
+    return bool(np.isnan(number).any()) if isinstance(number, np.ndarray) else math.isnan(number)
 
 
 def _number(loss: torch.Tensor | Loss | Total) -> float | np.ndarray:
