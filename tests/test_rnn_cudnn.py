@@ -121,3 +121,23 @@ def test_lengths_stay_with_the_layers_own_kernel() -> None:
     x, lengths = torch.randn(2, 5, 3), torch.tensor([5, 2])
     (found,) = lowered(CUDA, layer, lambda given, scope: (layer.forward(*given, scope=scope),))([x, lengths], scope)
     assert found[1, 2:].abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", [rnn_cudnn.LSTM, rnn_cudnn.GRU])
+def test_operators_announce_the_shapes_that_they_return(kind: int) -> None:
+    rows = rnn_cudnn.GATES[kind] * 6
+    shapes = (7, 4, 5), (rows, 5), (rows, 6), (rows,), (rows,), (4, 6)
+    given = [torch.randn(shape) for shape in shapes]
+    c0 = torch.randn(4, 6) if kind == rnn_cudnn.LSTM else None
+
+    def run(arrays: list[Array], cells: Array | None) -> list[tuple[int, ...]]:
+        x, weights, hidden, _, _, h0 = arrays
+        output, h, c, reserve, packed = rnn_cudnn.rnn_cudnn(kind, *arrays, cells)
+        seeds = output, h, c if cells is not None else None
+        arguments = kind, x, weights, hidden, h0, cells, output, reserve, packed, *seeds
+        gradients = rnn_cudnn.rnn_cudnn_gradient(*arguments, True), rnn_cudnn.rnn_cudnn_gradient(*arguments, False)
+        return [tuple(one.shape) for one in (output, h, c, reserve, *gradients[0], *gradients[1])]
+
+    with torch_private.FakeTensorMode() as mode:
+        announced = run([mode.from_tensor(one) for one in given], None if c0 is None else mode.from_tensor(c0))
+    assert announced == run(given, c0)
