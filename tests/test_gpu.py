@@ -288,13 +288,14 @@ def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureF
     assert executable.mode == "fused CUDA graph"
 
 
+@pytest.mark.parametrize("kind", [sg.LSTMLayer, sg.GRULayer])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
+def test_cudnn_computes_recurrent_layers(kind: type[sg.LSTMLayer | sg.GRULayer], bidirectional: bool) -> None:
     def trained(device: sg.Device) -> list[float]:
         sg.set_seed(3)
         x, y = sg.Tensor((4, 7, 5)), sg.Tensor((4, 7, 12 if bidirectional else 6))
         graph = sg.Graph()
-        layer = sg.LSTMLayer.create(5, 6, layer_count=2, is_bidirectional=bidirectional, batch_first=True)
+        layer = kind.create(5, 6, layer_count=2, is_bidirectional=bidirectional, batch_first=True)
         graph.node(layer, x)
         training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.5))
         training.add_inputs({"x": x}, {"y": y})
@@ -303,7 +304,7 @@ def test_cudnn_computes_the_lstm(bidirectional: bool) -> None:
         data = [generator.standard_normal(shape).astype(np.float32) for shape in (x.shape, y.shape)]
         compiled = training.compilation
         nodes = compiled.programs.executable("step", compiled.feeds.batch).part.module.graph.nodes
-        by_cudnn = torch.ops.stepgraph.lstm_cudnn.default in [node.target for node in nodes]
+        by_cudnn = torch.ops.stepgraph.rnn_cudnn.default in [node.target for node in nodes]
         assert by_cudnn == device.is_cuda
         return [training.execute({"x": data[0]}, {"y": data[1]}).loss for _ in range(10)]
 

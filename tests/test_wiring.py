@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import stepgraph as sg
 from stepgraph.layers import functions
+from stepgraph.layers.found import found_at_node, last_extent
 from tools import layer_functions as wiring
 
 
@@ -212,6 +213,31 @@ def test_input_sizes_are_found_when_a_layer_is_wired(layer: Any, source: Any, pa
     graph.node(made, sg.Tensor(source))
     assert getattr(made, parameter).shape == shape and made in graph.layers and not made.is_deferred
     assert "test_wiring.py" in made.line and made.label == type(made).default_label
+
+
+class Scaled(sg.Layer):
+    """Weights one per feature; its `create` names its arguments as it likes."""
+
+    weights: sg.Tensor
+    factors: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    @found_at_node("width", last_extent)
+    def create(cls, width: int, *factors: float, label: str = "", **notes: str) -> "Scaled":
+        """New weights."""
+        return cls(sg.Tensor((width,), fill=1.0), factors, (*notes, *notes.values()), label=label)
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        return x * scope.array(self.weights) * float(np.prod(self.factors))
+
+
+def test_any_create_can_leave_out_what_is_found() -> None:
+    layer, graph = Scaled.create(label="mine", settings="kept", other="too"), sg.Graph()
+    graph.node(layer, sg.Tensor((2, 7)))
+    assert layer.weights.shape == (7,) and layer.notes == ("settings", "other", "kept", "too")
+    assert layer.label == "mine" and layer.factors == ()
+    assert Scaled.create(7, 2.0, 3.0).factors == (2.0, 3.0)
 
 
 def test_a_layer_that_could_not_be_wired_still_finds_its_inputs() -> None:

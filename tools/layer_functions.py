@@ -67,12 +67,12 @@ from __future__ import annotations
 {imports}
 
 
-class LayerFunctions:
+class LayerFunctions(ABC):
     """The functions of a graph that wire one layer and return its result, or all of its results as a tuple."""
 
+    @abstractmethod
     def wire(self, layer: Layer, *sources: Operand, loss_labels: Tensor | None = None) -> Any:
-        """Wires a layer; `Graph` implements it."""
-        raise NotImplementedError
+        """Wires a layer and returns its result, or all of them."""
 '''
 
 
@@ -104,6 +104,7 @@ def rows(layers: list[type[Layer]]) -> Iterator[Row]:
 def written(layers: list[type[Layer]]) -> str:
     """The module."""
     imports: dict[str, set[str]] = {
+        "abc": {"ABC", "abstractmethod"},
         "typing": {"Any"},
         "stepgraph.layers.layer": {"Layer"},
         "stepgraph.tensors.tensor": {"Operand", "Tensor"},

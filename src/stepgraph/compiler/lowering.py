@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from stepgraph.compiler.lstm_cudnn import by_cudnn, supports
+from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.layers.attending import attention_weights, position_mask, repeat_heads, weighted
 from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.convolution import ConvolutionLayer
+from stepgraph.layers.gru import GRULayer, gru_direction
 from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.recurrent import LSTMLayer
@@ -32,7 +33,7 @@ def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
         return _under(_Attention(step), forward)
-    if step.device.type == "cuda" and isinstance(layer, LSTMLayer):
+    if step.device.type == "cuda" and isinstance(layer, LSTMLayer | GRULayer):
         return _under(_ByCudnn(), forward)
     return forward
 
@@ -62,11 +63,15 @@ def _under(mode: TorchFunctionMode, forward: Forward) -> Forward:
 
 
 class _ByCudnn(TorchFunctionMode):
-    """Records cuDNN's LSTM in the place of our own, where cuDNN has one."""
+    """Records cuDNN's LSTM or GRU in the place of our own, where cuDNN has one."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is one_direction and supports(args[0].dtype, lengths=args[6]):
-            return by_cudnn(*args)
+            return lstm_by_cudnn(*args)
+        if function is gru_direction:
+            x, *_, lengths, _, reset_after = args
+            if reset_after and supports(x.dtype, lengths):
+                return gru_by_cudnn(*args)
         return function(*args, **(kwargs or {}))
 
 

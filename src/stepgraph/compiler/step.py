@@ -33,6 +33,7 @@ class KeyKind(StrEnum):
     STREAM = "stream"
     SCALE = "scale"
     SEEDS = "seeds"
+    REFUSED = "refused"
     HANDED_ON = "handed on"
 
 
@@ -102,6 +103,7 @@ NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
 SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving averages
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
 SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
+REFUSED = Key(KeyKind.REFUSED)  # the first index out of range, see `compiler/guard.py`; zeros if there was none
 SEEDS = Key(KeyKind.SEEDS)  # of several losses, the factor of each one's gradient: 1, but for parts of a larger batch
 
 
@@ -137,6 +139,8 @@ class Step:
         chooses_kernels: whether to look for faster implementations.
         channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
+        guards: whether indices are checked on the device, by the step itself; a call that has one out of range changes
+            nothing.
         precision: what a GPU may round float32 factors to.
         memory_limit: bytes that the whole step may need, including parameters and optimizer state.
         names: the names of layers and parameters in profiles and plans.
@@ -162,6 +166,7 @@ class Step:
     chooses_kernels: bool = True
     channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
+    guards: bool = False
     precision: Precision = FULL
     memory_limit: int | None = None
     names: Mapping[Any, str] = field(default_factory=dict)
@@ -278,7 +283,7 @@ class Step:
     def index_limits(self) -> dict[Tensor, Limit]:
         """Tensors that layers read as indices, directly or after moving their elements, and the narrowest range."""
         found: dict[Tensor, Limit] = {}
-        descriptors = self.check()
+        descriptors = self._descriptors
 
         def narrow(tensor: Tensor, limit: Limit) -> None:
             if not tensor.data_type.is_floating:
@@ -295,6 +300,37 @@ class Step:
                     for tensor in (t for position, t in enumerate(node.sources) if position not in own):
                         narrow(tensor, limit)
         return found
+
+    @cached_property
+    def guarded(self) -> dict[Tensor, Limit]:
+        """Tensors whose indices the step itself checks: those that come from outside, and those that layers compute.
+
+        What a layer only moves is checked where it comes from, so that an error names a place in the caller's data.
+        """
+        if not self.guards:
+            return {}
+        made = {tensor: node for node in self.nodes for tensor in node.results}
+
+        def is_covered(tensor: Tensor) -> bool:
+            node = made.get(tensor)
+            if node is None:
+                return tensor in self.fed
+            own = node.layer.index_limits(*(self._descriptors[t] for t in node.arguments))
+            moved = [t for position, t in enumerate(node.sources) if position not in own]
+            return node.layer.moves and all(is_covered(t) for t in moved)
+
+        fed = {tensor: limit for tensor, limit in self.index_limits.items() if tensor in self.fed}
+        read = (
+            node.arguments[position]
+            for node in self.nodes
+            for position in node.layer.index_limits(*(self._descriptors[t] for t in node.arguments))
+        )
+        others = {tensor: self.index_limits[tensor] for tensor in read if tensor in self.index_limits}
+        return fed | {tensor: limit for tensor, limit in others.items() if not is_covered(tensor)}
+
+    @cached_property
+    def _descriptors(self) -> dict[Tensor, TensorDescriptor]:
+        return self.check()
 
     def check(self) -> dict[Tensor, TensorDescriptor]:
         """Descriptors of all tensors at this batch size; raises if a layer fixes the batch dimension."""

@@ -14,12 +14,13 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import kernels
+from stepgraph.compiler import guard, kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.step import (
     NUMBERS,
+    REFUSED,
     SCALE,
     SEEDS,
     SHARE,
@@ -100,6 +101,8 @@ def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
 def input_keys(step: Step) -> list[Key]:
     """What a step reads, in a fixed order."""
     keys = [value(tensor) for tensor in (*step.feeds, *step.held)] + [STREAM]
+    if step.guarded:
+        keys.append(REFUSED)
     if step.differentiates:
         keys += [user_gradient(tensor) for tensor in step.seeded]
         if step.optimizer is not None:
@@ -134,6 +137,8 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
             return (1,), torch.float32
         case KeyKind.SCALE:
             return (2,), torch.float32
+        case KeyKind.REFUSED:
+            return (guard.LENGTH,), torch.int64
         case KeyKind.SEEDS:
             return (len(step.losses),), torch.float32
         case _:

@@ -7,12 +7,14 @@ In mixed precision, layers compute in the step's compute type; parameters, stati
 keep their declared type. Casts are inside the differentiated node, so gradients have the type of the array they
 belong to. In float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not
 finite.
+
+Where a step guards its indices (`guard.py`), it changes nothing if one of them is out of range.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -21,11 +23,12 @@ from typing import Any
 import torch
 from torch.fx import traceback
 
-from stepgraph.compiler import kernels
+from stepgraph.compiler import guard, kernels
 from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
     NUMBERS,
+    REFUSED,
     SCALE,
     SEEDS,
     SHARE,
@@ -59,12 +62,13 @@ LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24  # bounds of the scale: 0 and infinity
 def run(step: Step, arrays: Arrays) -> Arrays:
     """The whole iteration on arrays. Returns everything it computed; parameters and statistics change in place."""
     walk = _Walk(step, arrays)
+    walk.guard((*step.feeds, *step.held))
     for index, node in enumerate(step.nodes):
         walk.forward(index, node)
     walk.store_updates()
     if walk.drew:
         with _tagged("random stream", Phase.FORWARD):
-            arrays[STREAM][1].add_(1)
+            arrays[STREAM][1].add_(1 if walk.note is None else guard.accepts(walk.note))
     if step.differentiates:
         walk.seed()
         for index in reversed(range(len(step.nodes))):
@@ -97,8 +101,19 @@ class _Walk:
     claimed: set[int] = field(default_factory=set)
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
     drew: bool = False
+    note: torch.Tensor | None = None
 
     # Forward
+
+    def guard(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces indices out of range, and notes the first one."""
+        for number, (tensor, limit) in enumerate(self.step.guarded.items(), 1):
+            if tensor in tensors:
+                with _tagged("indices", Phase.FORWARD):
+                    indices = self._value(tensor)
+                    self.values[tensor] = in_range = guard.clamped(indices, limit)
+                    note = self.arrays[REFUSED] if self.note is None else self.note
+                    self.note = guard.noted(note, number, indices, in_range, limit.extent)
 
     def forward(self, index: int, node: Node) -> None:
         step = self.step
@@ -126,13 +141,20 @@ class _Walk:
                 self.values[tensor] = array.detach()
                 self.found[value(tensor)] = _declared(self.values[tensor], tensor)
         self.visits.append(_Visit(sources, {t: own[t] for t in own if own[t].requires_grad}, results))
+        self.guard(node.results)
 
     def store_updates(self) -> None:
         """Stores statistics once every layer has run: a forward pass that fails does not change them."""
         for tensor, new in self.updates.items():
             with _tagged(self.step.names.get(tensor, "statistics"), Phase.FORWARD):
-                self.arrays[value(tensor)].copy_(new)
+                array = self.arrays[value(tensor)]
+                array.copy_(new if self.note is None else torch.where(guard.accepts(self.note), new, array))
             del self.values[tensor]
+        if self.note is not None:
+            with _tagged("indices", Phase.FORWARD):
+                for key in (value(node.results[0]) for node in self.step.losses):
+                    self.found[key] = torch.where(guard.accepts(self.note), self.found[key], torch.nan)
+                self.arrays[REFUSED].copy_(self.note)
 
     def _value(self, tensor: Tensor) -> torch.Tensor:
         return self.values[tensor] if tensor in self.values else self.arrays[value(tensor)]
@@ -228,7 +250,9 @@ class _Walk:
         if self.step.updates_last or tensor.descriptor.element_count < SMALL:
             self.waiting.append(tensor)
         else:
-            self._update([tensor])
+            with _tagged("optimizer", Phase.UPDATE):
+                allowed = self._allowed()
+            self._update([tensor], allowed=allowed)
 
     def _own(self, key: Key) -> None:
         """Gives a trained gradient its own array if it shares one, with another or with the user: phases go by name."""
@@ -250,14 +274,23 @@ class _Walk:
         with _tagged("optimizer", Phase.UPDATE):
             gradients = {t: self.found[gradient(t)] for t in self.waiting}
             finite = self._finite(gradients) if self.step.scales_loss else None
+            allowed = self._allowed(finite)
             norm = self._norm(gradients) if optimizer.needs_global_norm else None
-        self._update(self.waiting, norm, finite)
+        self._update(self.waiting, norm, allowed)
         with _tagged("optimizer", Phase.UPDATE):
             numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
             steps = numbers[:, column] if optimizer.groups else numbers[column]
-            steps.add_(1 if finite is None else finite)
+            steps.add_(1 if allowed is None else allowed)
             if finite is not None:
-                _adapt(self.arrays[SCALE], finite)
+                _adapt(self.arrays[SCALE], finite, self._allowed())
+
+    def _allowed(self, finite: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Whether an update may change anything: gradients are finite, and no index was out of range."""
+        if self.note is None:
+            return finite
+        # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
+        accepted = guard.accepts(self.arrays[REFUSED])
+        return accepted if finite is None else accepted & finite
 
     def _finite(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
         """Whether all gradients that an update uses are finite."""
@@ -278,17 +311,17 @@ class _Walk:
         return combined_norm(norms, self._numbers())
 
     def _update(
-        self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, finite: torch.Tensor | None = None
+        self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, allowed: torch.Tensor | None = None
     ) -> None:
         """Updates parameters, those of one group and with the same buffers together."""
         together: dict[Any, list[Tensor]] = defaultdict(list)
         for tensor in tensors if self.step.optimizer is not None else ():
             together[self.step.groups.get(tensor, 0), self.step.slots_of(tensor)].append(tensor)
         for (group, _), members in together.items():
-            self._update_alike(members, group, norm, finite)
+            self._update_alike(members, group, norm, allowed)
 
     def _update_alike(
-        self, tensors: Sequence[Tensor], group: int, norm: torch.Tensor | None, finite: torch.Tensor | None
+        self, tensors: Sequence[Tensor], group: int, norm: torch.Tensor | None, allowed: torch.Tensor | None
     ) -> None:
         optimizer = self.step.optimizer
         assert optimizer is not None
@@ -301,12 +334,12 @@ class _Walk:
         with _tagged(name, Phase.UPDATE), torch.no_grad():
             if optimizer.groups:
                 changes = ~self._frozen(group)
-                finite = changes if finite is None else finite & changes
-            found: dict[str, Any] = {"norm": norm, "finite": finite, "expanded": expanded}
+                allowed = changes if allowed is None else allowed & changes
+            found: dict[str, Any] = {"norm": norm, "finite": allowed, "expanded": expanded}
             by_name = partial(self._numbers, group)
             kernels.update(optimizer, parameters, gradients, states, self._row(group), by_name, **found)
             if self.step.averages:
-                share = self.arrays[SHARE][0] if finite is None else self.arrays[SHARE][0] * finite
+                share = self.arrays[SHARE][0] if allowed is None else self.arrays[SHARE][0] * allowed
                 for tensor, parameter in zip(tensors, parameters, strict=True):
                     self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
 
@@ -331,20 +364,22 @@ class _Walk:
         return _tagged(self.step.names.get(node.layer, node.layer.label), phase)
 
 
-def _adapt(scale: torch.Tensor, finite: torch.Tensor) -> None:
-    """Halves the loss scale after a skipped step, doubles it after many finite ones, within bounds."""
+def _adapt(scale: torch.Tensor, finite: torch.Tensor, accepted: torch.Tensor | None = None) -> None:
+    """Halves the loss scale after a skipped step, doubles it after many finite ones, within bounds.
+
+    A step that is not `accepted` leaves it as it is.
+    """
     current, good = scale.unbind()
     grown = good + 1 >= GROWTH_INTERVAL
     larger = torch.where(grown & (current < LARGEST_SCALE), current * 2, current)
     smaller = torch.where(current > LEAST_SCALE, current / 2, current)
-    scale.copy_(
-        torch.stack(
-            [
-                torch.where(finite, larger, smaller),
-                torch.where(finite & ~grown, good + 1, torch.zeros_like(good)),
-            ]
-        )
+    adapted = torch.stack(
+        [
+            torch.where(finite, larger, smaller),
+            torch.where(finite & ~grown, good + 1, torch.zeros_like(good)),
+        ]
     )
+    scale.copy_(adapted if accepted is None else torch.where(accepted, adapted, scale))
 
 
 def _as(array: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

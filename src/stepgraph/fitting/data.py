@@ -29,10 +29,17 @@ GIVE = "pass arrays (inputs, labels), a dictionary of arrays, or an iterable of 
 
 @dataclass(frozen=True)
 class Batch:
-    """The data of one call: inputs, labels and label weights, each by name."""
+    """The data of one call: inputs, labels and label weights, each by name.
+
+    Args:
+        parts: the data.
+        rows: the number of rows.
+        origin: the same data on the host, if it was checked there and copied to the device.
+    """
 
     parts: tuple[Mapping[str, Any], ...]
     rows: int
+    origin: tuple[Mapping[str, Any], ...] | None = None
 
     def pinned(self) -> Batch:
         """The same in pinned memory, which a GPU reads asynchronously."""

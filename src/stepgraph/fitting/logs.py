@@ -9,6 +9,7 @@ import csv
 import io
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from stepgraph.system.storage import as_path, storage
 logger = logging.getLogger("stepgraph")
 
 
-class Log(Callback):
+class Log(Callback, ABC):
     """The base of logs: numbers per epoch and, every `every` updates, loss and learning rate.
 
     Reading the loss of an update synchronizes with a GPU, so a log does it rarely.
@@ -40,9 +41,9 @@ class Log(Callback):
     def begin(self, moment: Moment) -> None:
         """Opens what is written to; an error here is raised, since the training has not begun."""
 
+    @abstractmethod
     def write(self, history: History, step: int, numbers: Mapping[str, float]) -> None:
         """Writes numbers of an update."""
-        raise NotImplementedError
 
     def finish(self, moment: Moment) -> None:
         """Closes it."""
@@ -67,7 +68,7 @@ class Log(Callback):
     def _tried(self, moment: Moment, writing: Callable[[], None]) -> None:
         try:
             writing()
-        except Exception as error:
+        except Exception as error:  # of any library: a log that fails must not end hours of training
             if not self.warned:
                 self.warned = True
                 text = readable(f"{type(self).__name__} could not write: {reason(error)}")

@@ -218,10 +218,10 @@ class Loop:
     def _tell_end(self, moment: Moment) -> None:
         try:
             self.parts.callbacks.end(moment)
-        except Exception:
+        except Exception:  # of a user's callback: it must not hide the error that ended the run
             if moment.stopped != FAILED:
                 raise
-            logger.exception("a callback failed at the end of a run that had failed")  # the first error is raised
+            logger.exception("a callback failed at the end of a run that had failed")
 
     def _set_rate(self, rate: float) -> None:
         if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
@@ -246,7 +246,7 @@ class Loop:
         """Writes to the report; whatever goes wrong there does not end the training."""
         try:
             telling()
-        except Exception as error:
+        except Exception as error:  # of files, drawings or callers' objects: none of them is worth the run
             self._warn("report", f"the report of the run is incomplete: {reason(error)}")
 
     def _warn(self, what: str, text: str) -> None:

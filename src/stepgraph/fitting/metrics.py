@@ -196,7 +196,7 @@ class Collected:
             self.device = prediction.device
         try:
             self.metric.update(prediction, labels)
-        except Exception as error:
+        except Exception as error:  # whatever the metric raises is raised again, and says which metric it was
             shapes = f"prediction {tuple(prediction.shape)}, labels {tuple(labels.shape)}"
             error.add_note(f"in the metric '{self.name}', called with {shapes}")
             raise

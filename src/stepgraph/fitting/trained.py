@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Rows, Source, ahead
 from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
 from stepgraph.fitting.metrics import Tally
+from stepgraph.fitting.transfer import Transfer
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
@@ -76,10 +78,25 @@ class Trained:
         """Batches, prepared ahead if that pays off."""
         on_gpu = self.device.torch.type == "cuda"
         count = (2 if on_gpu or origin.wants_a_thread else 0) if prefetch is None else prefetch
+        transfer = self._transfer() if on_gpu and count else None
         if on_gpu and count:
-            batches = (batch.pinned() for batch in batches)
+            prepared = Batch.pinned if transfer is None else transfer.moved
+            batches = (prepared(batch) for batch in batches)
         with closing(ahead(batches, count)) as coming:  # type: ignore[type-var]
-            yield coming
+            yield coming if transfer is None else transfer.taken(coming)
+
+    def _transfer(self) -> Transfer | None:
+        """How batches are copied to the device ahead of time.
+
+        None if there may be no memory for more than one, or if a call would have to look at indices there.
+        """
+        session = self.training.require_session("fit")
+        compiled, limits = session.compilation, session.index_limits
+        if self.portion is not None or compiled.settings.memory_limit is not None:
+            return None
+        if limits and not compiled.guards_indices:
+            return None
+        return Transfer(self.device.torch, self._names(), limits)
 
     def compile_for(self, data: Source) -> None:
         """Compiles the step for the batches of a graph without a declared batch size, if their size is known."""
@@ -218,7 +235,10 @@ class Trained:
 
     def read(self, batches: Sequence[Sequence[Measured]]) -> list[Read]:
         """The losses of batches, from those of their parts, with one synchronization for all."""
-        parts = iter(read_losses([part for batch in batches for part in batch]))
+        found = read_losses([part for batch in batches for part in batch])
+        if any(isnan(loss) for one in found for loss in one.losses):
+            self.training.require_session("fit").require_accepted()
+        parts = iter(found)
         return [joined([next(parts) for _ in batch], self.losses) for batch in batches]
 
     def add_losses(self, tally: Tally, one: Read) -> None:
@@ -268,14 +288,19 @@ class Trained:
     def _labels(self, loss: TrainedLoss, batch: Batch) -> torch.Tensor:
         if loss.labels is None:
             raise StateError("metrics", "the loss has no labels for metrics to compare with", fix="leave metrics out")
-        return self._given(batch, loss.labels)
+        return self._array(batch.parts, batch, loss.labels)
 
     def _given(self, batch: Batch, tensor: Tensor) -> torch.Tensor:
-        """The array of a label tensor in a batch."""
-        named = (part[name] for part, names in zip(batch.parts, self._names(), strict=True) for name in part
+        """The array of a label tensor in a batch, on the host if it came from there: counting labels is free there."""
+        return self._array(batch.parts if batch.origin is None else batch.origin, batch, tensor)
+
+    def _array(self, parts: Sequence[Mapping[str, Any]], batch: Batch, tensor: Tensor) -> torch.Tensor:
+        named = (part[name] for part, names in zip(parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        return tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
+        array = tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
+        checked = batch.origin is not None
+        return array if checked else self.training.require_session("fit").in_range(tensor, array)
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
@@ -297,8 +322,8 @@ def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator
             batch = next(batches)
         except StopIteration:
             return
-        except Exception:
-            if interrupted():  # the signal also reached a loader's own processes
+        except Exception:  # of any loader: an interrupt also reaches its processes, which then fail in their own ways
+            if interrupted():
                 return
             raise
         yield batch

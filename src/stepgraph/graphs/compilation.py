@@ -30,6 +30,9 @@ from stepgraph.types import GraphCompilationOptions as Options
 Arrays = dict[Key, torch.Tensor]
 
 
+GUARDED = {"cuda"}  # where steps check indices: an operator cannot refuse one, and looking at them synchronizes
+
+
 @dataclass(frozen=True, eq=False)
 class Compilation:
     """A declaration compiled for a device. It changes nothing else and is replaced as a whole.
@@ -116,6 +119,15 @@ class Compilation:
         """Whether indices are checked before a call. On other devices operators raise if one is out of range."""
         return Options.FUSE_LAYERS in self.settings.options or self.device.torch.type != "cpu"
 
+    @property
+    def guards_indices(self) -> bool:
+        """Whether a step checks indices on the device, and shows in its losses that one is out of range.
+
+        Linked graphs would not know it of one another, and a step that is rolled back would forget it.
+        """
+        alone = len(self.group) == 1 and not self.checks_numerics
+        return self.device.torch.type in GUARDED and bool(self.losses) and alone
+
     def step(self, batch: int, training: bool) -> Step:
         """What to compute for a batch size."""
         settings, device = self.settings, self.device.torch
@@ -129,6 +141,7 @@ class Compilation:
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and settings.chooses_kernels,
             fusion=fusion_of(settings.options, device, planned=settings.memory_limit is not None),
+            guards=self.guards_indices,
             precision=settings.precision,
             memory_limit=settings.memory_limit,
             names=draw.parameter_names(self.nodes),

@@ -13,7 +13,7 @@ import torch
 
 from stepgraph.compiler.program import Part, PartName, fake
 from stepgraph.compiler.settings import require_options
-from stepgraph.compiler.step import STREAM, Key, KeyKind, value
+from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, Limit, value
 from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
@@ -25,6 +25,7 @@ from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import profile
+from stepgraph.runtime.refusal import Refusal, explanation
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
 from stepgraph.system.interrupts import Uninterrupted
@@ -92,6 +93,7 @@ class Session:
         self._raising: set[int] = set()  # batch sizes for which operators themselves detect indices out of range
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
+        self._refusal = self._new_refusal()
 
     @property
     def is_outdated(self) -> bool:
@@ -178,6 +180,38 @@ class Session:
                 self._raising.add(batch)
         return found
 
+    def in_range(self, tensor: Tensor, array: torch.Tensor) -> torch.Tensor:
+        """A feed's array as a step reads it: a step that checks indices itself replaces those out of range."""
+        if self._refusal is None or array.device != self.device.torch:  # checked before, on the host
+            return array
+        return self._indices_of(self.compilation.usual_batch).in_range(value(tensor), array)
+
+    @property
+    def index_limits(self) -> dict[Tensor, Limit]:
+        """The feeds that are indices, and what they may be, for the usual batch size."""
+        limits = self._indices_of(self.compilation.usual_batch).limits
+        return {key.owner: limit for key, limit in limits.items()}
+
+    def _new_refusal(self) -> Refusal | None:
+        note = None if self.state is None else self.state.arrays.get(REFUSED)
+        if note is None:
+            return None
+        step = self.compilation.step(int(self.feeds.batch), False)
+        return Refusal(note, explanation(step, self.feeds.titles), self._refused) if step.guarded else None
+
+    def _refused(self) -> None:
+        """Continues from before the call that the device has refused; it and those after it changed nothing."""
+        assert self.state is not None
+        self.state.read_steps()
+        self.forget_passes()
+        self._refusal = self._new_refusal()
+
+    def require_accepted(self) -> None:
+        """Raises if the device has refused a call because of an index out of range."""
+        if self._refusal is not None:
+            with executions.turn(self.device):
+                self._refusal.require_none()
+
     def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that has passed all checks."""
         if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
@@ -207,7 +241,7 @@ class Session:
         this one. An interrupt is handled before or after, never in between.
         """
         timed = bool(options) and ExecutionOptions.PROFILING in options
-        execution = Execution(self.device, timed, announced=completion is not None)
+        execution = Execution(self.device, timed, announced=completion is not None, refusal=self._refusal)
         with Uninterrupted():
             # If the call can still be refused or undone, the earlier results must survive it.
             if discard is not None and binding.executable.allocates and not self.compilation.checks_numerics:

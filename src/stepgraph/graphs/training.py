@@ -611,7 +611,9 @@ class TrainingGraph(CompiledGraph):
 
     def synchronize_updates(self) -> None:
         """Copies parameters and statistics back: afterwards your own arrays hold the new values."""
-        for tensor in self.require_session("synchronize_updates").compilation.held:
+        session = self.require_session("synchronize_updates")
+        session.require_accepted()
+        for tensor in session.compilation.held:
             tensor.synchronize_data()
 
     # Between the calls
@@ -633,6 +635,7 @@ class TrainingGraph(CompiledGraph):
             time = None if optimizer is None else optimizer.time_step
             return self._pending or Progress(time_step=time, buffers=bound_buffers(self.nodes))
         require_own(self._state, "TrainingGraph")
+        self.require_session("TrainingGraph").require_accepted()
         found, unused = self._state.progress(), {} if self.gradients.used else self.gradients.found
         found.gradients = {key.owner: array for key, array in unused.items() if key.kind == KeyKind.GRADIENT}
         return found
@@ -665,7 +668,12 @@ class TrainingGraph(CompiledGraph):
         trained = compilation.trainable if optimizer else ()
         slots = {tensor: compilation.declaration.slots(tensor) for tensor in trained}
         state = kept.attached(
-            optimizer, slots, scaled=scaled, decay=self._declared.average, losses=len(compilation.losses)
+            optimizer,
+            slots,
+            scaled=scaled,
+            decay=self._declared.average,
+            losses=len(compilation.losses),
+            guards=compilation.guards_indices,
         )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 

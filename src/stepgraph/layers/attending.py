@@ -49,7 +49,12 @@ def position_mask(steps: int, keys: int, *, causal: bool, window: int | None, li
     if window is not None:
         hidden = hidden | (distance.abs() >= window)
     hidden = hidden & (key < steps)
-    return like.new_zeros(hidden.shape).masked_fill(hidden, -math.inf)[None, None]
+    return as_added(hidden, like.dtype)[None, None]
+
+
+def as_added(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive mask: -∞ where a key is hidden, else 0."""
+    return hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -math.inf)
 
 
 def split_heads(x: torch.Tensor, *, heads: int) -> torch.Tensor:
@@ -74,7 +79,7 @@ def join_masks(*masks: torch.Tensor, batch: int, keys: int, dtype: torch.dtype) 
     joined: torch.Tensor | None = None
     for mask in masks:
         if mask.dtype is torch.bool:
-            mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(mask, -math.inf)
+            mask = as_added(mask, dtype)
         mask = F.pad(mask.to(dtype), (0, keys - mask.shape[-1])) if keys > mask.shape[-1] else mask.to(dtype)
         rows = batch if mask.shape[0] > 1 else 1
         mask = mask[:, None, None] if mask.ndim == 2 else mask.reshape(rows, -1, *mask.shape[1:])

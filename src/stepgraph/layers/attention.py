@@ -25,6 +25,7 @@ from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.rotary import rotate
 from stepgraph.layers.shape import require_same_type
+from stepgraph.layers.sliding import Sliding
 from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType, RandomInitializerType
@@ -148,7 +149,8 @@ class MultiheadAttentionLayer(Layer):
     heads are zero, its result is the output bias, its gradient is zero (`torch.nn.MultiheadAttention` gives NaN).
 
     `causal` and `window` compare positions, so they need as many queries as keys; masks apply in addition. Causal
-    attention without other masks needs no mask in memory. Both sequences of rotary attention start at position 0.
+    attention without other masks needs no mask in memory. A window over long sequences is computed in blocks, unless
+    there is an attention mask: memory grows with `L * window`. Both sequences of rotary attention start at position 0.
 
     Weights are query, key, value, output: `[K, E]`, `[K', width of the key source]`, `[V', width of the value source]`,
     `[E, V]`, or Apple's `[1, heads, K / heads, E]`, …, `[1, 1, E, V]`: the same numbers in memory. Biases hold K, K',
@@ -286,26 +288,52 @@ class MultiheadAttentionLayer(Layer):
         k, v = (append_rows(x, row, zero=settings.adds_zero_attention) for x, row in zip((k, v), rows, strict=True))
         q = split_heads(q, heads=settings.head_count)
         k, v = (split_heads(x, heads=settings.key_value_head_count) for x in (k, v))
-        drops = scope.training and settings.dropout > 0
-        mask, causal = self._limits(masks, q, k, steps=key.shape[1], drops=drops)
-        if drops:
-            weights = attention_weights(q, k, mask)
-            kept = drop(weights, scope.keep_mask(weights, settings.dropout), rate=settings.dropout)
-            heads = weighted(kept, v, mask)
+        mask = join_masks(*masks, batch=q.shape[0], keys=k.shape[2], dtype=q.dtype)
+        sliding = self._sliding(mask, key.shape[1])
+        if sliding is None:
+            heads = self._attend(q, k, v, *self._limits(mask, q, k, key.shape[1], scope), scope)
         else:
-            heads = attend(q, k, v, mask, causal=causal)
+            folded, batch = mask is not None, q.shape[0]
+            seen = sliding.mask(mask, keys=k.shape[2], like=q)
+            q, k, v = sliding.queries(q, folded=folded), *(sliding.keys(x, folded=folded) for x in (k, v))
+            heads = sliding.joined(self._attend(q, k, v, seen, False, scope), batch)
         return self._project(3, heads.transpose(1, 2).flatten(2), scope)
 
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scope: Scope,
+    ) -> torch.Tensor:
+        """The gathered values of every head."""
+        if not self._drops(scope):
+            return attend(q, k, v, mask, causal=causal)
+        rate, weights = self.descriptor.dropout, attention_weights(q, k, mask)
+        return weighted(drop(weights, scope.keep_mask(weights, rate), rate=rate), v, mask)
+
+    def _drops(self, scope: Scope) -> bool:
+        return scope.training and self.descriptor.dropout > 0
+
+    def _sliding(self, mask: torch.Tensor | None, steps: int) -> Sliding | None:
+        """How to attend block by block, if that pays; a mask of queries and keys is as large as all of them anyway."""
+        settings = self.descriptor
+        if settings.window is None or not (mask is None or mask.shape[1:3] == (1, 1)):
+            return None
+        sliding = Sliding(steps, settings.window, settings.causal)
+        return sliding if sliding.pays else None
+
     def _limits(
-        self, masks: Sequence[torch.Tensor], q: torch.Tensor, k: torch.Tensor, *, steps: int, drops: bool
+        self, mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, steps: int, scope: Scope
     ) -> tuple[torch.Tensor | None, bool]:
         """An additive mask for what a query may see, and whether the operator is to be causal instead."""
         settings = self.descriptor
-        mask = join_masks(*masks, batch=q.shape[0], keys=k.shape[2], dtype=q.dtype)
         window = settings.window if settings.window is not None and settings.window < steps else None
         if window is None and not settings.causal:
             return mask, False
-        if window is None and mask is None and not drops and k.shape[2] == steps:
+        if window is None and mask is None and not self._drops(scope) and k.shape[2] == steps:
             return None, True
         seen = position_mask(steps, k.shape[2], causal=settings.causal, window=window, like=q)
         return seen if mask is None else mask + seen, False

@@ -50,13 +50,12 @@ def found_at_node(
             if _binds(every, cls, *given, **settings) or not _binds(without, cls, *given, **settings):
                 return create(cls, *given, **settings)
             bound = without.bind(cls, *given, **settings)
-            called = {one: value for one, value in bound.arguments.items() if one not in (first.name, "settings")}
-            called |= bound.arguments.get("settings", {})
 
             def make(*sources: TensorDescriptor) -> Made:
-                return create(cls, **{name: _number(cls.__name__, name, find, sources[0]), **called})
+                number = _number(cls.__name__, name, find, sources[0])
+                return create(cls, number, *bound.args[1:], **bound.kwargs)
 
-            return cls.deferred(make, settings.get("label", ""))
+            return cls.deferred(make, bound.arguments.get("label", settings.get("label", "")))
 
         created.found_at_node = name  # type: ignore[attr-defined]
         created.__doc__ = f"{inspect.getdoc(create) or ''}\n\n{NOTE.format(name=name)}"

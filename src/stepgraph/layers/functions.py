@@ -5,6 +5,7 @@ Written by `python tools/layer_functions.py`; a test compares.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +38,12 @@ from stepgraph.tensors.tensor import Operand, Tensor
 from stepgraph.types import PaddingPolicy, RandomInitializerType, ReductionType
 
 
-class LayerFunctions:
+class LayerFunctions(ABC):
     """The functions of a graph that wire one layer and return its result, or all of its results as a tuple."""
 
+    @abstractmethod
     def wire(self, layer: Layer, *sources: Operand, loss_labels: Tensor | None = None) -> Any:
-        """Wires a layer; `Graph` implements it."""
-        raise NotImplementedError
+        """Wires a layer and returns its result, or all of them."""
 
     def relu(self, x: Tensor, *, label: str = "") -> Tensor:
         """`ActivationLayer.relu`: `max(x, 0)`."""

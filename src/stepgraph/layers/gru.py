@@ -9,22 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from stepgraph.errors import ArgumentError
+from stepgraph.layers import recurrence
 from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.gru_kernel import gru
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_steps import running
-from stepgraph.layers.recurrence import (
-    check_lengths,
-    check_sequences,
-    check_sizes,
-    check_state,
-    input_sizes,
-    require_tensors,
-    stacked,
-)
-from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import RandomInitializerType
 
@@ -66,7 +58,7 @@ class GRUDescriptor:
     reset_after: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_sizes("GRUDescriptor", self)
+        recurrence.check_sizes("GRUDescriptor", self)
 
     @property
     def direction_count(self) -> int:
@@ -115,7 +107,7 @@ class GRULayer(Layer):
     hidden_biases_parameters = ParameterOf("hidden_biases")
 
     def __post_init__(self) -> None:
-        settings, sizes = self.descriptor, input_sizes(self.descriptor)
+        settings, sizes = self.descriptor, recurrence.input_sizes(self.descriptor)
         hidden = settings.hidden_size
         gates = "three per layer (reset, update, candidate)"
         for name, counts, each, order in (
@@ -124,7 +116,7 @@ class GRULayer(Layer):
             ("biases", [{hidden} for _ in sizes], 3, gates),
             ("hidden_biases", [{hidden} for _ in sizes], 1, "one per layer"),
         ):
-            require_tensors(self, name, settings, counts, each=each, order=order)
+            recurrence.require_tensors(self, name, settings, counts, each=each, order=order)
         for name, allowed, setting in (
             ("biases", settings.uses_biases, "uses_biases"),
             ("hidden_biases", settings.uses_biases, "uses_biases"),
@@ -151,19 +143,15 @@ class GRULayer(Layer):
         Other settings are those of `GRUDescriptor`.
         """
         descriptor = GRUDescriptor(input_size, hidden_size, layer_count, **settings)
-        sizes = [size for size in input_sizes(descriptor) for _ in range(3)]
-
-        def weights(inputs: int) -> Tensor:
-            shape = hidden_size, inputs
-            return Tensor(shape, data=initialize(initializer, shape, inputs, hidden_size))
+        sizes = recurrence.gate_sizes(descriptor, gates=3)
 
         def zeros(count: int, wanted: bool) -> list[Tensor] | None:
             return [Tensor((hidden_size,), fill=0.0) for _ in range(count)] if wanted else None
 
         return cls(
             descriptor,
-            [weights(size) for size in sizes],
-            [weights(hidden_size) for _ in sizes],
+            recurrence.new_weights(sizes, hidden_size, initializer),
+            recurrence.new_weights([hidden_size] * len(sizes), hidden_size, initializer),
             zeros(len(sizes), descriptor.uses_biases),
             zeros(len(sizes) // 3, descriptor.uses_biases and descriptor.reset_after),
             label=label,
@@ -172,20 +160,20 @@ class GRULayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """Checks `x`, and optionally `h0` and `lengths`."""
         x, (states, lengths) = sources[0], _separate(sources[1:])
-        batch = check_sequences(self, x, self.input_weights[0], self.descriptor)
+        batch = recurrence.check_sequences(self, x, self.input_weights[0], self.descriptor)
         if len(states) > 1:
             problem = f"two of the sources are floating besides the sequences: {states[0]} and {states[1]}"
             raise ArgumentError(self.where, problem, fix="pass at most one initial state, then int32 or int64 lengths")
         for state in states:
-            check_state(self, "h0", state, x, batch, self.descriptor)
+            recurrence.check_state(self, "h0", state, x, batch, self.descriptor)
         if lengths is not None:
-            check_lengths(self, lengths, batch)
+            recurrence.check_lengths(self, lengths, batch)
 
     def forward(self, x: Array, *others: Array, scope: Scope) -> Array | tuple[Array, ...]:
         """The output, and optionally the final state."""
         settings, (states, lengths) = self.descriptor, _separate(others)
         run = partial(self._run, scope=scope)
-        y, finals = stacked(x, states, lengths, settings=settings, state_count=1, run=run, scope=scope)
+        y, finals = recurrence.stacked(x, states, lengths, settings=settings, state_count=1, run=run, scope=scope)
         return (y, *finals) if settings.returns_state else y
 
     def _run(
@@ -205,8 +193,8 @@ class GRULayer(Layer):
             None if self.hidden_biases is None else scope.array(self.hidden_biases[index], hidden),
             first[0],
             lengths,
-            reverse=direction == 1,
-            reset_after=self.descriptor.reset_after,
+            direction == 1,
+            self.descriptor.reset_after,
         )
 
 
@@ -218,15 +206,18 @@ def gru_direction(
     hidden_bias: Array | None,
     h0: Array | None,
     lengths: Array | None,
-    *,
     reverse: bool,
     reset_after: bool,
 ) -> tuple[Array, Array]:
     """Outputs `[steps, batch, hidden]` of `x` `[steps, batch, inputs]`, and the final state `[batch, hidden]`.
 
     Weights and biases hold the stacked gates: reset, update, candidate. A sequence that has ended, or in reverse not
-    begun, has update gate 1, so that its state stays without a mask in the recurrence; its output is 0.
+    begun, has update gate 1, so that its state stays without a mask in the recurrence; its output is 0. As a function
+    of PyTorch's own kind, it can be replaced while a layer is recorded.
     """
+    if has_torch_function((x,)):
+        given = x, input_weights, hidden_weights, biases, hidden_bias, h0, lengths, reverse, reset_after
+        return handle_torch_function(gru_direction, (x,), *given)
     hidden = hidden_weights.shape[1]
     inputs = F.linear(x, input_weights, biases)
     going = None if lengths is None else running(len(x), lengths)[..., None]

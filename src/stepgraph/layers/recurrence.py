@@ -12,8 +12,9 @@ from stepgraph.layers.dropout import drop
 from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.lstm_kernel import sequence_lengths
 from stepgraph.layers.lstm_steps import running
+from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
-from stepgraph.types import DataType
+from stepgraph.types import DataType, RandomInitializerType
 
 Array = torch.Tensor
 # One direction of one layer: sequences, initial states (or None for each), lengths, layer, direction → output, states
@@ -93,6 +94,17 @@ def input_sizes(settings: Sizes) -> list[int]:
         for _ in range(settings.direction_count)
         for layer in range(settings.layer_count)
     ]
+
+
+def gate_sizes(settings: Sizes, *, gates: int) -> list[int]:
+    """`input_sizes`, once for every gate."""
+    return [size for size in input_sizes(settings) for _ in range(gates)]
+
+
+def new_weights(inputs: Sequence[int], hidden: int, initializer: RandomInitializerType) -> list[Tensor]:
+    """New weights `[hidden, inputs]`, one for every number of inputs."""
+    shapes = [(hidden, count) for count in inputs]
+    return [Tensor(shape, data=initialize(initializer, shape, shape[1], hidden)) for shape in shapes]
 
 
 def check_sizes(where: str, settings: Sizes) -> None:

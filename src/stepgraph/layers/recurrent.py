@@ -10,21 +10,12 @@ from typing import Any
 import torch
 
 from stepgraph.errors import ArgumentError
+from stepgraph.layers import recurrence
 from stepgraph.layers.activation import ActivationDescriptor, ActivationType
 from stepgraph.layers.found import found_at_node, last_extent
 from stepgraph.layers.layer import Layer, ParameterOf, Scope
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.lstm_steps import lstm_steps
-from stepgraph.layers.recurrence import (
-    check_lengths,
-    check_sequences,
-    check_sizes,
-    check_state,
-    input_sizes,
-    require_tensors,
-    stacked,
-)
-from stepgraph.random import initialize
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import RandomInitializerType, RawEnum
 
@@ -72,7 +63,7 @@ class LSTMDescriptor:
     result_mode: LSTMResultMode = field(default=LSTMResultMode.OUTPUT, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_sizes("LSTMDescriptor", self)
+        recurrence.check_sizes("LSTMDescriptor", self)
         if not isinstance(self.result_mode, LSTMResultMode):
             raise ArgumentError(
                 "LSTMDescriptor", f"the result_mode is {self.result_mode!r}", fix="use a member of LSTMResultMode"
@@ -85,7 +76,7 @@ class LSTMDescriptor:
 
     def input_sizes(self) -> list[int]:
         """Features that each layer reads, first to last and direction by direction: the order of the tensors."""
-        return input_sizes(self)
+        return recurrence.input_sizes(self)
 
 
 class LSTMLayer(Layer):
@@ -142,7 +133,7 @@ class LSTMLayer(Layer):
             ("biases", [{hidden} for _ in sizes]),
         ):
             order = "four per layer (input, forget, candidate, output)"
-            require_tensors(self, name, self.descriptor, counts, each=4, order=order)
+            recurrence.require_tensors(self, name, self.descriptor, counts, each=4, order=order)
         if self.biases is not None and not self.descriptor.uses_biases:
             raise ArgumentError(
                 self.where,
@@ -184,17 +175,13 @@ class LSTMLayer(Layer):
         Other settings are those of `LSTMDescriptor`.
         """
         descriptor = LSTMDescriptor(input_size, hidden_size, layer_count, **settings)
-        sizes = [size for size in descriptor.input_sizes() for _ in range(4)]
-
-        def weights(inputs: int) -> Tensor:
-            shape = hidden_size, inputs
-            return Tensor(shape, data=initialize(initializer, shape, inputs, hidden_size))
-
+        sizes = recurrence.gate_sizes(descriptor, gates=4)
+        square = [hidden_size] * len(sizes)
         return cls(
             descriptor,
-            [weights(size) for size in sizes],
-            [weights(hidden_size) for _ in sizes],
-            [weights(hidden_size) for _ in sizes] if peepholes else None,
+            recurrence.new_weights(sizes, hidden_size, initializer),
+            recurrence.new_weights(square, hidden_size, initializer),
+            recurrence.new_weights(square, hidden_size, initializer) if peepholes else None,
             [Tensor((hidden_size,), fill=0.0) for _ in sizes] if descriptor.uses_biases else None,
             gate_activations,
             output_result_activation,
@@ -204,17 +191,17 @@ class LSTMLayer(Layer):
     def check(self, *sources: TensorDescriptor) -> None:
         """Checks `x`, or `x, h0, c0`, and optionally `lengths`."""
         x, (states, lengths) = sources[0], _separate(sources[1:])
-        batch = check_sequences(self, x, self.input_weights[0], self.descriptor)
+        batch = recurrence.check_sequences(self, x, self.input_weights[0], self.descriptor)
         if lengths is not None:
-            check_lengths(self, lengths, batch)
+            recurrence.check_lengths(self, lengths, batch)
         for name, state in zip(("h0", "c0"), states, strict=False):
-            check_state(self, name, state, x, batch, self.descriptor)
+            recurrence.check_state(self, name, state, x, batch, self.descriptor)
 
     def forward(self, x: Array, *others: Array, scope: Scope) -> Array | tuple[Array, ...]:
         """The output, and optionally the final states."""
         settings, (states, lengths) = self.descriptor, _separate(others)
         run = partial(self._run, scope=scope)
-        y, finals = stacked(x, states, lengths, settings=settings, state_count=2, run=run, scope=scope)
+        y, finals = recurrence.stacked(x, states, lengths, settings=settings, state_count=2, run=run, scope=scope)
         return y if settings.result_mode is LSTMResultMode.OUTPUT else (y, *finals)
 
     def _run(

@@ -17,6 +17,7 @@ import torch
 from stepgraph.compiler.program import Phase
 from stepgraph.compiler.step import (
     NUMBERS,
+    REFUSED,
     SCALE,
     SHARE,
     STREAM,
@@ -118,7 +119,7 @@ class Search:
         yield from ((value(t), False) for t in unread(step.nodes))
         if not step.scales_loss:
             yield from ((gradient(t), False) for t in step.trainable)
-        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SHARE, SCALE))
+        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SHARE, SCALE, REFUSED))
 
     def _causes(self, mark: _Mark) -> Iterator[_Mark]:
         """The arrays that an array was computed from."""

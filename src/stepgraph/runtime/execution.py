@@ -8,6 +8,7 @@ call returns when the work is queued, and reading a result synchronizes.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -20,9 +21,10 @@ import numpy as np
 import torch
 
 from stepgraph.device import Device
-from stepgraph.errors import UnknownNameError
+from stepgraph.errors import DataError, UnknownNameError
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import Profile
+from stepgraph.runtime.refusal import Refusal
 from stepgraph.runtime.results import Lent
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -81,12 +83,11 @@ class Execution:
     """
 
     __slots__ = (
-        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_outputs", "_result", "_started",
-        "_stream",
-        "_timed", "error", "profile",
+        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_outputs", "_refusal", "_result",
+        "_started", "_stream", "_timed", "error", "profile",
     )  # fmt: skip
 
-    def __init__(self, device: Device, timed: bool, announced: bool = False) -> None:
+    def __init__(self, device: Device, timed: bool, announced: bool = False, refusal: Refusal | None = None) -> None:
         self.error: Exception | None = None
         self.profile: Profile | None = None
         self._like: Tensor | None = None
@@ -95,7 +96,7 @@ class Execution:
         self._names: tuple[str, ...] = ()
         self._result: Tensor | None = None
         self._outputs: Outputs = NO_OUTPUTS
-        self._timed = timed
+        self._timed, self._refusal = timed, refusal
         self._elapsed: float | None = None
         self._events: list[torch.cuda.Event] = []
         # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
@@ -140,7 +141,8 @@ class Execution:
     def _announce(self, completion: Completion) -> None:
         try:
             self._synchronize()
-        except RuntimeError as error:
+            self._require_accepted()
+        except (RuntimeError, DataError) as error:
             self.error = error
         completion(None if self.error else self.result, self.error, self.time or 0.0)
 
@@ -161,10 +163,21 @@ class Execution:
 
     def wait(self) -> Execution:
         """Waits until the work is done, on a GPU including later calls so far; raises the error that made it fail."""
+        self._finish()
+        self._require_accepted()
+        return self
+
+    def _finish(self) -> None:
+        """Waits until the work is done; a call that the device has refused shows that in its loss."""
         self._synchronize()
         if self.error is not None:
             raise self.error
-        return self
+
+    def _require_accepted(self) -> None:
+        """Raises if the device has refused this call, or an earlier one."""
+        if self._refusal is not None:
+            with _turns[self._device]:
+                self._refusal.require_none()
 
     @property
     def done(self) -> bool:
@@ -220,18 +233,21 @@ class Execution:
 
         Of several losses, their sum.
         """
-        self.wait()
-        if self._loss is None:
-            return None
-        with _turns[self._device]:  # another thread's call may overwrite it
-            return _number(self._loss)
+        self._finish()
+        return None if self._loss is None else self._read(self._loss)
 
     @property
     def losses(self) -> dict[str, float | np.ndarray]:
         """Every loss before this call's update, by the name of its layer; empty without a loss."""
-        self.wait()
-        with _turns[self._device]:
-            return {name: _number(loss) for name, loss in zip(self._names, self.losses_on_device, strict=True)}
+        self._finish()
+        return {name: self._read(loss) for name, loss in zip(self._names, self.losses_on_device, strict=True)}
+
+    def _read(self, loss: torch.Tensor | Loss | Total) -> float | np.ndarray:
+        with _turns[self._device]:  # another thread's call may overwrite it
+            found = _number(loss)
+            if self._refusal is not None and _has_nan(found):
+                self._refusal.require_none()
+            return found
 
     @property
     def losses_on_device(self) -> tuple[torch.Tensor | Loss, ...]:
@@ -247,6 +263,10 @@ class Execution:
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "running"
         return f"<Execution {state}>"
+
+
+def _has_nan(number: float | np.ndarray) -> bool:
+    return bool(np.isnan(number).any()) if isinstance(number, np.ndarray) else math.isnan(number)
 
 
 def _number(loss: torch.Tensor | Loss | Total) -> float | np.ndarray:

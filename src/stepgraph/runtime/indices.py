@@ -1,7 +1,8 @@
 """Range checks of fed indices (class indices of a loss, rows of an embedding).
 
 The CPU's operators raise an error before anything has changed. A GPU would lose its context, and a fused loop with
-several threads would end the process, so there indices are checked before the call.
+several threads would end the process, so there indices are checked before the call. Those that are already on a GPU
+are left to the step, if it checks them itself (`compiler/guard.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from stepgraph.compiler.guard import clamped
 from stepgraph.compiler.step import Key, Limit, Step, value
 from stepgraph.errors import DataError
 from stepgraph.system import torch_private
@@ -23,7 +25,7 @@ class Indices:
 
     def __init__(self, step: Step, titles: Mapping[Tensor, str]) -> None:
         self.limits = {value(tensor): limit for tensor, limit in step.index_limits.items() if tensor in step.fed}
-        self._titles = titles
+        self._titles, self._is_guarded = titles, step.guards
         self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def require(self, key: Key, array: torch.Tensor) -> None:
@@ -36,12 +38,16 @@ class Indices:
         if known is not None and known[0]() is array and torch_private.version(array) == known[1]:
             return
         limit, elsewhere = self.limits[key], not array.is_cpu
-        if elsewhere and self._is_part_of_known(key, array):
+        if elsewhere and (self._is_guarded or self._is_part_of_known(key, array)):
             return
-        if not _within(array, limit):
+        if not within(array, limit):
             raise _refused(array, limit, self._titles[key.owner])
         if elsewhere:
             self._remember(key, array, limit)
+
+    def in_range(self, key: Key, array: torch.Tensor) -> torch.Tensor:
+        """The array as the step reads it: where the step checks indices, those out of range are replaced."""
+        return clamped(array, self.limits[key]) if self._is_guarded and key in self.limits else array
 
     def require_all(self, arrays: Mapping[Key, torch.Tensor]) -> None:
         """The same for all feeds."""
@@ -57,7 +63,7 @@ class Indices:
 
     def _remember(self, key: Key, array: torch.Tensor, limit: Limit) -> None:
         whole = _whole(array)
-        if not array.is_inference() and (whole is array or _within(whole, limit)):  # inference tensors: no versions
+        if not array.is_inference() and (whole is array or within(whole, limit)):  # inference tensors: no versions
             self._seen[key] = weakref.ref(whole), torch_private.version(whole)
 
 
@@ -67,7 +73,8 @@ def _whole(array: torch.Tensor) -> torch.Tensor:
     return array if base is None or base.dtype != array.dtype else base
 
 
-def _within(array: torch.Tensor, limit: Limit) -> bool:
+def within(array: torch.Tensor, limit: Limit) -> bool:
+    """Whether all indices of an array are in range; on a GPU this synchronizes."""
     if array.numel() == 0:
         return True
     if array.device.type != "cpu":
@@ -93,13 +100,20 @@ def _outside(array: torch.Tensor, limit: Limit) -> torch.Tensor:
 def _refused(array: torch.Tensor, limit: Limit, where: str) -> DataError:
     outside = _outside(array, limit)
     place = outside.nonzero()[0].tolist()
+    count = f"{int(outside.sum())} of {array.numel()} numbers"
+    return refused(where, limit, place, array.shape, int(array[tuple(place)]), out_of_range=count)
+
+
+def refused(
+    where: str, limit: Limit, place: Sequence[int], shape: Sequence[int], index: int, **facts: object
+) -> DataError:
+    """The error for an index out of range at a place in an array."""
     allowed = f"0 to {limit.extent - 1}" + "".join(f" or {one}" for one in sorted(limit.ignored))
     return DataError(
         where,
-        f"{_named(place, array.shape)} holds the {limit.what} {int(array[tuple(place)])}, "
-        f"but {limit.where} takes {allowed}",
-        place=place,
-        out_of_range=f"{int(outside.sum())} of {array.numel()} numbers",
+        f"{_named(place, shape)} holds the {limit.what} {index}, but {limit.where} takes {allowed}",
+        place=list(place),
+        **facts,
         fix=f"use integers from {allowed}",
     )
 

@@ -9,8 +9,9 @@ from operator import is_
 
 import torch
 
+from stepgraph.compiler import guard
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, state
+from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
@@ -70,6 +71,7 @@ class TrainingState:
         scaled: bool,
         decay: float | None,
         losses: int,
+        guards: bool,
     ) -> TrainingState:
         """A state with an optimizer: buffers bound by the user, previous ones, or zeros.
 
@@ -82,6 +84,7 @@ class TrainingState:
             scaled: whether the loss is scaled.
             decay: that of the averages; None if there are none.
             losses: their number; several have a factor each.
+            guards: whether steps check their indices.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -91,6 +94,9 @@ class TrainingState:
         elif SCALE not in new.arrays:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
         new.arrays.pop(SEEDS, None)
+        new.arrays.pop(REFUSED, None)  # what the device notes refers to one compilation
+        if guards:
+            new.arrays[REFUSED] = torch.zeros(guard.LENGTH, dtype=torch.int64, device=self.device.torch)
         if losses > 1:
             new.arrays[SEEDS] = torch.ones(losses, device=self.device.torch)
         if optimizer is not None:
@@ -180,7 +186,12 @@ class TrainingState:
 
     def count_steps(self) -> None:
         """Reads the step count if the device decides whether a step counts: with a scaled loss."""
-        if SCALE in self.arrays and self.optimizer is not None and self._updates:
+        if SCALE in self.arrays:
+            self.read_steps()
+
+    def read_steps(self) -> None:
+        """Reads the step count from the device."""
+        if self.optimizer is not None and self._updates:
             self.optimizer.__dict__["time_step"] = int(self._steps[0])
 
     @property
