@@ -1,10 +1,12 @@
 """Indices that the step itself checks on the device.
 
 A GPU does not survive an index out of range, and looking at indices before a call would synchronize. So the step
-replaces them with the nearest index in range, and notes the first one it meets: `[number, place, index, extent]` with
-the number of the tensor among `Step.guarded`, from 1 on, the place in its flattened array, and the extent that was
-exceeded. As long as a note is there, losses are NaN, and parameters, optimizer state and statistics stay. Whoever reads
-such a loss finds the note, raises the error and erases it (`runtime/refusal.py`).
+replaces them with the nearest index in range, and keeps a note of one number per tensor of `Step.guarded`: 0, or the
+place and the value of the first index out of range. As long as a note is there, losses are NaN, and parameters,
+optimizer state and statistics stay. Whoever reads such a loss finds the note, raises the error and erases it
+(`runtime/refusal.py`).
+
+One number, a maximum over the indices, costs a fused step nothing: it is computed beside the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from stepgraph.compiler.step import Limit
 
 Array = torch.Tensor
-LENGTH = 4  # numbers of a note
+_VALUES, _PLACES = 1 << 32, (1 << 31) - 1  # values that a note tells apart, and the most places
+LEAST, MOST = -(_VALUES // 2), _VALUES // 2 - 1  # values beyond are noted as these
 
 
 def clamped(indices: Array, limit: Limit) -> Array:
@@ -29,14 +32,25 @@ def clamped(indices: Array, limit: Limit) -> Array:
     return found
 
 
-def noted(note: Array, number: int, indices: Array, in_range: Array, extent: int) -> Array:
-    """The note after looking at one tensor: as it was, if it has something already."""
+def noted(indices: Array, in_range: Array) -> Array:
+    """The note on one tensor, `[1]`."""
     outside, given = (indices != in_range).flatten(), indices.flatten().long()
-    place = outside.byte().argmax().reshape(1)  # the first one
-    found = torch.cat([outside.take(place) * number, place, given.take(place), note.new_full((1,), extent)])
-    return torch.where(accepts(note), found, note)
+    before_end = _PLACES - torch.arange(given.numel(), device=given.device)
+    notes = before_end * _VALUES + (given.clamp(LEAST, MOST) - LEAST)
+    return torch.where(outside, notes, 0).amax(0, keepdim=True)  # the largest is that of the first place
 
 
-def accepts(note: Array) -> Array:
+def read(note: int) -> tuple[int, int]:
+    """The place in the flattened array, and the value, of a note."""
+    before_end, value = divmod(note, _VALUES)
+    return _PLACES - before_end, value + LEAST
+
+
+def kept(notes: Array, found: Array) -> Array:
+    """The notes after a call: those that were there before, or else what it found."""
+    return torch.where(accepts(notes), found, notes)
+
+
+def accepts(notes: Array) -> Array:
     """Whether nothing has been noted."""
-    return note[0] == 0
+    return notes[0] == 0 if len(notes) == 1 else (notes == 0).all()

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import guard, kernels
+from stepgraph.compiler import kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
@@ -138,7 +138,7 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
         case KeyKind.SCALE:
             return (2,), torch.float32
         case KeyKind.REFUSED:
-            return (guard.LENGTH,), torch.int64
+            return (len(step.guarded),), torch.int64
         case KeyKind.SEEDS:
             return (len(step.losses),), torch.float32
         case _:

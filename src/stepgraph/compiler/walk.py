@@ -66,9 +66,6 @@ def run(step: Step, arrays: Arrays) -> Arrays:
     for index, node in enumerate(step.nodes):
         walk.forward(index, node)
     walk.store_updates()
-    if walk.drew:
-        with _tagged("random stream", Phase.FORWARD):
-            arrays[STREAM][1].add_(1 if walk.note is None else guard.accepts(walk.note))
     if step.differentiates:
         walk.seed()
         for index in reversed(range(len(step.nodes))):
@@ -101,19 +98,17 @@ class _Walk:
     claimed: set[int] = field(default_factory=set)
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
     drew: bool = False
-    note: torch.Tensor | None = None
+    notes: dict[Tensor, torch.Tensor] = field(default_factory=dict)
 
     # Forward
 
     def guard(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces indices out of range, and notes the first one."""
-        for number, (tensor, limit) in enumerate(self.step.guarded.items(), 1):
-            if tensor in tensors:
-                with _tagged("indices", Phase.FORWARD):
-                    indices = self._value(tensor)
-                    self.values[tensor] = in_range = guard.clamped(indices, limit)
-                    note = self.arrays[REFUSED] if self.note is None else self.note
-                    self.note = guard.noted(note, number, indices, in_range, limit.extent)
+        """Replaces indices out of range, and notes the first one of each tensor."""
+        for tensor in (one for one in self.step.guarded if one in tensors):
+            with _tagged("indices", Phase.FORWARD):
+                indices = self._value(tensor)
+                self.values[tensor] = guard.clamped(indices, self.step.guarded[tensor])
+                self.notes[tensor] = guard.noted(indices, self.values[tensor])
 
     def forward(self, index: int, node: Node) -> None:
         step = self.step
@@ -145,16 +140,28 @@ class _Walk:
 
     def store_updates(self) -> None:
         """Stores statistics once every layer has run: a forward pass that fails does not change them."""
+        accepted = self._store_notes()
         for tensor, new in self.updates.items():
             with _tagged(self.step.names.get(tensor, "statistics"), Phase.FORWARD):
                 array = self.arrays[value(tensor)]
-                array.copy_(new if self.note is None else torch.where(guard.accepts(self.note), new, array))
+                array.copy_(new if accepted is None else torch.where(accepted, new, array))
             del self.values[tensor]
-        if self.note is not None:
-            with _tagged("indices", Phase.FORWARD):
-                for key in (value(node.results[0]) for node in self.step.losses):
-                    self.found[key] = torch.where(guard.accepts(self.note), self.found[key], torch.nan)
-                self.arrays[REFUSED].copy_(self.note)
+        if self.drew:
+            with _tagged("random stream", Phase.FORWARD):
+                self.arrays[STREAM][1].add_(1 if accepted is None else accepted)
+
+    def _store_notes(self) -> torch.Tensor | None:
+        """Keeps what was noted about indices; returns whether the call is accepted, None if nothing can refuse it."""
+        if not self.notes:
+            return None
+        with _tagged("indices", Phase.FORWARD):
+            found = [self.notes[tensor] for tensor in self.step.guarded]
+            notes = guard.kept(self.arrays[REFUSED], torch.cat(found) if len(found) > 1 else found[0])
+            accepted = guard.accepts(notes)
+            for key in (value(node.results[0]) for node in self.step.losses):
+                self.found[key] = torch.where(accepted, self.found[key], torch.nan)
+            self.arrays[REFUSED].copy_(notes)
+        return accepted
 
     def _value(self, tensor: Tensor) -> torch.Tensor:
         return self.values[tensor] if tensor in self.values else self.arrays[value(tensor)]
@@ -286,7 +293,7 @@ class _Walk:
 
     def _allowed(self, finite: torch.Tensor | None = None) -> torch.Tensor | None:
         """Whether an update may change anything: gradients are finite, and no index was out of range."""
-        if self.note is None:
+        if not self.notes:
             return finite
         # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
         accepted = guard.accepts(self.arrays[REFUSED])

@@ -14,7 +14,7 @@ from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
-from stepgraph.compiler.step import Key, Step, gradient, layer_tensors, source_gradient, value
+from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
@@ -127,6 +127,11 @@ class Compilation:
         """
         alone = len(self.group) == 1 and not self.checks_numerics
         return self.device.torch.type in GUARDED and bool(self.losses) and alone
+
+    @property
+    def guarded(self) -> dict[Tensor, Limit]:
+        """Tensors whose indices a step checks, and what they may be; in the order of its notes."""
+        return self.step(int(self.feeds.batch), False).guarded if self.guards_indices else {}
 
     def step(self, batch: int, training: bool) -> Step:
         """What to compute for a batch size."""

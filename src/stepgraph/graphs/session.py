@@ -196,8 +196,7 @@ class Session:
         note = None if self.state is None else self.state.arrays.get(REFUSED)
         if note is None:
             return None
-        step = self.compilation.step(int(self.feeds.batch), False)
-        return Refusal(note, explanation(step, self.feeds.titles), self._refused) if step.guarded else None
+        return Refusal(note, explanation(self.compilation.guarded, self.feeds.titles), self._refused)
 
     def _refused(self) -> None:
         """Continues from before the call that the device has refused; it and those after it changed nothing."""

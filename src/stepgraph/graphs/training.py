@@ -673,7 +673,7 @@ class TrainingGraph(CompiledGraph):
             scaled=scaled,
             decay=self._declared.average,
             losses=len(compilation.losses),
-            guards=compilation.guards_indices,
+            guarded=len(compilation.guarded),
         )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 

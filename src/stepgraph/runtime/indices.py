@@ -105,7 +105,7 @@ def _refused(array: torch.Tensor, limit: Limit, where: str) -> DataError:
 
 
 def refused(
-    where: str, limit: Limit, place: Sequence[int], shape: Sequence[int], index: int, **facts: object
+    where: str, limit: Limit, place: Sequence[int], shape: Sequence[int], index: int | str, **facts: object
 ) -> DataError:
     """The error for an index out of range at a place in an array."""
     allowed = f"0 to {limit.extent - 1}" + "".join(f" or {one}" for one in sorted(limit.ignored))

@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from stepgraph.compiler.step import Limit, Step
+from stepgraph.compiler import guard
+from stepgraph.compiler.step import Limit
 from stepgraph.errors import DataError
 from stepgraph.runtime.indices import refused
 from stepgraph.tensors.tensor import Tensor
@@ -40,7 +41,7 @@ class Refusal:
         """Raises if the device has refused a call; synchronizes with it."""
         if self._error is None:
             noted = self._note.tolist()
-            if not noted[0]:
+            if not any(noted):
                 return
             self._error = self._explain(noted)
             with torch.inference_mode():
@@ -49,23 +50,24 @@ class Refusal:
         raise self._error
 
 
-def explanation(step: Step, titles: Mapping[Tensor, str]) -> Callable[[list[int]], DataError]:
-    """The error for what steps like this one have noted."""
-    return partial(_explained, tuple(step.guarded.items()), titles)
+def explanation(guarded: Mapping[Tensor, Limit], titles: Mapping[Tensor, str]) -> Callable[[list[int]], DataError]:
+    """The error for what steps have noted about these tensors."""
+    return partial(_explained, tuple(guarded.items()), titles)
 
 
 def _explained(guarded: tuple[tuple[Tensor, Limit], ...], titles: Mapping[Tensor, str], noted: list[int]) -> DataError:
-    number, place, index, extent = noted
-    tensor, limit = guarded[number - 1]
+    (tensor, limit), note = next((one, note) for one, note in zip(guarded, noted, strict=True) if note)
+    place, index = guard.read(note)
     at: list[int] = []
     for inner in reversed(tensor.shape[1:]):
         place, position = divmod(place, int(inner))
         at.insert(0, position)
+    beyond = {guard.LEAST: " or less", guard.MOST: " or more"}.get(index, "")
     return refused(
         titles.get(tensor, tensor.where),
-        limit._replace(extent=extent),
+        limit,
         [place, *at],
         tensor.shape,
-        index,
+        f"{index}{beyond}",
         found_later="that call and those after it have changed nothing",
     )

@@ -9,7 +9,6 @@ from operator import is_
 
 import torch
 
-from stepgraph.compiler import guard
 from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, state
 from stepgraph.device import Device
@@ -71,7 +70,7 @@ class TrainingState:
         scaled: bool,
         decay: float | None,
         losses: int,
-        guards: bool,
+        guarded: int,
     ) -> TrainingState:
         """A state with an optimizer: buffers bound by the user, previous ones, or zeros.
 
@@ -84,7 +83,7 @@ class TrainingState:
             scaled: whether the loss is scaled.
             decay: that of the averages; None if there are none.
             losses: their number; several have a factor each.
-            guards: whether steps check their indices.
+            guarded: the number of tensors whose indices steps check.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -95,8 +94,8 @@ class TrainingState:
             new.arrays[SCALE] = torch.tensor([FIRST_SCALE, 0.0], device=self.device.torch)
         new.arrays.pop(SEEDS, None)
         new.arrays.pop(REFUSED, None)  # what the device notes refers to one compilation
-        if guards:
-            new.arrays[REFUSED] = torch.zeros(guard.LENGTH, dtype=torch.int64, device=self.device.torch)
+        if guarded:
+            new.arrays[REFUSED] = torch.zeros(guarded, dtype=torch.int64, device=self.device.torch)
         if losses > 1:
             new.arrays[SEEDS] = torch.ones(losses, device=self.device.torch)
         if optimizer is not None:
