@@ -6,7 +6,7 @@ place and the value of the first index out of range. As long as a note is there,
 optimizer state and statistics stay. Whoever reads such a loss finds the note, raises the error and erases it
 (`runtime/refusal.py`).
 
-One number, a maximum over the indices, costs a fused step nothing: it is computed beside the loss.
+The note is one number, so that a fused step finds it beside the loss, in a kernel that it has anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from stepgraph.compiler.step import Limit
 
 Array = torch.Tensor
-_VALUES, _PLACES = 1 << 32, (1 << 31) - 1  # values that a note tells apart, and the most places
+_VALUES = 1 << 32  # values that a note tells apart
 LEAST, MOST = -(_VALUES // 2), _VALUES // 2 - 1  # values beyond are noted as these
 
 
@@ -34,16 +34,18 @@ def clamped(indices: Array, limit: Limit) -> Array:
 
 def noted(indices: Array, in_range: Array) -> Array:
     """The note on one tensor, `[1]`."""
-    outside, given = (indices != in_range).flatten(), indices.flatten().long()
-    before_end = _PLACES - torch.arange(given.numel(), device=given.device)
-    notes = before_end * _VALUES + (given.clamp(LEAST, MOST) - LEAST)
-    return torch.where(outside, notes, 0).amax(0, keepdim=True)  # the largest is that of the first place
+    outside, given = (indices != in_range).flatten(), indices.flatten()
+    count = given.numel()
+    left = torch.where(outside, count - torch.arange(count, device=given.device), 0).amax(0, keepdim=True)
+    place = count - left  # of the first one; the array's end if there is none
+    value = given.take(place.clamp(max=count - 1)).long().clamp(LEAST, MOST)
+    return torch.where(left > 0, (place + 1) * _VALUES + (value - LEAST), 0)
 
 
 def read(note: int) -> tuple[int, int]:
     """The place in the flattened array, and the value, of a note."""
-    before_end, value = divmod(note, _VALUES)
-    return _PLACES - before_end, value + LEAST
+    place, value = divmod(note, _VALUES)
+    return place - 1, value + LEAST
 
 
 def kept(notes: Array, found: Array) -> Array:
