@@ -415,7 +415,7 @@ class Loop:
         if self.parts.watcher.best is None:
             return
         try:
-            found = self.graph.training.restore(folder / BEST, only_parameters=True)
+            found = self.graph.training.restore(folder / BEST)
         except StepgraphError as error:
             self._warn("best", f"its best epoch cannot be restored: {error.where}: {error.problem}")
             return
