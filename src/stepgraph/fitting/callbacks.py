@@ -181,8 +181,8 @@ class EarlyStopping(Callback):
         patience: stop after this many epochs without improvement; None never stops.
         watch: the number that decides, by its name in the history; that of the validation data, if there is one.
         better: `"lower"`, `"higher"`, or `"auto"`: higher for a metric, lower for losses, rates and times.
-        restore_best: at the end of the run, restore the parameters, their averages and the statistics of the best epoch. A
-            run that was interrupted keeps its last ones, to continue.
+        restore_best: at the end of the run, restore the parameters, their averages and the statistics of the best
+            epoch. A run that was interrupted keeps its last ones, to continue.
 
     Example:
         >>> EarlyStopping(patience=3, watch="accuracy", restore_best=True).is_higher_better

@@ -310,7 +310,8 @@ class Loop:
     def _known_total(self) -> int:
         total = self._total()
         if total is None:
-            raise ArgumentError("fit", "the number of updates is unknown: the data has no length", fix="pass steps=")
+            problem = "the number of updates is unknown: the data has no length"
+            raise ArgumentError("fit", problem, fix="pass steps= to the schedule")
         return total
 
     # The record and checkpoints
