@@ -49,7 +49,7 @@ def _optimizer(step: Step, optimizer: Optimizer) -> list[tuple[str, str]]:
     for i, group in enumerate(optimizer.groups, 1):
         count = sum(1 for number in step.groups.values() if number == i)
         changes = ", ".join(group.changes) or "nothing different"
-        lines.append(("", f"group {group.text}: {count} parameter{'s' * (count != 1)}, {changes}"))
+        lines.append(("", f"group {group.shown(step.names)}: {count} parameter{'s' * (count != 1)}, {changes}"))
     return lines
 
 
