@@ -232,3 +232,32 @@ def test_an_inference_graph_follows_the_averages_on_cuda() -> None:
         step(training, net, number)
         found = inference.execute({"x": net.x[0]}).result.numpy()
         np.testing.assert_allclose(found, predicted(training, net), rtol=1e-3, atol=1e-4)
+
+
+def rows(net: Net, count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate(net.x[:count]), np.concatenate(net.y[:count])
+
+
+def test_the_learning_rate_finder_leaves_the_averages_as_they_were() -> None:
+    net = Net()
+    training = averaging(net)
+    sg.find_learning_rate(training, rows(net, 3), steps=5)
+    for tensor in net.tensors:
+        tensor.torch().mul_(2)  # before the first update, averages follow the parameters
+    expected = expected_averages(training, net, 3)
+    sg.find_learning_rate(training, rows(net, 3), steps=5)
+    assert_averages(training, net, expected)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_averages_of_the_best_epoch_are_restored(tmp_path: Path, resumed: bool) -> None:
+    scores = iter([0.1, 0.9, 0.3, 0.4])
+    kept: dict[str, Any] = {"metrics": {"score": lambda prediction, labels: next(scores)}, "watch": "score"}
+    kept |= {"restore_best": True, "checkpoints": tmp_path, "resume": True, "shuffle": False, "progress": "quiet"}
+    net, best = Net(), Net()
+    if resumed:
+        sg.fit(averaging(Net()), rows(net, 1), epochs=3, **kept)
+    training, wanted = averaging(net), averaging(best)
+    assert sg.fit(training, rows(net, 1), epochs=4, **kept).best_epoch == 2
+    sg.fit(wanted, rows(best, 1), epochs=2, shuffle=False, progress="quiet")
+    assert_averages(training, net, [wanted.averages[tensor].numpy() for tensor in best.tensors])

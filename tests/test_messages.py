@@ -50,6 +50,28 @@ class There(sg.Layer):
         return x * torch.tensor([1.0, 2.0, 3.0], device=x.device)
 
 
+class Times(sg.Layer):
+    scale: sg.Tensor
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * self.scale  # type: ignore[operator]
+
+
+class Before(Times):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return self.scale * x  # type: ignore[return-value]
+
+
+class Linear(Times):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.scale)  # type: ignore[arg-type]
+
+
+class Indexed(Times):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * scope[self.scale]  # type: ignore[index]
+
+
 READS = "its forward reads numbers"
 
 
@@ -65,6 +87,35 @@ def test_a_forward_that_cannot_be_recorded_names_the_fix(layer: Any, kind: Any, 
     with pytest.raises(kind) as caught:
         sg.Graph().node(layer(), sg.Tensor((4, 3)))
     assert problem in str(caught.value) and fix in str(caught.value) and f"'{layer.__name__}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [Times, Before, Linear, Indexed])
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_forward_that_reads_a_field_instead_of_its_array_names_the_fix(layer: Any, filled: bool) -> None:
+    scale = sg.Tensor((3,), fill=1.0) if filled else sg.Tensor((3,))
+    with pytest.raises(sg.DataTypeError, match=r"computes with a field[\s\S]*scope\.array\(self\.weights\)"):
+        sg.Graph().node(layer(scale), sg.Tensor((4, 3)))
+
+
+def test_an_operator_on_an_input_names_the_fix() -> None:
+    for other in (2, np.ones(3, np.float32)):
+        with pytest.raises(sg.StateError, match=r"operators work on results[\s\S]*call graph\.add"):
+            sg.Tensor((4, 3)) + other
+
+
+def test_rows_that_a_layer_of_an_open_graph_does_not_accept() -> None:
+    x, graph = sg.Tensor((sg.BATCH, 4)), sg.Graph()
+    graph.reshape((6, -1), x)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile("cpu")
+    with pytest.raises(sg.ShapeError, match=r"cannot run with 1 row: [\s\S]*use BATCH where it has a number"):
+        inference.execute({"x": np.ones((1, 4), np.float32)})
+
+
+def test_a_single_section_length_is_refused() -> None:
+    with pytest.raises(sg.ArgumentError, match=r"is 1, not a sequence"):
+        sg.SplitLayer(2, 1)  # type: ignore[arg-type]
 
 
 def test_the_fix_for_a_constant_works() -> None:

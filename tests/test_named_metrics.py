@@ -174,6 +174,9 @@ def test_what_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = renewed()
     with pytest.raises(sg.UnknownNameError, match=r"no metric 'f11'[^\n]*\n[^\n]*f1"):
         sg.evaluate(training, TEST, metrics=["f11"])
+    with pytest.raises(sg.UnknownNameError) as caught:
+        sg.evaluate(training, TEST, metrics=["acuracy"])
+    assert str(caught.value).count("accuracy") == 1 and "mae" not in str(caught.value)
     with pytest.raises(sg.UnknownNameError, match="no metric 'mae' for classification"):
         sg.evaluate(training, TEST, metrics=["mae"])
     with pytest.raises(sg.ArgumentError, match="needs settings of its own"):

@@ -449,6 +449,13 @@ def test_keywords_say_what_descriptors_say(name: str) -> None:
     assert ours.settings == theirs.settings and (ours.rule, ours.slots) == (theirs.rule, theirs.slots)
 
 
+def test_clipping_that_it_was_not_created_with_is_refused() -> None:
+    with pytest.raises(sg.StateError, match=r"without clip_norm\."):
+        sg.AdamOptimizer(0.1).clip_norm = 1.0
+    with pytest.raises(sg.StateError, match=r"without clip_norm, but to clip by value\."):
+        sg.AdamOptimizer(0.1, clip_value=1.0).clip_norm = 1.0
+
+
 def test_documented_names_can_be_read_and_assigned() -> None:
     sgd = sg.SGDOptimizer(0.1, momentum=0.9, weight_decay=0.0, clip_norm=2.0)
     assert (sgd.momentum, sgd.nesterov, sgd.weight_decay, sgd.clip_norm, sgd.clip_value) == (0.9, False, 0.0, 2.0, None)

@@ -460,3 +460,18 @@ def test_muon_keeps_one_buffer_per_matrix_and_is_saved(selector: Any, tmp_path: 
 def test_a_pattern_of_muon_that_matches_nothing_is_refused() -> None:
     with pytest.raises(sg.UnknownNameError, match=r"(?s)Embedding\.\*.*matches no parameter"):
         Net().graph(sg.MuonOptimizer(0.05, adamw="Embedding.*"))
+
+
+def test_groups_of_tensors_are_printed_by_name_and_shortened(tmp_path: Path) -> None:
+    x, y, graph = sg.Tensor((sg.BATCH, 3)), sg.Tensor((sg.BATCH, 3)), sg.Graph()
+    layers = [sg.FullyConnectedLayer.create(3, 3) for _ in range(4)]
+    graph.sequence(x, *layers)
+    groups = [sg.ParameterGroup(layers[3].weights, frozen=True), *sg.DECAY_MATRICES_ONLY]
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamWOptimizer(0.1, groups=groups))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    assert "group FullyConnected4.weights: 1 parameter, frozen" in str(training)
+    training.save(tmp_path)
+    biases = ", ".join(f"FullyConnected{i}.biases" for i in (1, 2, 3))
+    printed = " ".join(str(sg.load(tmp_path, sg.Device.cpu())).split())
+    assert f"group {biases} and 1 more: 4 parameters, weight decay 0" in printed

@@ -45,6 +45,20 @@ def printed(graph: sg.TrainingGraph | sg.InferenceGraph) -> dict[str, str]:
     return found
 
 
+def test_an_open_graph_tells_its_optimizer_before_the_first_call() -> None:
+    x, y, graph = sg.Tensor((sg.BATCH, 3)), sg.Tensor((sg.BATCH, 2)), sg.Graph()
+    graph.dense(x, 2)
+    optimizer = sg.AdamWOptimizer(1e-3, weight_decay=0.1, groups=sg.DECAY_MATRICES_ONLY)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), optimizer)
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    assert "memory_plan_for(rows)" in str(training) and training.executables == []
+    before = printed(training)
+    assert set(before) == {"precision", "optimizer"} and "group not_a_matrix: 1 parameter" in before["optimizer"]
+    training.execute({"x": np.ones((4, 3), np.float32)}, {"y": np.ones((4, 2), np.float32)})
+    assert {name: printed(training)[name] for name in before} == before
+
+
 def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure", lambda known, *_: list(known)[-1])  # the last is the fastest
     unknown = Choices()

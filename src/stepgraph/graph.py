@@ -98,7 +98,7 @@ class Graph(LayerFunctions):
                 others.
             sources: its sources, in the layer's order.
             disable_update: freeze this layer's parameters; gradients still flow through it.
-            loss_labels: for a loss layer, the labels to compare with.
+            loss_labels: for a loss layer, the labels to compare with, or `[labels, label weights]`.
         """
         line = user_line()
         given = _tensors(

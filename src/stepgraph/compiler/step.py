@@ -15,7 +15,7 @@ from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
 from stepgraph.system.surroundings import FULL, Precision
-from stepgraph.tensors.extents import shape_at
+from stepgraph.tensors.extents import BatchExtent, shape_at
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 
@@ -342,11 +342,14 @@ class Step:
             except StepgraphError as error:
                 if self.batch[0] == self.batch[1]:
                     raise
-                raise ShapeError(
-                    node.where.replace(f"'{node.layer.label}'", f"'{self.name(node.layer)}'", 1),
-                    f"cannot run with batch size {self.batch[1]} instead of {self.batch[0]}: {error.problem}",
-                    fix="pass batch_size=None, or do not fix the batch dimension in this layer",
-                ) from error
+                where = node.where.replace(f"'{node.layer.label}'", f"'{self.name(node.layer)}'", 1)
+                if isinstance(self.batch[0], BatchExtent):
+                    problem = f"cannot run with {self.batch[1]} row{'s' * (self.batch[1] != 1)}: {error.problem}"
+                    fix = "pass a number of rows that the layer accepts, or use BATCH where it has a number"
+                else:
+                    problem = f"cannot run with batch size {self.batch[1]} instead of {self.batch[0]}: {error.problem}"
+                    fix = "pass batch_size=None, or do not fix the batch dimension in this layer"
+                raise ShapeError(where, problem, fix=fix) from error
             found |= dict(zip(node.results, results, strict=True))
         return found
 

@@ -181,8 +181,8 @@ class EarlyStopping(Callback):
         patience: stop after this many epochs without improvement; None never stops.
         watch: the number that decides, by its name in the history; that of the validation data, if there is one.
         better: `"lower"`, `"higher"`, or `"auto"`: higher for a metric, lower for losses, rates and times.
-        restore_best: at the end of the run, restore the parameters and statistics of the best epoch. A run that was
-            interrupted keeps its last ones, to continue.
+        restore_best: at the end of the run, restore the parameters, their averages and the statistics of the best
+            epoch. A run that was interrupted keeps its last ones, to continue.
 
     Example:
         >>> EarlyStopping(patience=3, watch="accuracy", restore_best=True).is_higher_better
@@ -202,7 +202,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0  # epochs since the best
         self.is_best = False  # the last epoch
-        self._kept: dict[Tensor, torch.Tensor] | None = None
+        self._kept: dict[tuple[Tensor, bool], torch.Tensor] | None = None
 
         self.is_higher_better = better == "higher" or (better == "auto" and not self._is_loss())
 
@@ -258,14 +258,16 @@ class EarlyStopping(Callback):
             self.waited += 1
 
     def keep(self, graph: TrainingGraph) -> None:
-        """Copies the current parameters and statistics to the host."""
-        self._kept = {tensor: tensor.torch().to("cpu", copy=True) for tensor in _learned(graph)}
+        """Copies the current parameters, averages and statistics to the host."""
+        self._kept = {key: array.to("cpu", copy=True) for key, array in _learned(graph).items()}
 
     def end(self, moment: Moment) -> None:
         if self.restore_best and self._kept is not None and moment.stopped not in UNFINISHED:
             with torch.inference_mode():
-                for tensor, array in self._kept.items():
-                    tensor.torch().copy_(array)
+                for key, array in _learned(moment.graph).items():
+                    if key in self._kept:
+                        array.copy_(self._kept[key])
+                for tensor, _ in self._kept:
                     tensor.synchronize_data()
         self._kept = None
 
@@ -276,10 +278,12 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
 
-def _learned(graph: TrainingGraph) -> list[Tensor]:
-    """Parameters and statistics of a graph and those linked with it."""
+def _learned(graph: TrainingGraph) -> dict[tuple[Tensor, bool], torch.Tensor]:
+    """The arrays in use of a graph and those linked with it: parameters and statistics, and averages (True)."""
     sessions = [one.require_session("fit") for one in graph.linked]
-    return list(dict.fromkeys(tensor for session in sessions for tensor in session.compilation.held))
+    found = {(tensor, False): tensor.torch() for session in sessions for tensor in session.compilation.held}
+    states = [session.state for session in sessions if session.state is not None]
+    return found | {(tensor, True): array for state in states for tensor, array in state.averages.items()}
 
 
 def checked(callbacks: Any) -> list[Callback]:

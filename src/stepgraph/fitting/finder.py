@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from typing import Any
 
@@ -119,8 +119,8 @@ def _copied(progress: Progress) -> Progress:
     """The progress in memory of its own."""
     buffers = {t: tuple(array.clone() for array in arrays) for t, arrays in progress.buffers.items()}
     gradients = {t: array.clone() for t, array in progress.gradients.items()}
-    kept = (progress.stream, progress.scale, progress.time_step, progress.time_version)
-    return Progress(*kept, buffers, gradients)
+    averages = {t: array.clone() for t, array in progress.averages.items()}
+    return replace(progress, buffers=buffers, gradients=gradients, averages=averages)
 
 
 def _learned(graph: TrainingGraph) -> dict[Any, torch.Tensor]:

@@ -81,8 +81,8 @@ def fit(
             if any.
         better: `"lower"`, `"higher"`, or `"auto"`: lower for a loss, higher for a metric that does not say otherwise.
         patience: stop after this many epochs without improvement; an epoch whose watched number is NaN never improves.
-        restore_best: when the run ends, restore the parameters and statistics of the best epoch. These four arguments
-            make an `EarlyStopping`.
+        restore_best: when the run ends, restore the parameters, their averages and the statistics of the best epoch.
+            These four arguments make an `EarlyStopping`.
         callbacks: `Callback` objects, called in this order at the start, after steps, epochs and checkpoints, and at
             the end.
         on_nan: `"stop"` ends the run when the loss is NaN, `"continue"` does not.

@@ -310,7 +310,8 @@ class Loop:
     def _known_total(self) -> int:
         total = self._total()
         if total is None:
-            raise ArgumentError("fit", "the number of updates is unknown: the data has no length", fix="pass steps=")
+            problem = "the number of updates is unknown: the data has no length"
+            raise ArgumentError("fit", problem, fix="pass steps= to the schedule")
         return total
 
     # The record and checkpoints
@@ -415,7 +416,7 @@ class Loop:
         if self.parts.watcher.best is None:
             return
         try:
-            found = self.graph.training.restore(folder / BEST, only_parameters=True)
+            found = self.graph.training.restore(folder / BEST)
         except StepgraphError as error:
             self._warn("best", f"its best epoch cannot be restored: {error.where}: {error.problem}")
             return

@@ -145,12 +145,14 @@ def _made(name: str, short: str, task: Task) -> Any:
     offered = _offered(f"torchmetrics.{kind}", name)
     wanted = _SHORT.get(short, short).lower()
     if wanted not in offered:
-        close = difflib.get_close_matches(short, [*offered, *_SHORT, "accuracy", "confusion"], 3)
+        known = [*offered, *(one for one, full in _SHORT.items() if full.lower() in offered)]
+        close = difflib.get_close_matches(short, known, 3)
+        example = "mae" if task.kind is Kind.QUANTITY else "f1"
         raise UnknownNameError(
             "metrics",
             f"there is no metric '{name}' for {kind}",
             **({"similar": ", ".join(close)} if close else {}),
-            fix=f"use a class of torchmetrics.{kind}, such as 'f1' or 'mae', or pass a function",
+            fix=f"use a class of torchmetrics.{kind}, such as '{example}', or pass a function",
         )
     metric = offered[wanted]
     try:

@@ -109,7 +109,8 @@ class Portions:
     def remark(self, portion: int) -> str:
         """What a run that uses it says."""
         parts = -(-self.largest // portion)
-        text = f"batches of {self.largest} rows run in {parts} parts of at most {portion} rows, which fit into "
+        rows = f"{portion} row{'s' * (portion > 1)}"
+        text = f"batches of {self.largest} rows run in {parts} parts of at most {rows}, which fit into "
         text += draw.size(self.limit)
         layers = {type(node.layer) for node in self.compilation.nodes}
         if any(issubclass(one, BatchNormalizationLayer) for one in layers):

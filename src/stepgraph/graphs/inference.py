@@ -95,7 +95,7 @@ class InferenceGraph(CompiledGraph):
         """Runs the forward pass.
 
         Args:
-            inputs_data: data by input name; it may have more rows than needed.
+            inputs_data: data by input name; with `batch_size`, it may have more rows than needed.
             loss_labels_data: labels by name, for a graph with a loss node.
             loss_label_weights_data: label weights by name.
             outputs_data: memory by output name, which is overwritten.

@@ -15,7 +15,7 @@ from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.session import Session
 from stepgraph.layers.node import Node
-from stepgraph.runtime.description import described
+from stepgraph.runtime.description import described, described_step
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
@@ -47,12 +47,16 @@ def _texts(compilation: Compilation | None) -> list[str]:
     if compilation is None:
         return []
     programs, trains = compilation.programs, compilation.declaration.trains
-    if compilation.feeds.is_open and programs.last_batch is None:
-        return ["The first call compiles a program for its number of rows; memory_plan_for(rows) plans its memory."]
     batch = compilation.usual_batch
-    rows = described(programs.program(batch, trains), programs.executables.get((compilation.whole, batch)))
-    lines = [f"  {name:<12}{text}" for name, text in rows]
-    return [str(programs.plan), "\n".join(["How it runs", *lines])]
+    if compilation.feeds.is_open and programs.last_batch is None:
+        text = "The first call compiles a program for its number of rows; memory_plan_for(rows) plans its memory."
+        return [text, _lines(described_step(compilation.step(batch, trains)))]
+    program = programs.program(batch, trains)
+    return [str(programs.plan), _lines(described(program, programs.executables.get((compilation.whole, batch))))]
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["How it runs", *(f"  {name:<12}{text}" for name, text in rows)])
 
 
 # Rerunning a step on copies of everything it changes

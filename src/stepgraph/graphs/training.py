@@ -388,7 +388,7 @@ class TrainingGraph(CompiledGraph):
         """Runs one training iteration: forward, gradient, update. The loss belongs to the parameters before the update.
 
         Args:
-            inputs_data: data by input name; it may have more rows than needed.
+            inputs_data: data by input name; with `batch_size`, it may have more rows than needed.
             loss_labels_data: labels by name.
             loss_label_weights_data: label weights by name.
             outputs_data: memory by output name, which is overwritten.

@@ -39,7 +39,13 @@ _OTHER_DEVICE = _Known(
     "create it where a source is, as in torch.ones(3, device=x.device), or hold it in a field: "
     "mask: sg.Tensor = sg.constant()",
 )
-KNOWN = (_READS_NUMBERS, _OTHER_DEVICE)
+_DECLARATION = _Known(
+    ("'Tensor' and 'Tensor'", ", not Tensor", "'Scope' object is not subscriptable", "'Scope' object is not callable"),
+    DataTypeError,
+    "its forward computes with a field of the layer, not with the array of that field",
+    "read the array: scope.array(self.weights)",
+)
+KNOWN = (_READS_NUMBERS, _OTHER_DEVICE, _DECLARATION)
 
 
 def explained(where: str, forward: Callable[..., Any], error: Exception) -> StepgraphError | None:

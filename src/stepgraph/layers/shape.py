@@ -199,6 +199,9 @@ class SplitLayer(MovingLayer):
 
     def __post_init__(self) -> None:
         count, lengths = self.split_count, self.split_section_lengths
+        if isinstance(lengths, int):
+            problem = f"split_section_lengths is {lengths}, not a sequence"
+            raise ArgumentError(self.where, problem, fix="pass the length of each part, such as (2, 3)")
         agree = lengths is not None and count == len(lengths)  # as both are after construction
         if (count is None) == (lengths is None) and not agree:
             raise ArgumentError(

@@ -211,10 +211,9 @@ class Optimizer:
         if value is not None:
             in_range(where, name, value)
         if self.gradient_clipping_type is not kind:
-            clips = self.gradient_clipping_type.debug_description.lower()
-            raise StateError(
-                where, f"it was created to clip {clips}, not with {name}", fix=f"create it as {where}(…, {name}=1.0)"
-            )
+            other = f", but to clip {self.gradient_clipping_type.debug_description.lower()}"
+            problem = f"it was created without {name}{other if self.applies_gradient_clipping else ''}"
+            raise StateError(where, problem, fix=f"create it as {where}(…, {name}=1.0)")
         self.applies_gradient_clipping = value is not None
         if value is not None and kind is GradientClippingType.BY_VALUE:
             self.__dict__.update(gradient_clip_max=value, gradient_clip_min=-value)

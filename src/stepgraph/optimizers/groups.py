@@ -131,6 +131,12 @@ class ParameterGroup:
         """The selectors in readable form."""
         return ", ".join(map(_text, self.parameters)) or "nothing"
 
+    def shown(self, names: Mapping[Tensor, str], most: int = 3) -> str:
+        """The first selectors in readable form, with tensors by their names in a graph."""
+        texts = [names.get(one, _text(one)) if isinstance(one, Tensor) else _text(one) for one in self.parameters]
+        more = len(texts) - most
+        return self.text if not texts else ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
     @property
     def changes(self) -> list[str]:
         """What differs from the optimizer, in readable form."""

@@ -23,15 +23,21 @@ def described(program: Program, executable: Executable | None) -> list[tuple[str
         executable: what runs it; None if the next call creates it.
     """
     step = program.step
-    lines = [("batch", str(step.batch[1])), ("precision", _precision(step))]
-    if step.optimizer is not None and step.training:
-        lines += _optimizer(step, step.optimizer)
+    lines = [("batch", str(step.batch[1])), *described_step(step)]
     if step.channels_last and step.device.type == "cpu":
         lines.append(("images", "channels last in memory, which measured faster here"))
     kernels = _kernels(program)
     lines += [("kernels" if not i else "", text) for i, text in enumerate(kernels)]
     if executable is not None:
         lines += [("fused", _fused(executable)), ("runs as", _runs(executable))]
+    return lines
+
+
+def described_step(step: Step) -> list[tuple[str, str]]:
+    """The lines that hold for every batch size."""
+    lines = [("precision", _precision(step))]
+    if step.optimizer is not None and step.training:
+        lines += _optimizer(step, step.optimizer)
     return lines
 
 
@@ -43,7 +49,7 @@ def _optimizer(step: Step, optimizer: Optimizer) -> list[tuple[str, str]]:
     for i, group in enumerate(optimizer.groups, 1):
         count = sum(1 for number in step.groups.values() if number == i)
         changes = ", ".join(group.changes) or "nothing different"
-        lines.append(("", f"group {group.text}: {count} parameter{'s' * (count != 1)}, {changes}"))
+        lines.append(("", f"group {group.shown(step.names)}: {count} parameter{'s' * (count != 1)}, {changes}"))
     return lines
 
 

@@ -225,7 +225,7 @@ class TrainingState:
             found.time_step = int(self._steps[0])
             counts = Counter(key.owner for key in self.arrays if key.kind == KeyKind.STATE)
             found.buffers = {t: tuple(self.arrays[state(t, i)] for i in range(counts[t])) for t in counts}
-            found.averages = self.averages
+            found.averages = {t: array for t, array in self.averages.items() if t not in self._unaveraged}
         return found
 
     @torch.inference_mode()

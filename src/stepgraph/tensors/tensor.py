@@ -487,11 +487,10 @@ def _combined(operation: str, left: Any, right: Any) -> Any:
     if not all(isinstance(one, Tensor | int | float | np.ndarray | np.generic | torch.Tensor) for one in (left, right)):
         return NotImplemented
     tensors = [one for one in (left, right) if isinstance(one, Tensor)]
-    if (
-        any(isinstance(one, np.ndarray | np.generic | torch.Tensor) for one in (left, right))
-        and tensors[0].graph is None
-    ):
-        return NotImplemented  # NumPy and PyTorch read the tensor's numbers
+    # NumPy and PyTorch read the numbers of a tensor that is no result; without numbers, NumPy's error would mislead.
+    readers = (np.ndarray, np.generic, torch.Tensor) if tensors[0].has_data else torch.Tensor
+    if tensors[0].graph is None and any(isinstance(one, readers) for one in (left, right)):
+        return NotImplemented
     return getattr(_common_graph(operation, *tensors), operation)(left, right)
 
 
