@@ -82,6 +82,7 @@ from stepgraph.layers.shape import (
     TransposeLayer as TransposeLayer,
 )
 from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
+from stepgraph.layers.torch_layer import Source as Source, TorchLayer as TorchLayer
 from stepgraph.layers.upsample import SampleMode as SampleMode, UpsampleLayer as UpsampleLayer
 from stepgraph.layers.yolo import YOLOLossDescriptor as YOLOLossDescriptor, YOLOLossLayer as YOLOLossLayer
 from stepgraph.optimizers import (
