@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
+from stepgraph.layers.torch_recurrent import is_packed, recurrent
 from stepgraph.random import draws_from_generator
 from stepgraph.system.torch_private import DispatchMode
 
@@ -353,22 +354,11 @@ def _attention(
 
 
 def _recurrent(self: Answers, function: Any, *given: Any) -> Any:
-    """Layer by layer, with dropout between them; packed sequences keep PyTorch's own, which is refused."""
-    x, state, weights, has_biases, layers, dropout, train, both_ways, batch_first = given
-    if isinstance(has_biases, list | tuple) or not train or dropout == 0 or layers == 1:
+    """Layer by layer, with dropout between them; packed sequences keep PyTorch's own, whose dropout is refused."""
+    if is_packed(given):
         return function(*given)
-    states = state if isinstance(state, list | tuple) else (state,)
-    chunks, each = [one.chunk(layers) for one in states], len(weights) // layers
-    ends = []
-    for i in range(layers):
-        if i:
-            x = _ANSWERS[torch.dropout](self, None, x, dropout, True)
-        first = [one[i] for one in chunks]
-        begin = first if isinstance(state, list | tuple) else first[0]
-        own = weights[i * each : (i + 1) * each]
-        x, *end = function(x, begin, own, has_biases, 1, 0.0, train, both_ways, batch_first)
-        ends.append(end)
-    return (x, *(torch.cat(one) for one in zip(*ends, strict=True)))
+    dropout, train = given[5:7]
+    return recurrent(function, given, lambda x: _ANSWERS[torch.dropout](self, None, x, dropout, train))
 
 
 # Normalization: PyTorch writes running statistics in place without counting it as a change
