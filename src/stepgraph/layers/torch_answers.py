@@ -49,13 +49,16 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        answer = _ANSWERS.get(function)
-        if answer is not None:
-            return _written(given.pop("out", None), answer(self, function, *args, **given))
         if _is_open(function) and function not in self._opened:
             with self._inside(function):
                 return _open(function)(*args, **given)
-        return function(*args, **given)
+        # An operator that writes into memory of its caller is not recorded as one.
+        out = given.get("out")
+        if out is not None:
+            given = {name: value for name, value in given.items() if name != "out"}
+        answer = _ANSWERS.get(function)
+        found = function(*args, **given) if answer is None else answer(self, function, *args, **given)
+        return found if out is None else _written(out, found)
 
     @contextmanager
     def _inside(self, function: Any) -> Iterator[None]:
@@ -102,9 +105,11 @@ class Answers(TorchFunctionMode):
         return self._scope.keep_mask(x.new_empty(tuple(shape)), rate).to(x.dtype)
 
 
-def _written(out: torch.Tensor | None, found: Any) -> Any:
-    """The result, in the memory that the caller passed for it, if any."""
-    return found if out is None else out.copy_(found)
+def _written(out: Any, found: Any) -> Any:
+    """Results in the memory that the caller passed for them."""
+    if isinstance(out, torch.Tensor):
+        return out.copy_(found)
+    return type(found)(one.copy_(new) for one, new in zip(out, found, strict=True))
 
 
 # Functions of `torch.nn.functional` call others, which a mode sees only if it is on while they run.
