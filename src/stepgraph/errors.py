@@ -142,6 +142,17 @@ def user_line() -> str:
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def raised_line(error: BaseException, *packages: str) -> str | None:
+    """The innermost line, outside of stepgraph and `packages`, that an exception passed through; None without one."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        if package not in packages and not _is_ours(trace.tb_frame):
+            found = f"{_short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def _is_ours(frame: FrameType) -> bool:
     # The `__init__` that dataclasses generate for a user's layer runs in the user's module, but is not the user's code.
     generated = frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>"

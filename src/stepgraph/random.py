@@ -6,18 +6,21 @@ one would have drawn, every device draws the same, and PyTorch's global generato
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from stepgraph.errors import ArgumentError, MemoryLimitError
+from stepgraph.system.torch_private import OpOverload, schema
 from stepgraph.types import RandomInitializerType
 
 _generator = torch.Generator()
 _generator.seed()
 _seed: int | None = None
+_SHARES = ("p", "dropout_p", "dropout")  # dropout probabilities; at 0, the operator draws nothing
+_SWITCHES = ("train", "training")
 
 
 def set_seed(seed: int) -> None:
@@ -135,6 +138,18 @@ def _(stream: torch.Tensor, salt: int, shape: Sequence[int], rate: float) -> tor
 @_uniform_operator.register_fake
 def _(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32, device=stream.device)
+
+
+def draws_from_generator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator of PyTorch, called with these arguments, draws from its global generator."""
+    if not isinstance(operator, OpOverload) or torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    declared = schema(operator).arguments
+    defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
+    given = defaults | {one.name: value for one, value in zip(declared, args, strict=False)} | dict(kwargs)
+    switched_off = any(given.get(name) is False for name in _SWITCHES)
+    drops_nothing = any(isinstance(given.get(name), int | float) and given[name] == 0 for name in _SHARES)
+    return not (switched_off or drops_nothing)
 
 
 def _mix(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -37,10 +36,8 @@ def named_tensors(graphs: Sequence[Declaration]) -> dict[str, Tensor]:
     """The tensors that are restored by name: `layer.field` for tensors of layers, `input.name` for trained inputs."""
     names: dict[Tensor, str] = {}
     for layer, name in unique_names(layers_of(graphs)).items():
-        given = {one.name for one in dataclasses.fields(layer) if one.init}  # a layer derives the others from these
-        for field, tensor in {**layer.parameters, **layer.statistics, **layer.constants}.items():
-            if field.partition(".")[0] in given:
-                names.setdefault(tensor, f"{name}.{field}")
+        for field, tensor in layer.given_tensors.items():
+            names.setdefault(tensor, f"{name}.{field}")
     for graph in graphs:
         called = {tensor: name for _, name, tensor in graph.feeds}
         for tensor in graph.parameters:

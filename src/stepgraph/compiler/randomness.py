@@ -6,19 +6,14 @@ recomputed under a memory limit would use other random numbers than the gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from stepgraph.compiler.program import notes
 from stepgraph.compiler.step import Step
 from stepgraph.errors import ArgumentError
-from stepgraph.system.torch_private import OpOverload, schema
-
-_SHARES = ("p", "dropout_p", "dropout")  # dropout probabilities; at 0, the operator draws nothing
-_SWITCHES = ("train", "training")
+from stepgraph.random import draws_from_generator
 
 
 def refuse_random(graph: fx.Graph, step: Step) -> None:
@@ -36,20 +31,7 @@ def refuse_random(graph: fx.Graph, step: Step) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether an operator draws from PyTorch's generator."""
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = _arguments(target, node)
-    switched_off = any(given.get(name) is False for name in _SWITCHES)
-    drops_nothing = any(isinstance(given.get(name), int | float) and given[name] == 0 for name in _SHARES)
-    return not (switched_off or drops_nothing)
-
-
-def _arguments(target: OpOverload, node: fx.Node) -> Mapping[str, Any]:
-    """All arguments by name, including defaults."""
-    declared = schema(target).arguments
-    defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
-    return defaults | {one.name: value for one, value in zip(declared, node.args, strict=False)} | node.kwargs
+    return draws_from_generator(node.target, node.args, node.kwargs)
 
 
 def _name(target: Any) -> str:

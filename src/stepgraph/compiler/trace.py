@@ -77,7 +77,7 @@ def _require_gradients(program: Program) -> None:
     missing = {tensor: node for tensor, node in step.reached.items() if gradient(tensor) not in program.outputs}
     read = _sources([program.outputs[value(node.results[0])] for node in step.losses]) if missing else set()
     for tensor, node in missing.items():
-        if program.inputs[value(tensor)] in read:
+        if program.inputs[value(tensor)] in read and not node.layer.may_stop_gradients:
             name = step.names.get(tensor, tensor.label)
             raise StateError(
                 node.where,

@@ -48,8 +48,8 @@ def loss_names(nodes: Sequence[Node]) -> dict[Node, str]:
 
 
 def kind(layer: Layer) -> str:
-    """The kind of a layer in one word: its class without `Layer`."""
-    return type(layer).__name__.removesuffix("Layer")
+    """The kind of a layer, as it shows itself."""
+    return layer.shown_kind
 
 
 def variant(layer: Layer) -> str:

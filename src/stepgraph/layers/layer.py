@@ -78,6 +78,7 @@ class Scope:
         batch: the declared batch size and that of this call.
         updates: new values of statistics; written with `update`.
         draws: how often the layer has drawn random numbers, by seed.
+        compute_type: the type layers compute in, in mixed precision.
     """
 
     arrays: Mapping[Tensor, torch.Tensor]
@@ -87,6 +88,7 @@ class Scope:
     batch: tuple[int, int] = (0, 0)
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     draws: dict[int, int] = field(default_factory=dict)
+    compute_type: torch.dtype | None = None
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
         """The array of one of the layer's tensors, in `shape` if passed; packed and natural shapes share memory."""
@@ -167,6 +169,7 @@ class Layer:
     full_precision: ClassVar[bool] = False  # compute in float32 even in mixed precision
     own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
     moves: ClassVar[bool] = False  # returns elements of its sources unchanged
+    may_stop_gradients: ClassVar[bool] = False  # its forward may detach what depends on a parameter, as it was written
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
 
@@ -283,6 +286,18 @@ class Layer:
         return new
 
     @property
+    def shown_kind(self) -> str:
+        """The kind of the layer in tables and drawings: its class without `Layer`."""
+        return type(self).__name__.removesuffix("Layer")
+
+    @property
+    def given_tensors(self) -> dict[str, Tensor]:
+        """Its tensors without those that it derives from others; a checkpoint names them."""
+        given = {one.name for one in dataclasses.fields(self) if one.init}
+        every = {**self.parameters, **self.statistics, **self.constants}
+        return {name: tensor for name, tensor in every.items() if name.partition(".")[0] in given}
+
+    @property
     def parameter_count(self) -> int:
         """Number of trainable elements."""
         return sum(tensor.descriptor.element_count for tensor in set(self.parameters.values()))
@@ -319,12 +334,12 @@ class Layer:
         """The same for sources of fixed shapes; those with `BATCH` count as their first probe."""
         self.check(*sources)
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
-        own = {tensor: tensor.descriptor.meta() for tensor in tensors}
-        stream = torch.zeros(2, dtype=torch.int64, device="meta")
-        scope = Scope(own, training=True, stream=stream, batch=batch)
         try:
-            with surroundings.tracing(), Uninterrupted(), torch.no_grad():
-                results = self.forward(*(source.meta() for source in sources), scope=scope)
+            with surroundings.tracing(), Uninterrupted(), torch.no_grad(), self.without_memory() as array:
+                own = {tensor: array(tensor.descriptor) for tensor in tensors}
+                stream = array(TensorDescriptor((2,), DataType.INT64))
+                scope = Scope(own, training=True, stream=stream, batch=batch)
+                results = self.forward(*map(array, sources), scope=scope)
         except StepgraphError:
             raise
         except Exception as error:  # whatever a layer's torch code raises, the error names the layer
@@ -352,6 +367,11 @@ class Layer:
                 fix="keep one dimension, as in x.mean().reshape(1)",
             )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
+
+    @contextmanager
+    def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
+        """Creates the arrays without memory on which shapes are inferred."""
+        yield lambda descriptor: descriptor.meta()
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
         """The sources that are indices, by position, and the exclusive upper bound of each; most layers have none."""

@@ -8,6 +8,7 @@ to import, so it is imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +63,52 @@ FakeTensor = torch._subclasses.FakeTensor
 
 FakeTensorMode = torch._subclasses.FakeTensorMode
 """Creates arrays without memory, on which steps are recorded; the public meta device loses their device."""
+
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""Sees every operator that runs; no public name provides it."""
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Lets `torch.utils.checkpoint` only call its function; no public switch turns it off.
+
+    Recomputation inside a recording would be recorded as further operators.
+    """
+    from torch.utils import checkpoint
+
+    names = {"CheckpointFunction": _Called, "_checkpoint_without_reentrant_generator": _nothing_around}
+    before = {name: getattr(checkpoint, name) for name in names}
+    for name, replacement in names.items():
+        setattr(checkpoint, name, replacement)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(checkpoint, name, original)
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Lets what `torch.compile` returned call what it was made from, also during a recording, where it would raise."""
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _Called:
+    """Stands for the autograd function that would compute again."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *arguments: Any) -> Any:
+        """Calls the function."""
+        return function(*arguments)
+
+
+def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+    """Stands for the hooks that would compute again."""
+    yield
+
 
 disable_modes = torch.utils._python_dispatch._disable_current_modes
 """Real arrays in the middle of a recording; no public name suspends a recording."""
