@@ -13,7 +13,7 @@ from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, described_e
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.compiler.settings import Settings
 from stepgraph.compiler.step import KeyKind
-from stepgraph.declaration import Declaration
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.layers.layer import Layer

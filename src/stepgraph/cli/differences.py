@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +17,7 @@ from stepgraph.device import Device
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.graphs.inference import InferenceGraph
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.interop.difference import Difference, largest_of
 from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 
@@ -35,52 +34,20 @@ Numbers = dict[What, torch.Tensor]
 _Kind = TypeVar("_Kind", bound=CompiledGraph)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference between two arrays.
-
-    Args:
-        largest: the largest number of the reference.
-        absolute: the largest difference.
-        share: that difference divided by the largest number of its scale.
-    """
-
-    largest: float
-    absolute: float
-    share: float
-
-
 def differences(reference: Numbers, other: Numbers) -> dict[What, Difference]:
     """The differences between all arrays of two runs.
 
     The scale of a result is its own largest number. The scale of a gradient is the largest gradient of its layer: that
     of a bias before a normalization is zero except for rounding, and would be compared with its own noise.
     """
-    largest = {what: _largest(array) for what, array in reference.items()}
     by_layer: dict[str, float] = {}
-    for what, size in largest.items():
-        if what.kind == "gradient":
-            by_layer[what.layer] = max(size, by_layer.get(what.layer, 0.0))
-    found = {}
     for what, array in reference.items():
-        scale = by_layer[what.layer] if what.kind == "gradient" else largest[what]
-        absolute = _apart(array, other[what])
-        share = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
-        found[what] = Difference(largest[what], absolute, share)
-    return found
-
-
-def _largest(array: torch.Tensor) -> float:
-    finite = array.double().abs().nan_to_num(nan=0.0, posinf=0.0)
-    return float(finite.max()) if array.numel() else 0.0
-
-
-def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference; non-finite values must be equal."""
-    one, two = reference.double(), other.double()
-    same = (one == two) | (one.isnan() & two.isnan())
-    apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(apart.max()) if apart.numel() else 0.0
+        if what.kind == "gradient":
+            by_layer[what.layer] = max(largest_of(array), by_layer.get(what.layer, 0.0))
+    return {
+        what: Difference.between(array, other[what], by_layer[what.layer] if what.kind == "gradient" else None)
+        for what, array in reference.items()
+    }
 
 
 def run(graphs: Sequence[CompiledGraph], batch: Batch, rows: int, seed: int) -> Numbers:

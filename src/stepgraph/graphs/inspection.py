@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from stepgraph import draw
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import STREAM
-from stepgraph.declaration import Declaration
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.session import Session

@@ -14,7 +14,7 @@ import torch
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient
-from stepgraph.declaration import Declaration
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.averaging import averages_of, checked_decay, exchange, require_own

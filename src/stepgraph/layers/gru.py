@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from stepgraph.errors import ArgumentError
 from stepgraph.layers.found import found_at_node, last_extent
@@ -225,8 +226,12 @@ def gru_direction(
     """Outputs `[steps, batch, hidden]` of `x` `[steps, batch, inputs]`, and the final state `[batch, hidden]`.
 
     Weights and biases hold the stacked gates: reset, update, candidate. A sequence that has ended, or in reverse not
-    begun, has update gate 1, so that its state stays without a mask in the recurrence; its output is 0.
+    begun, has update gate 1, so that its state stays without a mask in the recurrence; its output is 0. As a function
+    of PyTorch's own kind, it can be replaced while a layer is recorded.
     """
+    if has_torch_function((x,)):
+        given = x, input_weights, hidden_weights, biases, hidden_bias, h0, lengths
+        return handle_torch_function(gru_direction, (x,), *given, reverse=reverse, reset_after=reset_after)
     hidden = hidden_weights.shape[1]
     inputs = F.linear(x, input_weights, biases)
     going = None if lengths is None else running(len(x), lengths)[..., None]
