@@ -101,9 +101,7 @@ class Graph(LayerFunctions):
         """
         return state.values(self.named_tensors())
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
-    ) -> state.IncompatibleKeys:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> state.IncompatibleKeys:
         """Writes parameters and statistics by name; compiled graphs use them from their next call on.
 
         Nothing changes unless everything fits. Shapes and types must match. One name of a shared tensor is enough.

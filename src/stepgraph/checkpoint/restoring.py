@@ -23,10 +23,10 @@ from stepgraph.checkpoint.graph_json import (
 )
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.restore_report import Mismatch, RestoreReport
-from stepgraph.runtime.declaration import Declaration
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer, assigned
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor
 

@@ -18,7 +18,6 @@ from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.pipeline import Report
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen
-from stepgraph.runtime.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
 from stepgraph.graph import Graph
 from stepgraph.graphs import inspection
@@ -28,6 +27,7 @@ from stepgraph.layers import state
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.gradients import Gradients

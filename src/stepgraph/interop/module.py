@@ -144,7 +144,8 @@ class LayerModule(nn.Module):
 
     def find(self, path: str, tensors: Paths) -> None:
         """Notes which tensors are below this module, which is at `path`."""
-        layer, own = self._layer.value, {}
+        layer: Layer = self._layer.value
+        own: dict[Tensor, str] = {}
         for tensor in _tensors(layer):
             below = [one.removeprefix(f"{path}.") for one in tensors[tensor] if one.startswith(f"{path}.")]
             own |= {tensor: below[0]} if below else {}
@@ -183,12 +184,10 @@ class _Fixed:
         return self
 
 
-def module_of(
-    prediction: Prediction, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> GraphModule:
+def module_of(prediction: Prediction, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> GraphModule:
     """The module, in inference mode, with copies of the current values; layers run inside `around`."""
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kinds) for name in ("self", *identifiers(prediction.inputs))])
+    names = "self", *identifiers(prediction.inputs)
+    signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
     def forward(self: GraphModule, *arrays: Array, **by_name: Array) -> Any:
         """The graph's output, or a tuple of its outputs."""
@@ -272,10 +271,11 @@ def _put(root: nn.Module, path: str, value: Any, *, persistent: bool = True) -> 
     return ".".join((*names, last))
 
 
-def _at(module: Any, path: str) -> Array:
+def _at(module: nn.Module, path: str) -> Array:
+    found: Any = module
     for part in path.split("."):
-        module = getattr(module, part)
-    return module  # type: ignore[no-any-return]
+        found = getattr(found, part)
+    return found
 
 
 def _tensors(layer: Layer) -> tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from secrets import token_hex
@@ -51,22 +50,22 @@ def check_file(prediction: Prediction, path: Path, batch_size: int | None) -> No
 def _first_difference(prediction: Prediction, path: Path, batch: Batch, output: str) -> ExecutionError:
     """The error that names the first layer whose results differ."""
     expected, found = results(prediction, batch), layer_values(prediction, path, batch)
-    for tensor, name in result_names(prediction).items():
+    where, since, facts = "save_onnx", "", {}
+    for tensor, name in result_names(prediction.nodes).items():
         if tensor in found and _differs(expected[tensor], found[tensor]):
-            one = Difference.between(expected[tensor], found[tensor]) if _same_shape(expected, found, tensor) else None
-            facts = {"largest": f"{one.largest:.3g}", "difference": f"{one.absolute:.3g}"} if one is not None else {
-                "shapes": f"{list(expected[tensor].shape)} here, {list(found[tensor].shape)} there"
-            }
-            node = next(node for node in prediction.nodes if tensor in node.results)
-            problem = f"ONNX Runtime computes other numbers from '{name}' on, and so for the output '{output}'"
-            fix = "export with another opset or optimize=False, or replace the layer"
-            return ExecutionError(node.where, problem, **facts, fix=fix)
-    problem = f"ONNX Runtime computes other numbers for the output '{output}', although all layers agree"
-    return ExecutionError("save_onnx", problem, fix="report this graph")
+            where = next(node.where for node in prediction.nodes if tensor in node.results)
+            since, facts = f" from '{name}' on", _facts(expected[tensor], found[tensor])
+            break
+    problem = f"ONNX Runtime computes other numbers{since} than the graph, and so another output '{output}'"
+    fix = "use optimize=False or another opset, or replace the layer; check=False writes the file anyway"
+    return ExecutionError(where, problem, **facts, fix=fix)
 
 
-def _same_shape(expected: Mapping[Tensor, torch.Tensor], found: Mapping[Tensor, torch.Tensor], tensor: Tensor) -> bool:
-    return expected[tensor].shape == found[tensor].shape
+def _facts(expected: torch.Tensor, found: torch.Tensor) -> dict[str, str]:
+    if expected.shape != found.shape:
+        return {"graph": f"{list(expected.shape)}", "ONNX_Runtime": f"{list(found.shape)}"}
+    one = Difference.between(expected, found)
+    return {"largest_number": f"{one.largest:.3g}", "largest_difference": f"{one.absolute:.3g}"}
 
 
 def _differs(expected: torch.Tensor, found: torch.Tensor) -> bool:
@@ -92,6 +91,8 @@ def layer_values(prediction: Prediction, path: Path, batch: Batch) -> dict[Tenso
     there = {value.name: value for node in model.graph for value in node.outputs}
     wanted = {tensor: name for tensor, name in names.items() if name in there}
     returned = {value.name for value in model.graph.outputs}
+    if not wanted:
+        return {}
     model.graph.outputs.extend(there[name] for name in dict.fromkeys(wanted.values()) if name not in returned)
     with_all = path.with_name(f".{path.name}.{token_hex(4)}.partial")
     try:
@@ -116,7 +117,7 @@ def run(path: Path, outputs: Mapping[str, Any], batch: Batch) -> dict[str, torch
         found = session.run(list(outputs), given)
     except Exception as error:  # of the runtime, which has no common class of its own
         problem = f"ONNX Runtime cannot run it: {reason(error)}"
-        raise ExecutionError(f"{path}", problem, fix="export with another opset, or without: check=False") from error
+        raise ExecutionError(f"{path}", problem, fix="export it again, for another opset") from error
     return {name: torch.from_numpy(np.array(array)) for name, array in zip(outputs, found, strict=True)}
 
 
@@ -144,7 +145,7 @@ def drawn(prediction: Prediction, rows: int, seed: int) -> dict[str, torch.Tenso
     for name, tensor in prediction.inputs.items():
         shape = shape_at(tensor.shape, prediction.batch, rows)
         if tensor.data_type.is_floating:
-            numbers = generator.standard_normal(shape)
+            numbers: np.ndarray = generator.standard_normal(shape)
         else:
             numbers = generator.integers(*_range(tensor, prediction.nodes), shape)
         found[name] = torch.from_numpy(np.asarray(numbers)).to(tensor.data_type.torch)

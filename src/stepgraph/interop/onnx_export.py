@@ -24,8 +24,9 @@ import torch
 from stepgraph.errors import ArgumentError, ExecutionError, StateError, StepgraphError, reason
 from stepgraph.interop.module import Prediction, module_of
 from stepgraph.interop.onnx_check import check_file
+from stepgraph.interop.onnx_lowering import ForExport
 from stepgraph.interop.onnx_names import unused, value_names
-from stepgraph.interop.onnx_recurrent import AsOperators, translations
+from stepgraph.interop.onnx_recurrent import translations
 from stepgraph.layers.node import Node
 from stepgraph.system import surroundings
 from stepgraph.system.storage import as_path, storage
@@ -106,7 +107,7 @@ def _converted(request: Request) -> Exported:
     arrays = tuple(_example(tensor, prediction, rows) for tensor in prediction.inputs.values())
     shapes = None if request.batch_size else _free(prediction)
     with _quiet(), surroundings.tracing(), torch.no_grad():
-        module = module_of(prediction, AsOperators).cpu()
+        module = module_of(prediction, ForExport).cpu()
         program = torch.onnx.export(
             module,
             arrays,
@@ -251,8 +252,6 @@ class _Names:
             scopes = literal_eval(node.metadata_props.get(SCOPES, "[]"))
             layer = next((name for name in reversed(scopes) if name in layers), None)
             node.name = unused(node.op_type if layer is None else f"{layer}/{node.op_type}", used)
-
-
 
 
 # Files

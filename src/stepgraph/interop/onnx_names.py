@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from stepgraph import draw
 from stepgraph.interop.module import Prediction
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import Node
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -14,21 +17,21 @@ def value_names(prediction: Prediction) -> dict[Tensor, str]:
 
     Operators have no such name if a layer returns what it was given, or what another one returned.
     """
-    found = {tensor: name for name, tensor in reversed(prediction.outputs.items())}
+    found = {tensor: name for name, tensor in reversed(list(prediction.outputs.items()))}
     taken = {*prediction.inputs, *prediction.outputs, *prediction.names}
-    for tensor, name in result_names(prediction).items():
+    for tensor, name in result_names(prediction.nodes).items():
         if tensor not in found:
             found[tensor] = unused(name, taken)
     return found
 
 
-def result_names(prediction: Prediction) -> dict[Tensor, str]:
+def result_names(nodes: Sequence[Node]) -> dict[Tensor, str]:
     """The layer of each result, in order, with a number if it has several."""
-    layers = prediction.layers
-    counts = Counter(node.layer for node in prediction.nodes for _ in node.results)
+    layers = draw.unique_names(node.layer for node in nodes)
+    counts = Counter(node.layer for node in nodes for _ in node.results)
     seen: Counter[Layer] = Counter()
     found = {}
-    for node in prediction.nodes:
+    for node in nodes:
         for tensor in node.results:
             seen[node.layer] += 1
             found[tensor] = layers[node.layer] + (f" ({seen[node.layer]})" if counts[node.layer] > 1 else "")

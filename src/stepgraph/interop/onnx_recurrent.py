@@ -1,19 +1,16 @@
 """LSTM and GRU as one ONNX operator per layer and direction, instead of one subgraph per step.
 
-While a module is exported, each direction of a recurrent layer becomes a placeholder with the arguments of the ONNX
-operator, which has the semantics of ours: lengths included. Placeholders exist only in exported programs.
+Each direction of a recurrent layer becomes a placeholder with the arguments of the ONNX operator, which has the
+semantics of ours: lengths included. Placeholders exist only in exported programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-
-from stepgraph.layers.gru import gru_direction
-from stepgraph.layers.lstm_kernel import one_direction
 
 Array = torch.Tensor
 _ARGUMENTS = "Tensor x, Tensor w, Tensor r, Tensor? b, Tensor? lengths, Tensor? h0"
@@ -34,18 +31,7 @@ def _(x: Array, w: Array, r: Array, *_: Any) -> tuple[Array, Array]:
     return x.new_empty(steps, 1, batch, hidden), x.new_empty(1, batch, hidden)
 
 
-class AsOperators(TorchFunctionMode):
-    """Replaces each direction of a recurrent layer by its placeholder."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is one_direction:
-            return _lstm(*args)
-        if function is gru_direction:
-            return _gru(*args, **kwargs)
-        return function(*args, **(kwargs or {}))
-
-
-def _lstm(
+def lstm(
     x: Array,
     input_weights: Sequence[Array],
     hidden_weights: Sequence[Array],
@@ -63,13 +49,11 @@ def _lstm(
 
     b = None if biases is None else _both(ordered(biases), torch.zeros_like(ordered(biases)))
     weights = ordered(input_weights)[None], ordered(hidden_weights)[None]
-    output, h, c = torch.ops.stepgraph.onnx_lstm(
-        x, *weights, b, _int32(lengths), _first(h0), _first(c0), reverse
-    )
-    return output.squeeze(1), h.squeeze(0), c.squeeze(0)
+    output, h, c = torch.ops.stepgraph.onnx_lstm(x, *weights, b, _int32(lengths), _first(h0), _first(c0), reverse)
+    return output.squeeze(1), _kept(h.squeeze(0), h0, lengths), _kept(c.squeeze(0), c0, lengths)
 
 
-def _gru(
+def gru(
     x: Array,
     input_weights: Array,
     hidden_weights: Array,
@@ -95,7 +79,12 @@ def _gru(
         b = _both(own, added)
     weights = ordered(input_weights)[None], ordered(hidden_weights)[None]
     output, h = torch.ops.stepgraph.onnx_gru(x, *weights, b, _int32(lengths), _first(h0), reverse, reset_after)
-    return output.squeeze(1), h.squeeze(0)
+    return output.squeeze(1), _kept(h.squeeze(0), h0, lengths)
+
+
+def _kept(last: Array, first: Array | None, lengths: Array | None) -> Array:
+    """The final state; that of an empty sequence is its first one, which ONNX Runtime would set to 0."""
+    return last if first is None or lengths is None else torch.where(lengths[:, None] > 0, last, first)
 
 
 def _both(first: Array, second: Array) -> Array:
@@ -112,27 +101,26 @@ def _int32(lengths: Array | None) -> Array | None:
 
 def translations() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """What each operator of stepgraph becomes in ONNX."""
-    from onnxscript import opset18 as op
+    op: Any = import_module("onnxscript").opset18  # what the exporter implements, and converts to other versions
 
     def direction(reverse: bool) -> str:
         return "reverse" if reverse else "forward"
 
-    def lstm(x: Any, w: Any, r: Any, b: Any, lengths: Any, h0: Any, c0: Any, reverse: bool) -> Any:
+    def as_lstm(x: Any, w: Any, r: Any, b: Any, lengths: Any, h0: Any, c0: Any, reverse: bool) -> Any:
         return op.LSTM(x, w, r, b, lengths, h0, c0, direction=direction(reverse), hidden_size=r.shape[2])
 
-    def gru(x: Any, w: Any, r: Any, b: Any, lengths: Any, h0: Any, reverse: bool, reset_after: bool) -> Any:
+    def as_gru(x: Any, w: Any, r: Any, b: Any, lengths: Any, h0: Any, reverse: bool, reset_after: bool) -> Any:
         settings = {"direction": direction(reverse), "hidden_size": r.shape[2]}
         return op.GRU(x, w, r, b, lengths, h0, linear_before_reset=int(reset_after), **settings)
 
     def sequence_lengths(lengths: Any, steps: int) -> Any:
-        bounds = (op.CastLike(op.Constant(value_int=bound), lengths) for bound in (0, steps))
-        low, high = bounds
-        return op.Cast(op.Min(op.Max(lengths, low), high), to=_INT64)
+        low, high = (op.Constant(value_int=bound) for bound in (0, steps))
+        return op.Min(op.Max(op.Cast(lengths, to=_INT64), low), high)
 
     ours = torch.ops.stepgraph
     return {
-        ours.onnx_lstm.default: lstm,
-        ours.onnx_gru.default: gru,
+        ours.onnx_lstm.default: as_lstm,
+        ours.onnx_gru.default: as_gru,
         ours.sequence_lengths.default: sequence_lengths,
     }
 
