@@ -68,7 +68,7 @@ def freely(graph: sg.Graph, case: Case, name: str) -> Wired | None:
         module = module_of(prediction(alone, [one]))
         for rows in ROWS:
             module(*(resized(a, rows) if one.inputs[n].descriptor.is_open else a for n, a in one.data.items()))
-    except (StepgraphError, RuntimeError):  # what is first is not a batch there
+    except (StepgraphError, RuntimeError, IndexError):  # what is first is not a batch there
         return None
     return wire(graph, case, name, free=True)
 

@@ -64,7 +64,7 @@ def test_weights_come_back(saved: tuple[sg.InferenceGraph, Path]) -> None:
     assert all(torch.equal(other.state_dict()[name], array) for name, array in graph.state_dict().items())
     foreign = sg.Graph()
     foreign.dense(sg.Tensor((1, 2)), 3, label="features")
-    with pytest.raises(sg.CheckpointError, match="features.weights"):
+    with pytest.raises(sg.CheckpointError, match=r"features\.weights"):
         sg.load_onnx_weights(foreign, path)
     report = sg.load_onnx_weights(foreign, path, partial=True)
     assert report.loaded == ("features.biases",) and [one.name for one in report.mismatched] == ["features.weights"]
@@ -78,7 +78,7 @@ def test_the_first_layer_that_differs_is_named(saved: tuple[sg.InferenceGraph, P
     gamma.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(gamma) * 1.001, gamma.name))
     onnx.save(model, tmp_path / "wrong.onnx")
     asked = graph.prediction("test")
-    with pytest.raises(sg.ExecutionError, match="'features.norm'.*computes other numbers from 'features.norm' on"):
+    with pytest.raises(sg.ExecutionError, match=r"'features\.norm'.*computes other numbers from 'features\.norm' on"):
         onnx_check.check_file(asked, tmp_path / "wrong.onnx", None)
     onnx_check.check_file(asked, path, None)
 
@@ -150,7 +150,7 @@ def test_layers_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
     graph = sg.InferenceGraph()
     x = graph.node(Rounded(label="round"), sg.Tensor((sg.BATCH, 3, 3), label="x"))
     graph.node(Eigenvalues(label="eigenvalues"), x)
-    with pytest.raises(sg.ExecutionError, match="Eigenvalues 'eigenvalues'.*cannot be exported to ONNX") as failed:
+    with pytest.raises(sg.ExecutionError, match=r"Eigenvalues 'eigenvalues'.*cannot be exported to ONNX") as failed:
         graph.save_onnx(tmp_path / "model.onnx")
     assert "linalg_eigh" in str(failed.value)
     assert not list(tmp_path.iterdir())

@@ -123,7 +123,7 @@ def test_tied_weights_have_all_names(tmp_path: Path) -> None:
     assert state["first.weights"].data_ptr() == state["second.weights"].data_ptr()
     one = {"first.biases": torch.ones(3), "second.weights": torch.full((3, 3), 2.0)}
     assert graph.load_state_dict(one) == ([], []) and first.weights.numpy().min() == 2
-    with pytest.raises(sg.CheckpointError, match="second.weights .the same tensor as first.weights here, other values"):
+    with pytest.raises(sg.CheckpointError, match=r"the same tensor as .* here, other values"):
         graph.load_state_dict({**state, "second.weights": torch.zeros(3, 3)})
     sg.save_safetensors(graph, tmp_path / "tied.safetensors")
     with safe_open(tmp_path / "tied.safetensors", "pt") as file:

@@ -71,7 +71,7 @@ def save(request: Request, path: str | os.PathLike[str], check: bool) -> Path:
         if check:
             check_file(request.prediction, partial, request.batch_size)
         with storage(target, "written"):
-            old = _external(target)
+            old = [file for file in _external(target) if file.name != data]
             _synchronize(partial)
             partial.replace(target)
     except BaseException:
@@ -258,7 +258,7 @@ class _Names:
 
 
 def _external(target: Path) -> list[Path]:
-    """Weights that an earlier file of this name has beside it."""
+    """Weights beside a file of this name."""
     return [one for one in target.parent.glob(f"{escape(target.name)}.*.data") if one.is_file()]
 
 
