@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,21 +11,21 @@ import torch
 import stepgraph as sg
 from stepgraph.interop.module import module_of
 from tests.interop.cases import ALL, prediction, wire
+from tests.layers.case import Case
 
 CPU = sg.Device.cpu()
 
 
-def test_every_layer_computes_the_same() -> None:
-    for case in ALL:
+@pytest.mark.parametrize("cases", [ALL[::3], pytest.param(ALL, marks=pytest.mark.deep)], ids=["some", "all"])
+def test_layers_compute_the_same(cases: list[Case]) -> None:
+    for case in cases:
         graph = sg.InferenceGraph()
         one = wire(graph, case, "layer")
         found = module_of(prediction(graph, [one]))(*one.data.values())
         for ours, wanted in zip(found if isinstance(found, tuple) else (found,), one.expected(), strict=True):
             assert ours.shape == wanted.shape, case.name
-            message: Callable[[str], str] = lambda text, name=case.name: f"{name}: {text}"  # noqa: E731
-            torch.testing.assert_close(
-                ours.double(), wanted.double(), rtol=2e-4, atol=2e-5, equal_nan=True, msg=message
-            )
+            close = torch.isclose(ours.double(), wanted.double(), rtol=2e-4, atol=2e-5, equal_nan=True)
+            assert close.all(), case.name
 
 
 def network(rows: int = sg.BATCH) -> sg.InferenceGraph:
@@ -50,7 +49,9 @@ NAMES = ["features.weights", "features.biases", "features.0.weights", "features.
 NAMES += [f"features.norm.{name}" for name in ("beta", "gamma", "mean", "variance")]
 
 
-@pytest.mark.parametrize("rows", [sg.BATCH, 4], ids=["free", "declared"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(sg.BATCH, id="free"), pytest.param(4, id="declared", marks=pytest.mark.deep)]
+)
 def test_any_number_of_rows(rows: int) -> None:
     graph = network(rows)
     module = graph.to_torch()

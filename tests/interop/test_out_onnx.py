@@ -146,6 +146,7 @@ class Eigenvalues(sg.Layer):
         return torch.linalg.eigvalsh(x @ x.transpose(-1, -2))
 
 
+@pytest.mark.deep
 def test_layers_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
     graph = sg.InferenceGraph()
     x = graph.node(Rounded(label="round"), sg.Tensor((sg.BATCH, 3, 3), label="x"))
@@ -154,6 +155,22 @@ def test_layers_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
         graph.save_onnx(tmp_path / "model.onnx")
     assert "linalg_eigh" in str(failed.value)
     assert not list(tmp_path.iterdir())
+
+
+class Doubled(sg.Layer):
+    """A layer that turns the number of rows into a number of Python's."""
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * len(x)
+
+
+@pytest.mark.deep
+def test_layers_that_fix_the_batch_are_named(tmp_path: Path) -> None:
+    graph = sg.InferenceGraph()
+    graph.node(Doubled(label="by rows"), graph.dense(sg.Tensor((sg.BATCH, 3), label="x"), 3))
+    with pytest.raises(sg.ExecutionError, match=r"(?s)Doubled .by rows.*batch_size="):
+        graph.save_onnx(tmp_path / "model.onnx")
+    assert graph.save_onnx(tmp_path / "model.onnx", batch_size=4).exists()
 
 
 @pytest.mark.deep

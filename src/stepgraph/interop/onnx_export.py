@@ -119,7 +119,16 @@ def _converted(request: Request) -> Exported:
             verbose=False,
         )
     assert program is not None
+    _require_free(program.model, prediction, shapes or ())
     return program.model
+
+
+def _require_free(model: Exported, prediction: Prediction, shapes: Sequence[Mapping[int, Any]]) -> None:
+    """Rejects a model in which the exporter has fixed an extent that should be free, which it does silently."""
+    for name, value, free in zip(prediction.inputs, model.graph.inputs, shapes, strict=False):
+        for axis in free:
+            if isinstance(value.shape[axis], int):
+                raise RuntimeError(f"the rows of '{name}' are fixed to {value.shape[axis]}")
 
 
 def _example_rows(prediction: Prediction) -> int:

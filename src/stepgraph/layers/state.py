@@ -132,7 +132,8 @@ def facts_of(missing: Sequence[str], unexpected: Sequence[str], different: Itera
 
 
 def _difference(name: str, tensor: Tensor, array: torch.Tensor) -> Different | None:
-    if tuple(array.shape) == tensor.shape and array.dtype is tensor.data_type.torch:
+    shape = tuple(array.shape) or (1,)  # graphs keep a scalar of a PyTorch module as one element
+    if shape == tensor.shape and array.dtype is tensor.data_type.torch:
         return None
     try:
         there = str(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)))
