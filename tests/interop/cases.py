@@ -62,6 +62,9 @@ def _single(array: torch.Tensor) -> torch.Tensor:
 
 def freely(graph: sg.Graph, case: Case, name: str) -> Wired | None:
     """The same with `BATCH`, if the case can be wired and run with any number of rows."""
+    layer = case.make()
+    if isinstance(layer, sg.LSTMLayer) and not layer.is_standard and not layer.descriptor.batch_first:
+        return None  # what is first are steps, and there is one subgraph for each
     try:
         alone = sg.InferenceGraph()
         one = wire(alone, case, name, free=True)

@@ -16,7 +16,7 @@ from tests.layers.case import Case
 CPU = sg.Device.cpu()
 
 
-@pytest.mark.parametrize("cases", [ALL[::3], pytest.param(ALL, marks=pytest.mark.deep)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [ALL[::5], pytest.param(ALL, marks=pytest.mark.deep)], ids=["some", "all"])
 def test_layers_compute_the_same(cases: list[Case]) -> None:
     for case in cases:
         graph = sg.InferenceGraph()
