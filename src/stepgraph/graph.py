@@ -19,6 +19,7 @@ from stepgraph.errors import (
     shown_as,
     user_line,
 )
+from stepgraph.layers import state
 from stepgraph.layers.constant import ConstantLayer
 from stepgraph.layers.functions import LayerFunctions
 from stepgraph.layers.indexing import GatherLayer, ScatterLayer, SelectionLayer
@@ -26,6 +27,8 @@ from stepgraph.layers.layer import Layer, join
 from stepgraph.layers.node import Node
 from stepgraph.layers.products import MatMulDescriptor, MatMulLayer
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
+from stepgraph.system import surroundings
+from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import BATCH, BatchExtent
 from stepgraph.tensors.tensor import Operand, Tensor, constant_tensor, require_device, row_count
@@ -53,6 +56,7 @@ class Graph(LayerFunctions):
         self._nodes: list[Node] = []
         self._first: dict[Layer, Node] = {}  # the first node of each layer
         self._made: set[Tensor] = set()  # the results of its nodes
+        self._origin: dict[str, Tensor] = {}
         self.device: Device | None = None
 
     @property
@@ -69,6 +73,51 @@ class Graph(LayerFunctions):
     def layer_count(self) -> int:
         """The number of layers."""
         return len(self._first)
+
+    @property
+    def origin(self) -> Mapping[str, Tensor]:
+        """The names that the tensors of an imported model had there; empty for a graph wired by hand."""
+        return dict(self._origin)
+
+    def set_origin(self, names: Mapping[str, Tensor]) -> None:
+        """Sets the names under which the tensors of an imported model leave; tied ones have several."""
+        self._origin = dict(names)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and statistics by the names that `state_dict` uses."""
+        return state.named(draw.unique_names(self.layers), self.origin)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The current parameters and statistics by name, as a PyTorch module's `state_dict`.
+
+        Names are `layer.field`, as tables show the layer; those of an imported model are the model's own. A tensor that
+        several layers share appears under each name. Arrays are shared with the graph, not copied.
+
+        Example:
+            >>> graph = Graph()
+            >>> y = graph.dense(Tensor((4, 3)), 2, label="head")
+            >>> {name: tuple(array.shape) for name, array in graph.state_dict().items()}
+            {'head.weights': (2, 3), 'head.biases': (2,)}
+        """
+        return state.values(self.named_tensors())
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> state.IncompatibleKeys:
+        """Writes parameters and statistics by name; compiled graphs use them from their next call on.
+
+        Nothing changes unless everything fits. Shapes and types must match. One name of a shared tensor is enough.
+
+        Args:
+            state_dict: arrays by name.
+            strict: whether names that only one side has are an error; otherwise they are returned.
+        """
+        found = state.load(f"{type(self).__name__}.load_state_dict", self.named_tensors(), state_dict, strict)
+        self.write_state(found)
+        return state.IncompatibleKeys(list(found.missing), list(found.unexpected))
+
+    def write_state(self, found: state.Match) -> None:
+        """Writes values that were checked."""
+        with surroundings.tracing(), Uninterrupted():
+            found.write()
 
     @property
     def summarized_dot_description(self) -> str:

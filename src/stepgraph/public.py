@@ -124,6 +124,11 @@ from stepgraph.fitting.schedule import (
     WarmupCosine as WarmupCosine,
 )
 from stepgraph.graphs.portable import load as load, save as save
+from stepgraph.interop.weights import (
+    load_onnx_weights as load_onnx_weights,
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
+)
 from stepgraph.checkpoint.files import latest as latest
 from stepgraph.checkpoint.restore_report import RestoreReport as RestoreReport
 from stepgraph.errors import (

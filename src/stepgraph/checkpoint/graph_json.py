@@ -12,12 +12,12 @@ from stepgraph.checkpoint.codec import Decoder, Encoder, class_name, described_e
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.compiler.settings import Settings
 from stepgraph.compiler.step import KeyKind
-from stepgraph.declaration import Declaration
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, OptimizerDescriptor, ParameterGroup
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 from stepgraph.types import DataType

@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.compiler.settings import Settings
 from stepgraph.compiler.step import Key
-from stepgraph.declaration import Declaration
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor
 

@@ -23,11 +23,10 @@ from stepgraph.checkpoint.graph_json import (
 )
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.restore_report import Mismatch, RestoreReport
-from stepgraph.declaration import Declaration
-from stepgraph.device import Device
 from stepgraph.draw import unique_names
 from stepgraph.errors import CheckpointError, StepgraphError, reason
 from stepgraph.optimizers import Optimizer, assigned
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.state import Progress
 from stepgraph.tensors.tensor import Tensor
 
@@ -60,7 +59,7 @@ class Found:
     def write_tensors(self) -> None:
         """Writes the new values."""
         for tensor, array in self.arrays.items():
-            _write(tensor, array)
+            tensor.overwrite(array)
 
 
 def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool, trains: bool) -> Found:
@@ -222,13 +221,3 @@ def _plain(value: Any) -> Any:
         case {"fields": fields}:
             return {name: _plain(one) for name, one in fields.items()}
     return next(iter(value.values()))
-
-
-@torch.inference_mode()
-def _write(tensor: Tensor, array: torch.Tensor) -> None:
-    """Writes new values into a tensor's existing memory, so that everything sharing it sees them."""
-    if tensor.has_data:
-        tensor.torch().copy_(array)
-        tensor.synchronize_data()
-    else:
-        tensor.bind(array, Device.cpu())

@@ -33,7 +33,7 @@ def save(group: Sequence[Kept], saved: int, path: Any, keep: int | None, notes: 
     made_by = {"torch": torch.__version__}
     content = {"made_by": made_by, "notes": written, "saved": saved, **description}
     target = folder if keep is None else files.next_member(folder)
-    files.write(target, content, _apart(describer.encoder.arrays))
+    files.write(target, content, apart(describer.encoder.arrays))
     if keep is not None:
         files.rotate(folder, keep)
     return target
@@ -51,7 +51,7 @@ def _checked(notes: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def _apart(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def apart(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The arrays on the host, contiguous, each in its own memory, as a safetensors file requires."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""`stepgraph compare --devices A,B FILE`: whether a saved graph computes the same on several devices."""
+"""`stepgraph compare FILE`: whether a saved graph computes the same on several devices, and as an ONNX file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepgraph.errors import ArgumentError
 if TYPE_CHECKING:
     from stepgraph.cli.differences import Difference, What
 
-HELP = "run one batch on several devices and show where their numbers differ"
+HELP = "run one batch on several devices, or as ONNX, and show where the numbers differ"
 TOLERANCE = 1e-3
 
 EXAMPLES = """
@@ -23,6 +23,8 @@ what is compared:
   the first device: the largest difference, and its ratio to the largest number
   in that result, or in the gradients of that layer. Dropout drops the same
   elements everywhere.
+  With an ONNX file, the graph runs in inference mode, and only results are
+  compared: those of layers that have operators of their own in the file.
 
 examples:
   stepgraph compare --devices cpu,gpu run/model
@@ -31,6 +33,8 @@ examples:
   stepgraph compare --devices cpu:default,cpu:bfloat16 --tolerance 0.05 run/model
   stepgraph compare --devices cpu,gpu --data batch.npz run/model
                        a file that numpy.savez("batch.npz", image=…, label=…) wrote
+  stepgraph compare run/model model.onnx
+                       a file that inference.save_onnx("model.onnx") wrote
 
 exit codes:
   0  every difference is within the tolerance
@@ -43,11 +47,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{device_argument.SYNTAX}{EXAMPLES}"
     opening.arguments(parser)
     parser.add_argument(
+        "onnx", metavar="MODEL.onnx", nargs="?", type=Path, help="an ONNX file, run with ONNX Runtime on the CPU"
+    )
+    parser.add_argument(
         "--devices",
         metavar="DEVICE,DEVICE,…",
         type=device_argument.parse_several,
-        required=True,
-        help="two or more; the others are compared with the first",
+        help="two or more; the others are compared with the first (with an ONNX file: cpu)",
     )
     parser.add_argument(
         "--tolerance",
@@ -94,33 +100,57 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _numbers(arguments: argparse.Namespace) -> list[Any]:
-    """What the graph computes on each device, from the same batch and the same random numbers."""
+    """What the graph computes in each place, from the same batch and the same random numbers."""
     from stepgraph import set_seed
-    from stepgraph.cli import batch, differences
+    from stepgraph.cli import differences
 
     if arguments.data is not None and arguments.batch_size is not None:
         raise ArgumentError("compare", "--data has its own rows", fix="leave out --batch-size")
+    if arguments.onnx is None and arguments.devices is None:
+        raise ArgumentError("compare", "there is nothing to compare with", fix="pass --devices A,B or an ONNX file")
+    devices = _devices(arguments)
     content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
-    for device in arguments.devices:
+    for device in devices:
         device.device()  # fails before anything is compiled
-    found, data, rows = [], None, 0
-    for device in arguments.devices:
+    found, data, rows, asked, graphs = [], None, 0, None, ()
+    for device in devices:
         set_seed(arguments.seed)  # a graph that was saved before compilation draws its stream now
-        graphs = opening.load(content, custom, device).linked_graphs
-        if data is None and arguments.data is not None:
-            data = batch.read(arguments.data, graphs)
-            rows = batch.rows_of(data, graphs)
-        elif data is None:
-            rows = arguments.batch_size or int(graphs[0].declaration.feeds.batch)
-            data = batch.drawn(graphs, rows, arguments.seed)
+        graphs = opening.load(content, custom, device, inference=arguments.onnx is not None).linked_graphs
+        if data is None:
+            asked = None if arguments.onnx is None else differences.prediction(graphs)
+            data, rows = _batch(arguments, graphs)
         found.append(differences.run(graphs, data, rows, arguments.seed))
-    return found
+    if asked is None:
+        return found
+    there = differences.run_onnx(asked, data or {}, arguments.onnx)
+    return [{what: one[what] for what in there} for one in (*found, there)]
+
+
+def _batch(arguments: argparse.Namespace, graphs: Sequence[Any]) -> tuple[Any, int]:
+    """The data to run, and its rows."""
+    from stepgraph.cli import batch
+
+    if arguments.data is not None:
+        data = batch.read(arguments.data, graphs)
+        return data, batch.rows_of(data, graphs)
+    rows = arguments.batch_size or int(graphs[0].declaration.feeds.batch)
+    return batch.drawn(graphs, rows, arguments.seed), rows
+
+
+def _devices(arguments: argparse.Namespace) -> list[Any]:
+    return arguments.devices or [device_argument.parse("cpu")]
+
+
+def _places(arguments: argparse.Namespace) -> list[str]:
+    """What is compared, as it was written on the command line."""
+    onnx = [] if arguments.onnx is None else [f"{arguments.onnx}"]
+    return [*(device.text for device in _devices(arguments)), *onnx]
 
 
 def _show(arguments: argparse.Namespace, rows: Mapping[What, Sequence[Difference]], beyond: Sequence[What]) -> None:
     from stepgraph.cli import screen
 
-    first, *others = (device.text for device in arguments.devices)
+    first, *others = _places(arguments)
     names = [name for other in others for name in (other, "share")]
     title = f"Differences from {first}"
     table = screen.columns("layer or parameter", "", "largest", *names, title=title, numbers=1 + len(names))
@@ -150,7 +180,7 @@ def _show_json(
 ) -> None:
     from stepgraph.cli import screen
 
-    others = [device.text for device in arguments.devices[1:]]
+    devices = _places(arguments)
     shown = [
         {
             "name": what.name,
@@ -159,11 +189,10 @@ def _show_json(
             "beyond": what in beyond,
             "differences": [
                 {"device": text, "absolute": one.absolute, "share": one.share}
-                for text, one in zip(others, found, strict=True)
+                for text, one in zip(devices[1:], found, strict=True)
             ],
         }
         for what, found in rows.items()
     ]
     first = {"name": beyond[0].name, "kind": beyond[0].kind} if beyond else None
-    devices = [device.text for device in arguments.devices]
     screen.show_json({"devices": devices, "tolerance": arguments.tolerance, "first_beyond": first, "rows": shown})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +14,15 @@ from stepgraph.checkpoint.graph_json import layers_of, named_tensors
 from stepgraph.cli.batch import Batch, feeds
 from stepgraph.compiler.step import KeyKind
 from stepgraph.device import Device
+from stepgraph.errors import ArgumentError
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.graphs.inference import InferenceGraph
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.interop.difference import Difference, largest_of
+from stepgraph.interop.module import Prediction
+from stepgraph.interop.onnx_check import layer_values
+from stepgraph.interop.onnx_names import result_names
+from stepgraph.layers.node import Node
 from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 
@@ -35,52 +39,20 @@ Numbers = dict[What, torch.Tensor]
 _Kind = TypeVar("_Kind", bound=CompiledGraph)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference between two arrays.
-
-    Args:
-        largest: the largest number of the reference.
-        absolute: the largest difference.
-        share: that difference divided by the largest number of its scale.
-    """
-
-    largest: float
-    absolute: float
-    share: float
-
-
 def differences(reference: Numbers, other: Numbers) -> dict[What, Difference]:
     """The differences between all arrays of two runs.
 
     The scale of a result is its own largest number. The scale of a gradient is the largest gradient of its layer: that
     of a bias before a normalization is zero except for rounding, and would be compared with its own noise.
     """
-    largest = {what: _largest(array) for what, array in reference.items()}
     by_layer: dict[str, float] = {}
-    for what, size in largest.items():
-        if what.kind == "gradient":
-            by_layer[what.layer] = max(size, by_layer.get(what.layer, 0.0))
-    found = {}
     for what, array in reference.items():
-        scale = by_layer[what.layer] if what.kind == "gradient" else largest[what]
-        absolute = _apart(array, other[what])
-        share = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
-        found[what] = Difference(largest[what], absolute, share)
-    return found
-
-
-def _largest(array: torch.Tensor) -> float:
-    finite = array.double().abs().nan_to_num(nan=0.0, posinf=0.0)
-    return float(finite.max()) if array.numel() else 0.0
-
-
-def _apart(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference; non-finite values must be equal."""
-    one, two = reference.double(), other.double()
-    same = (one == two) | (one.isnan() & two.isnan())
-    apart = torch.where(same, 0.0, (one - two).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(apart.max()) if apart.numel() else 0.0
+        if what.kind == "gradient":
+            by_layer[what.layer] = max(largest_of(array), by_layer.get(what.layer, 0.0))
+    return {
+        what: Difference.between(array, other[what], by_layer[what.layer] if what.kind == "gradient" else None)
+        for what, array in reference.items()
+    }
 
 
 def run(graphs: Sequence[CompiledGraph], batch: Batch, rows: int, seed: int) -> Numbers:
@@ -94,6 +66,26 @@ def run(graphs: Sequence[CompiledGraph], batch: Batch, rows: int, seed: int) -> 
         _infer(graph, batch, rows)
         found |= _results(graphs, graph)
     return found
+
+
+def prediction(graphs: Sequence[CompiledGraph]) -> Prediction:
+    """What a loaded inference graph computes, which an ONNX file should compute as well."""
+    if len(graphs) > 1:
+        problem = f"the checkpoint holds {len(graphs)} linked graphs, and an ONNX file one"
+        raise ArgumentError("compare", problem, fix="compare without the ONNX file")
+    (graph,) = graphs
+    assert isinstance(graph, InferenceGraph)
+    return graph.prediction("compare")
+
+
+def run_onnx(asked: Prediction, batch: Batch, path: Path) -> Numbers:
+    """Results of the layers that have operators in an ONNX file."""
+    data = {name: torch.as_tensor(batch[name]) for name in asked.inputs}
+    found, names = layer_values(asked, path, data), _result_names(asked.nodes)
+    if not found:
+        problem = "it has no values named after the layers of this graph"
+        raise ArgumentError(f"{path}", problem, fix="write it with inference.save_onnx, from this graph")
+    return {names[tensor]: found[tensor] for tensor in names if tensor in found}
 
 
 def _trained(graphs: Sequence[TrainingGraph], batch: Batch, rows: int, seed: int) -> Numbers:
@@ -165,20 +157,17 @@ def _in_order(graphs: Sequence[_Kind]) -> list[_Kind]:
 
 
 def _results(graphs: Sequence[CompiledGraph], graph: CompiledGraph) -> Numbers:
-    """Every result of one graph, by the name of its layer; numbered if a layer has several."""
-    nodes = [node for one in graphs for node in one.shown_nodes()]
-    names = draw.unique_names(node.layer for node in nodes)
-    counts = Counter(node.layer for node in nodes for _ in node.results)
-    seen: Counter[Any] = Counter()
-    found: Numbers = {}
+    """Every result of one graph, by the name of its layer."""
     mine = {tensor for node in graph.shown_nodes() for tensor in node.results}
-    for node in nodes:
-        for tensor in node.results:
-            seen[node.layer] += 1
-            number = f" ({seen[node.layer]})" if counts[node.layer] > 1 else ""
-            if tensor in mine:
-                found[What("result", names[node.layer] + number, names[node.layer])] = tensor.torch().detach().cpu()
-    return found
+    names = _result_names([node for one in graphs for node in one.shown_nodes()])
+    return {what: tensor.torch().detach().cpu() for tensor, what in names.items() if tensor in mine}
+
+
+def _result_names(nodes: Sequence[Node]) -> dict[Tensor, What]:
+    """The layer of each result, with a number if it has several."""
+    layers = draw.unique_names(node.layer for node in nodes)
+    named = result_names(nodes)
+    return {t: What("result", named[t], layers[node.layer]) for node in nodes for t in node.results}
 
 
 def _gradients(graphs: Sequence[TrainingGraph]) -> Numbers:

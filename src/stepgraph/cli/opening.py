@@ -44,14 +44,16 @@ def read(path: Path) -> Content:
     return files.read(path)
 
 
-def load(content: Content, custom: Sequence[type], device: DeviceArgument | None = None) -> Any:
-    """The graph of a checkpoint, compiled for a device if one is passed."""
+def load(
+    content: Content, custom: Sequence[type], device: DeviceArgument | None = None, *, inference: bool = False
+) -> Any:
+    """The graph of a checkpoint, compiled for a device if one is passed; with `inference`, without its loss."""
     from stepgraph import load as rebuilt
 
     try:
         if device is None:
-            return rebuilt(content.path, custom=custom)
-        return rebuilt(content.path, device.device(), custom=custom, **device.compilation)
+            return rebuilt(content.path, custom=custom, inference=inference)
+        return rebuilt(content.path, device.device(), custom=custom, inference=inference, **device.compilation)
     except CheckpointError as error:
         if "pass the class" in (error.fix or ""):
             error.fix = "pass the class: --custom layers.py:Class, with the file that defines it"

@@ -15,12 +15,12 @@ from stepgraph.compiler.program import PartName
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
-from stepgraph.declaration import Declaration
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import assigned, require_matches
 from stepgraph.runtime.blame import unread
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.programs import PASSES, Programs
 from stepgraph.tensors import buffers

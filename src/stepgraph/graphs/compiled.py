@@ -18,15 +18,16 @@ from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.pipeline import Report
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen
-from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
 from stepgraph.graph import Graph
 from stepgraph.graphs import inspection
 from stepgraph.graphs.compilation import Compilation, compiled, read_constants
 from stepgraph.graphs.session import Session
+from stepgraph.layers import state
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.gradients import Gradients
@@ -191,6 +192,30 @@ class CompiledGraph(Graph):
         feeds, device = self.require_session("bind").feeds, self.require_session("bind").device
         tensors = {name: tensor for _, name, tensor in feeds}
         self._bind(data, tensors, device, batch_size, exact=not batch_size, where="bind")
+
+    # Names
+
+    @property
+    def origin(self) -> Mapping[str, Tensor]:
+        """The names that tensors had in imported models; of two models with the same names, the first keeps them."""
+        found: dict[str, Tensor] = {}
+        for names in (*(graph.origin for graph in self._graphs), self._origin):
+            found |= {name: tensor for name, tensor in names.items() if name not in found}
+        return found
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and statistics by the names that `state_dict` uses; trained inputs as `input.name`."""
+        found, declared = super().named_tensors(), self.declaration
+        called = {tensor: name for _, name, tensor in declared.feeds}
+        for tensor in declared.parameters:
+            if tensor not in found.values():
+                state.add(found, f"input.{called.get(tensor, tensor.label)}", tensor)
+        return found
+
+    def write_state(self, found: state.Match) -> None:
+        """Writes values that were checked; no other thread runs a step meanwhile."""
+        with nullcontext() if self.device is None else turn(self.device):
+            super().write_state(found)
 
     # Saving
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from stepgraph.graphs.averaging import AverageTensors
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.session import Answer, announced, results_of
+from stepgraph.interop import onnx_export
+from stepgraph.interop.module import GraphModule, Prediction, module_of
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.runtime.execution import Completion, Execution, turn
@@ -128,6 +132,57 @@ class InferenceGraph(CompiledGraph):
             execution = session.launch(binding, feeds, options, completion, keep, session.discard_results)
         return announced(execution, options, completion)
 
+    def to_torch(self) -> GraphModule:
+        """What this graph computes, as a PyTorch module in inference mode, with copies of the current values.
+
+        It has one submodule per layer, under the layer's name, and takes any number of rows that the graph takes.
+        Parameters have the names of `state_dict`. Inputs are passed in their order or by name; several outputs are
+        returned as a tuple. The module computes in the declared types, whatever `compute_type` is.
+
+        Example:
+            >>> x = Tensor((BATCH, 2))
+            >>> inference = InferenceGraph()
+            >>> y = inference.dense(x, 3, label="head")
+            >>> module = inference.to_torch()
+            >>> module(torch.zeros(5, 2)).shape, list(module.state_dict())
+            (torch.Size([5, 3]), ['head.weights', 'head.biases'])
+        """
+        return module_of(self.prediction("InferenceGraph.to_torch"))
+
+    def save_onnx(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        opset: int = 20,
+        optimize: bool = False,
+        check: bool = True,
+        batch_size: int | None = None,
+    ) -> Path:
+        """Writes this graph and its current values as an ONNX file, atomically. Returns the path.
+
+        Inputs, outputs and results keep their names, weights are named as in `state_dict`, and operators start with
+        the name of their layer. Needs `pip install 'stepgraph[onnx]'`.
+
+        Args:
+            path: the file, such as `"model.onnx"`; weights over 2 GiB are written beside it.
+            opset: the version of ONNX's operators.
+            optimize: let PyTorch's exporter merge operators; ONNX Runtime does so when it loads the file.
+            check: run the file with ONNX Runtime, if it is installed, with two numbers of rows. If a number is off by
+                more than 1e-5 of the largest, an error names the first layer that differs, and nothing is written.
+            batch_size: a fixed number of rows, for layers that need one; by default the file accepts any.
+
+        Example:
+            >>> training.inference().save_onnx("model.onnx")  # doctest: +SKIP
+        """
+        request = onnx_export.Request(self.prediction(onnx_export.WHERE), batch_size, opset, optimize)
+        return onnx_export.save(request, path, check)
+
+    def prediction(self, call: str) -> Prediction:
+        """What this graph computes, without losses, as a value."""
+        now, declared = self.compilation, self.declaration
+        constants = {t: t.torch() for t in self._constants} if now is None else now.constants
+        return Prediction.of(declared, constants, self.named_tensors(), call)
+
 
 def inference_of(graph: CompiledGraph, averages: AverageTensors | None = None, **settings: Any) -> InferenceGraph:
     """An inference graph over what a graph predicts, without its losses; compiled as the graph is.
@@ -142,6 +197,7 @@ def inference_of(graph: CompiledGraph, averages: AverageTensors | None = None, *
     found.follows = averages
     for node in declared.predicting if averages is None else _averaged(declared.predicting, averages):
         found.append(node)
+    found.set_origin(graph.origin)
     read = {tensor for node in found.nodes for tensor in node.arguments}
     made = {tensor for node in found.nodes for tensor in node.results}
     kinds = declared.feeds.inputs, declared.feeds.labels, declared.feeds.weights

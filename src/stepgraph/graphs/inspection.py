@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from stepgraph import draw
 from stepgraph.compiler import memory
 from stepgraph.compiler.step import STREAM
-from stepgraph.declaration import Declaration
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.session import Session
 from stepgraph.layers.node import Node
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.description import described, described_step
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.numerics import NumericsReport, report

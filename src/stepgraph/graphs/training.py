@@ -14,7 +14,6 @@ import torch
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient
-from stepgraph.declaration import Declaration
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
@@ -25,6 +24,7 @@ from stepgraph.graphs.session import NOTHING, Answer, Session, announced, result
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
+from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed

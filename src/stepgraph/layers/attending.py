@@ -82,7 +82,10 @@ def join_masks(*masks: torch.Tensor, batch: int, keys: int, dtype: torch.dtype) 
             mask = as_added(mask, dtype)
         mask = F.pad(mask.to(dtype), (0, keys - mask.shape[-1])) if keys > mask.shape[-1] else mask.to(dtype)
         rows = batch if mask.shape[0] > 1 else 1
-        mask = mask[:, None, None] if mask.ndim == 2 else mask.reshape(rows, -1, *mask.shape[1:])
+        if mask.ndim == 2:
+            mask = mask[:, None, None]
+        else:  # one for all heads, or one per head
+            mask = mask[:, None] if mask.shape[0] == rows else mask.reshape(rows, -1, *mask.shape[1:])
         joined = mask if joined is None else joined + mask
     return joined
 

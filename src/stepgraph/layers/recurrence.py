@@ -66,8 +66,9 @@ def stacked(
     """The output of all layers, and their final states, each `[layers, directions, batch, hidden]`."""
     x = x.transpose(0, 1) if settings.batch_first else x
     if lengths is not None:
-        lengths = sequence_lengths(lengths, len(x))
-        x = torch.where(running(len(x), lengths)[..., None], x, 0)  # nothing after the end of a sequence matters
+        steps = x.shape[0]  # `len` would fix a symbolic number
+        lengths = sequence_lengths(lengths, steps)
+        x = torch.where(running(steps, lengths)[..., None], x, 0)  # nothing after the end of a sequence matters
     firsts = list(zip(*(state.flatten(0, 1).unbind() for state in states), strict=True))
     finals: list[tuple[Array, ...]] = []
     for layer in range(settings.layer_count):

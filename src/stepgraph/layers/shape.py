@@ -91,7 +91,9 @@ class ReshapeLayer(MovingLayer):
     def forward(self, x: torch.Tensor, *, scope: Scope) -> torch.Tensor:
         """The elements of `x` in the shape of this call."""
         # A source that keeps its declared size in a call with another batch size is not a batch: it keeps its shape.
-        first = self.shape[0] if x.shape[0] == self.shape[0] else scope.batched(self.shape[0])
+        # A size that is symbolic, while PyTorch exports, follows the batch.
+        keeps = isinstance(x.shape[0], int) and x.shape[0] == self.shape[0]
+        first = self.shape[0] if keeps else scope.batched(self.shape[0])
         shape = (first, *(scope.batched(e) if isinstance(e, BatchExtent) else e for e in self.shape[1:]))
         known = math.prod(extent for extent in shape if extent != -1)
         fits = x.numel() % known == 0 if -1 in shape else x.numel() == known

@@ -44,7 +44,9 @@ class BatchExtent(int):
 
     def at(self, rows: int) -> int:
         """The extent for a number of rows."""
-        return int(self.multiple * rows) + self.offset
+        # Only operators of integers, so that PyTorch's symbolic number of rows stays symbolic.
+        rows = int(rows) if isinstance(rows, int) else rows
+        return rows * self.multiple.numerator // self.multiple.denominator + self.offset
 
     def rows(self, extent: int) -> int | None:
         """The number of rows for which this extent is `extent`; None if there is none."""

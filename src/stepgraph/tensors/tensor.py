@@ -450,6 +450,14 @@ class Tensor:
     def _fits(own: Array, array: Array, device: Device) -> bool:
         return (own.device, own.shape, own.dtype) == (device.torch, array.shape, array.dtype)
 
+    def overwrite(self, array: Array) -> None:
+        """Writes new values into the existing memory, so that everything that shares it sees them."""
+        if self.has_data:
+            _copied(self.torch(), array)
+            self.synchronize_data()
+        else:
+            self.bind(array, Device.cpu())
+
     def hold(self, array: Array | None, missing: str = "it was not computed") -> None:
         """Makes a result the current value, or drops the value and remembers why."""
         self.current, self._host, self._missing = array, None, missing
