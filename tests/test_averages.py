@@ -214,6 +214,20 @@ def test_frozen_and_shared_layers_in_an_inference_graph_of_averages() -> None:
     assert len({t for layer in inference.layers for t in layer.parameters.values()}) == 4
 
 
+def test_an_inference_graph_of_averages_with_a_module_of_pytorch() -> None:
+    x, y, graph = sg.Tensor((3, 4)), sg.Tensor((3, 2)), sg.Graph()
+    graph.node(sg.TorchLayer(torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.5), average=0.5)
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    rows = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    training.execute({"x": rows}, {"y": rows[:, :2]})
+    found = training.inference(weights="average").execute({"x": rows}).result.numpy()
+    with training.averaged():
+        assert (found == training.inference().execute({"x": rows}).result.numpy()).all()
+    assert (found != training.inference().execute({"x": rows}).result.numpy()).any()
+
+
 def test_an_inference_graph_of_averages_needs_them() -> None:
     training = Net().graph(sg.SGDOptimizer(0.1))
     with pytest.raises(sg.StateError, match=r"average=0\.999"):

@@ -277,6 +277,8 @@ class Layer:
         def swapped(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return others.get(value, value)
+            if isinstance(value, dict):
+                return {name: swapped(one) for name, one in value.items()}
             return type(value)(map(swapped, value)) if type(value) in (tuple, list) else value
 
         new = copy.copy(self)
