@@ -123,6 +123,8 @@ from stepgraph.fitting.schedule import (
     WarmupCosine as WarmupCosine,
 )
 from stepgraph.graphs.portable import load as load, save as save
+from stepgraph.interop.from_torch import from_torch as from_torch
+from stepgraph.interop.imported import Imported as Imported
 from stepgraph.checkpoint.files import latest as latest
 from stepgraph.checkpoint.restore_report import RestoreReport as RestoreReport
 from stepgraph.errors import (
