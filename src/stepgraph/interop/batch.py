@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.interop.capture import Capture, Event
+from stepgraph.interop.capture import Capture, Event, Known
 from stepgraph.layers.glue import Slice
 from stepgraph.tensors.extents import BatchExtent
 
@@ -38,9 +38,21 @@ def joined(first: Capture, second: Capture) -> Capture:
     if any(not _same(one, two) for one, two in zip(first.held, second.held, strict=True)):
         raise Differs("", "makes other arrays with another batch size")
     rows = first.rows, second.rows
-    return replace(
-        first, events=[_event(one, two, rows) for one, two in zip(first.events, second.events, strict=True)]
-    )
+    events = [_event(one, two, rows) for one, two in zip(first.events, second.events, strict=True)]
+    known = {number: one._replace(shape=_shape(one, second.known[number], rows)) for number, one in first.known.items()}
+    return replace(first, events=events, known=known)
+
+
+def _shape(one: Known, two: Known, rows: tuple[int, int]) -> tuple[int, ...]:
+    """A shape with the extents that follow the batch."""
+    if len(one.shape) != len(two.shape):
+        raise Differs("", "returns arrays of other dimensions with another batch size")
+    return tuple(a if a == b else _extent(a, b, rows) for a, b in zip(one.shape, two.shape, strict=True))
+
+
+def _extent(one: int, two: int, rows: tuple[int, int]) -> BatchExtent:
+    multiple = Fraction(two - one, rows[1] - rows[0])
+    return BatchExtent(multiple, int(one - multiple * rows[0]))
 
 
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -83,7 +95,9 @@ def transferred(joined: Capture, first: Capture, other: Capture) -> Capture | No
         first: the first of them.
         other: the other mode's recording at the same size.
     """
-    if len(first.events) != len(other.events):
+    if len(first.events) != len(other.events) or [one[:2] for one in first.known.values()] != [
+        one[:2] for one in other.known.values()
+    ]:
         return None
     events = []
     for both, one, two in zip(joined.events, first.events, other.events, strict=True):
@@ -93,7 +107,8 @@ def transferred(joined: Capture, first: Capture, other: Capture) -> Capture | No
             events.append(replace(two, arguments=_transfer(both.arguments, one.arguments, two.arguments)))
         except ValueError:
             return None
-    return replace(other, events=events)
+    known = {number: one._replace(shape=joined.known[number].shape) for number, one in other.known.items()}
+    return replace(other, events=events, known=known)
 
 
 def _transfer(both: Any, one: Any, two: Any) -> Any:

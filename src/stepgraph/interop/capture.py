@@ -26,6 +26,7 @@ from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holdin
 from stepgraph.system import surroundings, torch_private
 
 _capturing = threading.RLock()
+_BELOW = (torch.Tensor.lt, torch.Tensor.__lt__, torch.lt)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -152,6 +153,7 @@ class _Recorder(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._fakes: dict[int, tuple[Entry, torch.Tensor]] = {}  # by the identity of the model's own array
         self._state = set[int]()  # their numbers
+        self._uniform = set[int]()  # identities of random numbers in [0, 1)
 
     # Arrays
 
@@ -237,6 +239,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return called(*args, **kwargs)
+        certain = self._certain(called, args)
+        if certain is not None:
+            return torch.tensor(certain)
         given = [*arrays_in((args, kwargs))]
         before = [*map(torch_private.version, given)]
         # Dropout does not change the shape, but many more operators would run to find it.
@@ -244,7 +249,15 @@ class _Recorder(TorchFunctionMode):
         moved = before != [*map(torch_private.version, given)]
         if moved or any(True for _ in arrays_in(returned)):
             self._add(called, args, kwargs, returned, moved)
+            if called is torch.rand:
+                self._uniform.add(id(returned))
         return returned
+
+    def _certain(self, called: Any, args: Any) -> bool | None:
+        """Whether a random number in [0, 1) is below a bound, if that is certain: layers are dropped this way."""
+        if called not in _BELOW or id(args[0]) not in self._uniform or isinstance(args[1], torch.Tensor):
+            return None
+        return False if args[1] <= 0 else True if args[1] >= 1 else None
 
     def _add(self, called: Any, args: Any, kwargs: Any, returned: Any, moved: bool) -> None:
         arguments = self._described(args), self._described(kwargs)

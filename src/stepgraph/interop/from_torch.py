@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from stepgraph.interop.plan import Plan, plan
 from stepgraph.interop.wiring import Wired, Wiring
 from stepgraph.layers.torch_layer import TorchLayer
 from stepgraph.layers.torch_state import entries, evaluating
+from stepgraph.tensors.extents import BATCH
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -70,7 +71,7 @@ def from_torch(
         cut = _Cut(model, {"": "whole=True"} if whole else {}, depth)
         recorded = _recorded(model, found, outputs, cut, fixed)
         tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, recorded.rows)
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, BATCH if recorded.example.is_open else recorded.rows)
         inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
         wired = wiring.wire(recorded.plan, inputs)
         _freeze(recorded, tensors, model)
@@ -129,17 +130,15 @@ class _Recorded:
     plan: Plan
     wanted: Sequence[str]
     rows: int
-    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def _recorded(
     model: nn.Module, example: Example, outputs: Sequence[str] | None, cut: _Cut, fixed: tuple[str, ...]
 ) -> _Recorded:
     """Records until everything can be wired; each time, modules that could not be divided become one node."""
-    example = _freed(model, example, cut, fixed)
     while True:
         try:
-            training, inference = _both(model, example, cut, fixed)
+            example, training, inference = _both(model, example, cut, fixed)
         except Differs as differs:
             path, why = differs.args
             cut.widen({path: why})
@@ -151,34 +150,30 @@ def _recorded(
         cut.widen(made.problems)
 
 
-def _freed(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> Example:
-    """The example with as many free inputs as the model accepts another number of rows for."""
-    if not example.is_open:
-        return example
-    with _mode(model, True, fixed):
-        capture(model, example, example.rows, cut)  # whatever fails here fails for every number of rows
-        for one in (example, example.only_first()):
-            try:
-                capture(model, one, 2 * example.rows, cut)
-                return one
-            except StepgraphError:
-                continue
-    return example.fixed()
-
-
-def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> tuple[Capture, Capture]:
-    """The recordings in training and in inference, with numbers that follow the batch."""
+def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> tuple[Example, Capture, Capture]:
+    """The recordings in training and in inference, with numbers that follow the batch, and which inputs do."""
     with _mode(model, True, fixed):
         first = capture(model, example, example.rows, cut)
-        training = joined(first, capture(model, example, 2 * example.rows, cut)) if example.is_open else first
+        example, more = _more_rows(model, example, cut)
+        training = first if more is None else joined(first, more)
     with _mode(model, False, fixed):
         second = capture(model, example, example.rows, cut)
-        if not example.is_open:
-            return training, second
-        inference = transferred(training, first, second)
+        inference = second if more is None else transferred(training, first, second)
         if inference is None:
             inference = joined(second, capture(model, example, 2 * example.rows, cut))
-    return training, inference
+    return example, training, inference
+
+
+def _more_rows(model: nn.Module, example: Example, cut: _Cut) -> tuple[Example, Capture | None]:
+    """A recording with twice the rows, in all inputs or in the first; None for a model with a fixed number of rows."""
+    if not example.is_open:
+        return example, None
+    for one in (example, example.only_first()):
+        try:
+            return one, capture(model, one, 2 * example.rows, cut)
+        except StepgraphError:
+            continue
+    return example.fixed(), None
 
 
 def _wanted(model: nn.Module, outputs: Sequence[str] | None, training: Capture, inference: Capture) -> list[str]:

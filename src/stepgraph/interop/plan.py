@@ -17,7 +17,7 @@ from torch import nn
 from stepgraph.interop.batch import common_path
 from stepgraph.interop.capture import Capture, Event, Held, Known
 from stepgraph.layers.glue import Call, Named, Program, Slice, Value
-from stepgraph.tensors.tensor import MAX_DIMENSIONS
+from stepgraph.tensors.tensor import MAX_DIMENSIONS, TensorDescriptor
 from stepgraph.types import DataType
 
 
@@ -46,6 +46,7 @@ class GlueNode:
         sources: what it reads.
         tensors: the names of the parameters and buffers it reads.
         held: the numbers of other arrays it reads.
+        results: shapes and types of its results.
     """
 
     path: str
@@ -54,6 +55,7 @@ class GlueNode:
     sources: tuple[Wire, ...]
     tensors: tuple[str, ...]
     held: tuple[int, ...]
+    results: tuple[TensorDescriptor, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class ModuleNode:
         module: the module.
         arguments: positional and keyword arguments, with the position of a source in the place of each array.
         sources: what it reads.
-        result_count: how many arrays it returns.
+        results: shapes and types of its results.
         differentiable: False inside `no_grad`.
     """
 
@@ -73,7 +75,7 @@ class ModuleNode:
     module: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     sources: tuple[Wire, ...]
-    result_count: int
+    results: tuple[TensorDescriptor, ...]
     differentiable: bool = True
 
 
@@ -355,6 +357,7 @@ class _Planner:
             tuple(self.wires[pair] for pair in sources),
             tuple(names),
             tuple(held),
+            tuple(_descriptor(self.sides[0].known(pair[0])) for pair in own),
         )
         for index, pair in enumerate(own):
             self._connect(pair, Wire("glue", position, index))
@@ -463,9 +466,13 @@ class _Planner:
             one.called,
             _call(one),
             tuple(self.wires[pair] for pair in pairs),
-            len(one.results),
+            tuple(_descriptor(self.sides[0].known(number)) for number in one.results),
             one.differentiable,
         )
+
+
+def _descriptor(known: Known) -> TensorDescriptor:
+    return TensorDescriptor(known.shape or (1,), DataType.of(known.dtype))
 
 
 def _name(event: Event) -> str:

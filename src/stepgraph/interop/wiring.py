@@ -99,9 +99,12 @@ class Wiring:
         self._end(found)
         return found
 
-    def _node(self, found: Wired, wire: Wire, layer: Layer, sources: tuple[Wire, ...], frozen: bool = False) -> None:
-        found.graph.node(layer, *(found.values[one] for one in sources), disable_update=frozen)
-        for position, result in enumerate(found.graph.nodes[-1].results):
+    def _node(self, found: Wired, wire: Wire, layer: Layer, node: GlueNode | ModuleNode, frozen: bool = False) -> None:
+        sources = [found.values[one] for one in node.sources]
+        if isinstance(layer, TorchLayer) and len(layer.tensors) > len(layer.parameters):
+            layer.infer(*(tensor.descriptor for tensor in sources))  # finds which buffers it changes
+        results = found.graph.known_node(layer, sources, node.results, disable_update=frozen)
+        for position, result in enumerate(results):
             found.values[Wire(wire.kind, wire.owner, position)] = result
 
     def _glue(self, found: Wired, wire: Wire, node: GlueNode) -> None:
@@ -117,7 +120,7 @@ class Wiring:
         layer = GlueLayer(
             programs[0], programs[1], tuple(parameters), tuple(buffers), self._rows, exact, label=label
         )
-        self._node(found, wire, layer, node.sources)
+        self._node(found, wire, layer, node)
         called = dict.fromkeys(call.function.rpartition(".")[2].strip("_") for call in node.training.calls)
         found.rows.append(Row(layer, node.path, ", ".join(called), GLUE, _why_glue(node)))
 
@@ -139,14 +142,14 @@ class Wiring:
             found.values[wire] = found.values[node.sources[0]]
             return
         layer, how, why = self._layer(node, found)
-        self._node(found, wire, layer, node.sources, frozen=not node.differentiable)
+        self._node(found, wire, layer, node, frozen=not node.differentiable)
         found.rows.append(Row(layer, node.path, type(node.module).__name__, how, why))
         if not node.differentiable:
             self._stop(found, wire, node)
 
     def _stop(self, found: Wired, wire: Wire, node: ModuleNode) -> None:
         """Lets no gradient pass to a module that was called inside `no_grad`."""
-        for position in range(node.result_count):
+        for position in range(len(node.results)):
             result = Wire(wire.kind, wire.owner, position)
             if found.values[result].data_type.is_floating:
                 program = Program((Call("Tensor.detach", (Value(0),), results=(1,)),), (1,))

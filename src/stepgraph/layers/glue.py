@@ -18,7 +18,7 @@ from stepgraph.layers.layer import Layer, Scope, constant
 from stepgraph.layers.torch_answers import Answers, Drawn, Refusals
 from stepgraph.layers.torch_functions import function
 from stepgraph.system import torch_private
-from stepgraph.tensors.extents import BatchExtent
+from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 _NAMED = (torch.dtype, torch.memory_format, torch.layout)
@@ -174,7 +174,7 @@ class GlueLayer(Layer):
         inference: what to compute in inference; None if it is the same.
         tensors: parameters that the functions read; they follow the sources in the numbering.
         buffers: the same for tensors that do not change; they follow the parameters.
-        rows: the batch size for which the numbers in the programs hold; other sizes scale them.
+        rows: the batch size where a call does not say; `BATCH` if every size is possible.
         exact: compute in float32 also in mixed precision.
 
     Example:
@@ -210,7 +210,7 @@ class GlueLayer(Layer):
         """Calls the functions of this mode in order."""
         own = [scope.array(tensor) for tensor in (*self.tensors, *self.buffers)]
         device = next((array.device for array in (*arrays, *own)), None) or _device(scope)
-        rows = scope.batch[1] or self.rows
+        rows = scope.batch[1] or int(self.rows)
         try:
             with Answers(scope), Refusals(), torch.device(device):
                 results = self.program(scope.training).run([*arrays, *own], rows, device)
@@ -219,6 +219,14 @@ class GlueLayer(Layer):
             fix = "use torch.rand, torch.randn or F.dropout, which draw from the graph's stream"
             raise ArgumentError(self.where, problem, fix=fix) from error
         return tuple(result.reshape(1) if result.ndim == 0 else result for result in results)
+
+    def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of the results, which may follow the batch even if no source does."""
+        if any(source.is_open for source in sources) or batch[1] or not isinstance(self.rows, BatchExtent):
+            return super().infer(*sources, batch=batch)
+        first, second = (super(GlueLayer, self).infer(*sources, batch=(BATCH, rows)) for rows in PROBES)
+        pairs = zip(first, second, strict=True)
+        return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
 
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
