@@ -5,6 +5,7 @@ Plain values are written directly; everything else is an object with one identif
     {"tensor": 3}  {"layer": 1}  {"array": key}  {"tuple": […]}  {"mapping": [[key, value], …]}  {"float": "inf"}
     {"batch": [3, 2, 0]}  an extent that follows the batch: 3 / 2 of its rows, plus 0
     {"enum": "PaddingPolicy", "member": "SAME"}  {"class": "PoolingDescriptor", "fields": {…}}
+    {"module": 0, "class": "models:Net", "arguments": {…}}  a PyTorch module, which a loading program hands over
     {"opaque": "function"}  which a file cannot hold: it is saved anyway, but only `restore` can use the file
 
 A stepgraph class is named as it is exported, a user's own as `module:Class`. Nothing is ever imported by such a
@@ -23,7 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
+from stepgraph.checkpoint.modules import HandedOver, constructor_arguments, is_factory, known_class
 from stepgraph.errors import CheckpointError, DataTypeError, StepgraphError, reason
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
@@ -89,6 +92,7 @@ class Encoder:
     def __init__(self) -> None:
         self.tensors: dict[Tensor, int] = {}
         self.layers: dict[Layer, int] = {}
+        self.modules: dict[nn.Module, int] = {}
         self.described: list[dict[str, Any]] = []
         self.arrays: dict[str, torch.Tensor] = {}
 
@@ -145,6 +149,11 @@ class Encoder:
             return {"tensor": self.tensor(value)}
         if isinstance(value, Layer):
             return {"layer": self.layer(value)}
+        if isinstance(value, nn.Module):
+            arguments = constructor_arguments(value)
+            number = self.modules.setdefault(value, len(self.modules))
+            described = None if arguments is None else {name: self.value(one) for name, one in arguments.items()}
+            return {"module": number, "class": class_name(type(value)), "arguments": described}
         if isinstance(value, torch.Tensor):
             return {"array": self.array("setting", value)}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -162,7 +171,7 @@ class Decoder:
         layers: descriptions of the layers.
         tensors: the tensors, by number; None for those that the graph does not have.
         arrays: the arrays of the tensors file.
-        custom: classes that are not part of stepgraph.
+        custom: classes that are not part of stepgraph, and PyTorch modules or functions that create them.
     """
 
     def __init__(
@@ -171,12 +180,13 @@ class Decoder:
         layers: Sequence[Mapping[str, Any]],
         tensors: Sequence[Tensor | None],
         arrays: Mapping[str, torch.Tensor],
-        custom: Sequence[type] = (),
+        custom: Sequence[Any] = (),
     ) -> None:
         self.where, self._layers, self._tensors, self._arrays = where, Numbered(layers), Numbered(tensors), arrays
+        self._known = frozenset(tensors)
         self._made: dict[int, Layer] = {}
         self._making: set[int] = set()
-        self._custom = by_name(custom)
+        self._custom, self._handed_over = by_name(custom), HandedOver(custom)
 
     def kind(self, name: str, base: type = object) -> type:
         """The class with a name: one of stepgraph's, or one passed by the caller."""
@@ -204,6 +214,7 @@ class Decoder:
             layer = self._construct(kind, description["fields"], label or kind.__name__)
             line, layer_id = of_kind(str, description["line"]), of_kind(int, description["layer_id"])
             layer.__dict__.update(_line=line, layer_id=layer_id)
+            self._require_saved(layer)
             self._made[number] = layer
             self._making.remove(number)
         return self._made[number]
@@ -234,6 +245,8 @@ class Decoder:
                 return self._arrays[key].numpy() if described.get("numpy") else self._arrays[key]
             case {"class": name, "fields": fields}:
                 return self._construct(self.kind(name), fields, name)
+            case {"module": number, "class": name, "arguments": arguments}:
+                return self._module(of_kind(int, number), of_kind(str, name), arguments)
             case {"opaque": name}:
                 raise CheckpointError(
                     self.where,
@@ -241,6 +254,31 @@ class Decoder:
                     fix="build the graph in your program and restore into it",
                 )
         raise CheckpointError(self.where, f"its description holds {described!r:.100}", fix="use another checkpoint")
+
+    def _module(self, number: int, name: str, arguments: Mapping[str, Any] | None) -> nn.Module:
+        """A PyTorch module that the loading program handed over, or that its class creates."""
+
+        def create() -> nn.Module | None:
+            kind = known_class(name, self._custom)
+            if kind is None or arguments is None:
+                return None
+            return self._construct(kind, arguments, name)  # type: ignore[no-any-return]
+
+        found = self._handed_over.module(number, name.rpartition(":")[2], create)
+        if found is None:
+            raise CheckpointError(
+                self.where,
+                f"it holds the arrays of a PyTorch module {name}, but no code",
+                fix="hand it over: load(path, custom=[module]), or a function that creates it",
+            )
+        return found
+
+    def _require_saved(self, layer: Layer) -> None:
+        """Rejects a layer with tensors that the file does not have: its class or module is another one now."""
+        extra = [name for name, tensor in layer.given_tensors.items() if tensor not in self._known]
+        if extra:
+            problem = f"{layer.label} has tensors that were not saved: {', '.join(extra)}"
+            raise CheckpointError(self.where, problem, fix="use the version of the class that was saved")
 
     def _construct(self, kind: type, fields: Mapping[str, Any], name: str) -> Any:
         settings = {field: self.value(value) for field, value in fields.items()}
@@ -256,10 +294,12 @@ class Decoder:
             ) from error
 
 
-def by_name(custom: Sequence[type]) -> dict[str, type]:
+def by_name(custom: Sequence[Any]) -> dict[str, type]:
     """The classes passed by the caller, by name."""
     found: dict[str, type] = {}
     for kind in custom:
+        if isinstance(kind, nn.Module) or is_factory(kind):
+            continue
         if not isinstance(kind, type):
             raise DataTypeError("load", f"custom holds {kind!r}, which is not a class", fix="pass classes: [MyLayer]")
         if found.setdefault(kind.__qualname__, kind) is not kind:

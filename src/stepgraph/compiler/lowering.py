@@ -19,6 +19,7 @@ from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.recurrent import LSTMLayer
+from stepgraph.layers.torch_layer import TorchLayer
 
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 WIDEST_FLASH = 256  # the widest head of PyTorch's flash attention
@@ -32,7 +33,7 @@ def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
         return _under(_Attention(step), forward)
-    if step.device.type == "cuda" and isinstance(layer, LSTMLayer):
+    if step.device.type == "cuda" and isinstance(layer, LSTMLayer | TorchLayer):
         return _under(_ByCudnn(), forward)
     return forward
 

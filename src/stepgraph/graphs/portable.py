@@ -50,7 +50,7 @@ def load(
     device: Device | str | torch.device | None = None,
     *,
     inference: bool = False,
-    custom: Sequence[type] = (),
+    custom: Sequence[Any] = (),
     **compilation: Any,
 ) -> Any:
     """Rebuilds the graph in a checkpoint, with everything it holds, without the program that built it.
@@ -59,7 +59,8 @@ def load(
         path: a checkpoint, or a folder with a series of them, of which the latest is used.
         device: compile for this device with the saved settings; with None, you compile it yourself.
         inference: build an inference graph, without the loss, whatever was saved.
-        custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations).
+        custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations), and
+            the PyTorch modules of its `TorchLayer`s, in order, or functions that create them.
         compilation: settings of `compile` (`options` and its keywords, `compute_type`, `tf32`, `memory_limit`), which
             replace all of the saved ones. Without any, the graph is compiled with the saved settings; an inference
             graph has no `memory_limit`.
@@ -90,7 +91,7 @@ def load(
     return found
 
 
-def _check_request(device: Any, custom: Sequence[type], compilation: Mapping[str, Any]) -> None:
+def _check_request(device: Any, custom: Sequence[Any], compilation: Mapping[str, Any]) -> None:
     """Rejects invalid arguments, so that any later error is the file's fault."""
     if device is None and compilation:
         raise ArgumentError("load", f"{', '.join(compilation)} needs a device to compile for", fix="pass one")
@@ -154,7 +155,7 @@ def _compiled(path: Path) -> Iterator[None]:
 class _Builder:
     """Builds the objects of one file: tensors first, then layers as nodes need them, then graphs."""
 
-    def __init__(self, content: files.Content, inference: bool, custom: Sequence[type]) -> None:
+    def __init__(self, content: files.Content, inference: bool, custom: Sequence[Any]) -> None:
         description, arrays = content.description, content.arrays
         self.content, self.inference = content, inference
         self.tensors = Numbered(read_tensor(one, arrays) for one in description["tensors"])

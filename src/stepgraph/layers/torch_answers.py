@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
+from stepgraph.layers.torch_recurrent import is_packed, recurrent
 from stepgraph.random import draws_from_generator
 from stepgraph.system.torch_private import DispatchMode
 
@@ -48,13 +49,16 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        answer = _ANSWERS.get(function)
-        if answer is not None:
-            return _written(given.pop("out", None), answer(self, function, *args, **given))
         if _is_open(function) and function not in self._opened:
             with self._inside(function):
                 return _open(function)(*args, **given)
-        return function(*args, **given)
+        # An operator that writes into memory of its caller is not recorded as one.
+        out = given.get("out")
+        if out is not None:
+            given = {name: value for name, value in given.items() if name != "out"}
+        answer = _ANSWERS.get(function)
+        found = function(*args, **given) if answer is None else answer(self, function, *args, **given)
+        return found if out is None else _written(out, found)
 
     @contextmanager
     def _inside(self, function: Any) -> Iterator[None]:
@@ -101,9 +105,11 @@ class Answers(TorchFunctionMode):
         return self._scope.keep_mask(x.new_empty(tuple(shape)), rate).to(x.dtype)
 
 
-def _written(out: torch.Tensor | None, found: Any) -> Any:
-    """The result, in the memory that the caller passed for it, if any."""
-    return found if out is None else out.copy_(found)
+def _written(out: Any, found: Any) -> Any:
+    """Results in the memory that the caller passed for them."""
+    if isinstance(out, torch.Tensor):
+        return out.copy_(found)
+    return type(found)(one.copy_(new) for one, new in zip(out, found, strict=True))
 
 
 # Functions of `torch.nn.functional` call others, which a mode sees only if it is on while they run.
@@ -353,22 +359,11 @@ def _attention(
 
 
 def _recurrent(self: Answers, function: Any, *given: Any) -> Any:
-    """Layer by layer, with dropout between them; packed sequences keep PyTorch's own, which is refused."""
-    x, state, weights, has_biases, layers, dropout, train, both_ways, batch_first = given
-    if isinstance(has_biases, list | tuple) or not train or dropout == 0 or layers == 1:
+    """Layer by layer, with dropout between them; packed sequences keep PyTorch's own, whose dropout is refused."""
+    if is_packed(given):
         return function(*given)
-    states = state if isinstance(state, list | tuple) else (state,)
-    chunks, each = [one.chunk(layers) for one in states], len(weights) // layers
-    ends = []
-    for i in range(layers):
-        if i:
-            x = _ANSWERS[torch.dropout](self, None, x, dropout, True)
-        first = [one[i] for one in chunks]
-        begin = first if isinstance(state, list | tuple) else first[0]
-        own = weights[i * each : (i + 1) * each]
-        x, *end = function(x, begin, own, has_biases, 1, 0.0, train, both_ways, batch_first)
-        ends.append(end)
-    return (x, *(torch.cat(one) for one in zip(*ends, strict=True)))
+    dropout, train = given[5:7]
+    return recurrent(function, given, lambda x: _ANSWERS[torch.dropout](self, None, x, dropout, train))
 
 
 # Normalization: PyTorch writes running statistics in place without counting it as a change

@@ -6,10 +6,9 @@ itself (running statistics, counters, caches) becomes an update of the layer's s
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,8 +202,11 @@ class TorchLayer(Layer):
 
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
         """Runs the module's own code on these arrays."""
+        modes = []
+        if scope.compute_type is not None and self.own_precision:
+            modes.append(_autocast(arrays[0].device.type if arrays else "cpu", scope.compute_type))
         with _running:
-            return _call(self, arrays, scope)
+            return _call(self, arrays, scope, *modes)
 
     def copy_to_module(self) -> None:
         """Copies the current values into the module: after training on a GPU, or with `share=False`."""
@@ -220,7 +222,9 @@ class TorchLayer(Layer):
 # Running
 
 
-def _call(layer: TorchLayer, arrays: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
+def _call(
+    layer: TorchLayer, arrays: Sequence[torch.Tensor], scope: Scope, *modes: AbstractContextManager[Any]
+) -> tuple[torch.Tensor, ...]:
     """One call of the module, as a pure function: its results, and updates of its statistics."""
     noted: _Noted = layer._noted
     given = [array.clone() if i in noted.written else array for i, array in enumerate(arrays)]
@@ -229,15 +233,15 @@ def _call(layer: TorchLayer, arrays: Sequence[torch.Tensor], scope: Scope) -> tu
     entered = [torch_private.version(array) for array in given]
     args, kwargs = _arguments(layer.call, given)
     answers = Answers(scope)
-    modes = {
+    settings = {
         one: {"training": scope.training and path not in layer.evaluated}
         for path, one in layer.module.named_modules()
     }
     by_id = {id(one.array): held[one.name] for one in layer._entries if one.name in held}
     try:
-        with holding(layer.module, by_id, modes):
-            with _surroundings(layer, scope, given), answers, Refusals():
-                output = layer.module(*args, **kwargs)
+        with holding(layer.module, by_id, settings):
+            with answers, Refusals(), torch_private.without_checkpointing(), torch_private.nothing_compiled():
+                output = _under(modes, lambda: layer.module(*args, **kwargs))
             moved = _moved(layer, answers, held, versions)
     except StepgraphError:
         raise
@@ -264,17 +268,16 @@ def _held(layer: TorchLayer, scope: Scope, given: Sequence[torch.Tensor]) -> dic
     return found
 
 
-@contextmanager
-def _surroundings(layer: TorchLayer, scope: Scope, given: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Modes for a module's own code: no checkpointing, no compilation inside, autocast if it needs it."""
+def _under(modes: Sequence[AbstractContextManager[Any]], function: Callable[[], Any]) -> Any:
     with ExitStack() as stack:
-        stack.enter_context(torch_private.without_checkpointing())
-        if "torch._dynamo" in sys.modules:  # only then can anything inside be compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if scope.compute_type is not None and layer.own_precision:
-            kind = given[0].device.type if given else "cpu"
-            stack.enter_context(torch.autocast(kind, scope.compute_type, cache_enabled=False))
-        yield
+        for one in modes:
+            stack.enter_context(one)
+        return function()
+
+
+def _autocast(kind: str, compute_type: torch.dtype) -> AbstractContextManager[Any]:
+    """PyTorch's own mixed precision; a cast that it remembered would outlive the recording."""
+    return torch.autocast(kind, compute_type, cache_enabled=False)
 
 
 def _moved(
@@ -369,13 +372,12 @@ class _Autocast(TorchFunctionMode):
 
 def _leaves_autocast(layer: TorchLayer, sources: Sequence[TensorDescriptor]) -> bool:
     """Whether a module opens a region without autocast; found by running it for shapes."""
-    layer._noted.leaves_autocast = True  # this call runs under autocast
     watch = _Autocast()
-    with surroundings.tracing(), torch_private.disable_modes(), torch.no_grad(), layer.without_memory() as array, watch:
+    with surroundings.tracing(), torch_private.disable_modes(), torch.no_grad(), layer.without_memory() as array:
         own = {tensor: array(tensor.descriptor) for tensor in layer.tensors.values()}
-        stream = array(TensorDescriptor((2,), DataType.INT64))
-        scope = Scope(own, training=True, stream=stream, compute_type=torch.bfloat16)
-        layer.forward(*map(array, sources), scope=scope)
+        scope = Scope(own, training=True, stream=array(TensorDescriptor((2,), DataType.INT64)))
+        with _running:
+            _call(layer, [array(one) for one in sources], scope, _autocast("cpu", torch.bfloat16), watch)
     return watch.is_left
 
 

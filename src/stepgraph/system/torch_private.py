@@ -87,6 +87,15 @@ def without_checkpointing() -> Iterator[None]:
             setattr(checkpoint, name, original)
 
 
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Lets what `torch.compile` returned call what it was made from, also during a recording, where it would raise."""
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 class _Called:
     """Stands for the autograd function that would compute again."""
 
