@@ -292,7 +292,7 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def intercepting(self) -> Iterator[None]:
         """Calls of modules, and of functions with a gradient of their own, in this thread become events."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.apply
+        call, apply = nn.Module.__call__, vars(torch.autograd.Function)["apply"]
         recorder = self
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -303,15 +303,15 @@ class _Recorder(TorchFunctionMode):
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == recorder._thread and not recorder._inside:
                 recorder._problem(f"uses {kind.__name__}, which has its own gradient")
-            return apply.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
+            return apply.__func__(kind, *args, **kwargs)
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
         try:
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply
 
     def _call(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(module)
