@@ -39,14 +39,15 @@ def joined(first: Capture, second: Capture) -> Capture:
         raise Differs("", "makes other arrays with another batch size")
     rows = first.rows, second.rows
     events = [_event(one, two, rows) for one, two in zip(first.events, second.events, strict=True)]
+    for event in first.events:
+        if any(len(first.known[n].shape) != len(second.known[n].shape) for n in event.results):
+            raise Differs(event.path, "makes arrays of other dimensions with another batch size")
     known = {number: one._replace(shape=_shape(one, second.known[number], rows)) for number, one in first.known.items()}
     return replace(first, events=events, known=known)
 
 
 def _shape(one: Known, two: Known, rows: tuple[int, int]) -> tuple[int, ...]:
     """A shape with the extents that follow the batch."""
-    if len(one.shape) != len(two.shape):
-        raise Differs("", "returns arrays of other dimensions with another batch size")
     return tuple(a if a == b else _extent(a, b, rows) for a, b in zip(one.shape, two.shape, strict=True))
 
 

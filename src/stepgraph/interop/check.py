@@ -12,7 +12,7 @@ from stepgraph.errors import StateError
 from stepgraph.interop.example import WHERE, Example
 from stepgraph.interop.imported import Imported
 from stepgraph.layers.layer import Scope
-from stepgraph.layers.torch_state import flattened
+from stepgraph.layers.torch_state import Role, entries, flattened, holding
 from stepgraph.system import surroundings
 from stepgraph.tensors.tensor import Tensor
 
@@ -58,16 +58,14 @@ def _run(
 
         hooks.append(module.register_forward_hook(keep))
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    modes = {module: module.training for module in model.modules()}
+    arguments, settings = example.call({name: value.clone().to(device) for name, value in values.items()})
+    buffers = {id(one.array): one.array.clone() for one in entries(model) if one.role is not Role.PARAMETER}
     try:
-        model.eval()
-        arguments, settings = example.call({name: value.clone().to(device) for name, value in values.items()})
-        output = model(*arguments, **settings)
+        with holding(model, buffers, {module: {"training": False} for module in model.modules()}):
+            output = model(*arguments, **settings)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return {path or "output": array.cpu() for path, array in flattened(output).items()}, found
 
 

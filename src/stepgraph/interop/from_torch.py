@@ -71,7 +71,8 @@ def from_torch(
         cut = _Cut(model, {"": "whole=True"} if whole else {}, depth)
         recorded = _recorded(model, found, outputs, cut, fixed)
         tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, BATCH if recorded.example.is_open else recorded.rows)
+        rows = BATCH if recorded.example.is_open else recorded.example.rows
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows)
         inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
         wired = wiring.wire(recorded.plan, inputs)
         _freeze(recorded, tensors, model)
@@ -129,24 +130,27 @@ class _Recorded:
     inference: Capture
     plan: Plan
     wanted: Sequence[str]
-    rows: int
 
 
 def _recorded(
     model: nn.Module, example: Example, outputs: Sequence[str] | None, cut: _Cut, fixed: tuple[str, ...]
 ) -> _Recorded:
     """Records until everything can be wired; each time, modules that could not be divided become one node."""
+    start = dict(cut.forced)
     while True:
         try:
             example, training, inference = _both(model, example, cut, fixed)
         except Differs as differs:
             path, why = differs.args
-            cut.widen({path: why})
+            if "" in cut.forced:  # not even the whole model takes another number of rows
+                example, cut.forced = example.fixed(), dict(start)
+            else:
+                cut.widen({path: why})
             continue
         wanted = _wanted(model, outputs, training, inference)
         made = plan(training, inference, wanted)
         if not made.problems:
-            return _Recorded(example, training, inference, made, wanted, example.rows)
+            return _Recorded(example, training, inference, made, wanted)
         cut.widen(made.problems)
 
 

@@ -371,11 +371,12 @@ class _Planner:
                     return f"passes {why} on"
             one, outside = side.stretches[position], side.reads(position)
             memories = [side.known(n).memory for n in outside]
+            used = self.paired[index].union(*(numbers_in(event.arguments) for event in one.events))
             for event in one.events:
                 for old, new in event.changed:
                     if old in outside and memories.count(side.known(old).memory) > 1:
                         return "changes an array in place that it also reads through a view"
-                    if old not in outside and old not in one.made and new in self.paired[index]:
+                    if old not in outside and old not in one.made and new in used:
                         return "changes an array in place that another node has a view of"
         return None
 
