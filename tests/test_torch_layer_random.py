@@ -177,7 +177,12 @@ def graph_of(name: str, seed: int = 1, **settings: Any) -> tuple[nn.Module, sg.T
     return module, training, torch.zeros(y.shape)
 
 
-@pytest.mark.parametrize("name", MODULES)
+SLOW = {"encoder", "lstm", "noise"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] if name in SLOW else []) for name in MODULES]
+)
 def test_modules_are_random_repeatable_and_the_same_in_phases(name: str) -> None:
     x = torch.randn(MODULES[name][1], generator=torch.Generator().manual_seed(0))
     module, training, y = graph_of(name)
@@ -222,7 +227,7 @@ def test_the_gradient_uses_the_mask_of_the_forward_pass() -> None:
         (lambda x: torch.poisson(x.abs()), "aten.poisson"),
         (lambda x: torch.binomial(x.abs().round(), x.sigmoid()), "aten.binomial"),
         (lambda x: torch.ops.aten.rand([3]) + x, "aten.rand"),
-        (lambda x: torch._standard_gamma(x.abs()), "aten._standard_gamma"),  # noqa: SLF001
+        (lambda x: torch._standard_gamma(x.abs()), "aten._standard_gamma"),
     ],
 )
 def test_other_random_operators_are_refused_by_name(function: Callable[[Any], Any], operator: str) -> None:

@@ -38,6 +38,9 @@ PRIVATE = {
     "torch._addmm_activation": ("addmm_activation", "compute a fully connected layer with ReLU on a GPU"),
     "torch._subclasses.FakeTensor": ("FakeTensor", "recognize arrays without memory"),
     "torch._subclasses.FakeTensorMode": ("FakeTensorMode", "record a step on arrays without memory"),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("DispatchMode", "see random operators of a PyTorch module"),
+    "torch._dynamo.config": ("nothing_compiled", "record what compiled parts of a PyTorch module were made from"),
+    "torch._dynamo.config.patch": ("nothing_compiled", "record what compiled parts of a PyTorch module were made from"),
     "torch.utils._python_dispatch._disable_current_modes": (
         "disable_modes",
         "ask cuDNN for sizes in the middle of a recording",

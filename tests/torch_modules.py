@@ -208,9 +208,7 @@ MODULES = {
     "spectral norm": Row(lambda: parametrizations.spectral_norm(nn.Linear(5, 4)), ((3, 5),)),
     "low rank": Row(LowRank, ((5, 6),)),
     "u-net": Row(UNet, ((2, 2, 6, 6),)),
-    "two inputs": Row(
-        Pair, ((4, 3), (4, 5)), call=(["source 0"], {"b": "source 1", "scale": 0.5})
-    ),
+    "two inputs": Row(Pair, ((4, 3), (4, 5)), call=(["source 0"], {"b": "source 1", "scale": 0.5})),
     "target": Row(Target, ((5, 3),)),
     "averaged": Row(Averaged, ((5, 3),)),
     "custom": Row(Custom, ((5, 3),)),

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "ConcatenationLayer", "GatherLayer", "MatMulLayer", "ReshapeLayer", "ScatterLayer", "SelectionLayer",
     "SplitLayer", "TransposeLayer",
 }  # fmt: skip
+BY_NODE = {"TorchLayer"}  # wired with `graph.node`: the module decides how many sources and results it has
 SEVERAL = {"LSTMLayer", "GRULayer"}  # layers that may have several results
 ATTENTION = "x, x if key is None else key, (x if key is None else key) if value is None else value, *masks"
 # Further sources as keywords, and what to wire.
@@ -89,7 +90,7 @@ def rows(layers: list[type[Layer]]) -> Iterator[Row]:
     """The functions of all layers, in the order of the layers."""
     for layer in layers:
         kind = layer.__name__
-        if kind in ELSEWHERE:
+        if kind in ELSEWHERE | BY_NODE:
             continue
         if kind in VARIANTS:
             for name in _factories(layer):

@@ -82,7 +82,8 @@ from stepgraph.layers.shape import (
     TransposeLayer as TransposeLayer,
 )
 from stepgraph.layers.softmax import SoftmaxLayer as SoftmaxLayer, SoftmaxOperation as SoftmaxOperation
-from stepgraph.layers.torch_layer import Source as Source, TorchLayer as TorchLayer
+from stepgraph.layers.torch_call import Source as Source
+from stepgraph.layers.torch_layer import TorchLayer as TorchLayer
 from stepgraph.layers.upsample import SampleMode as SampleMode, UpsampleLayer as UpsampleLayer
 from stepgraph.layers.yolo import YOLOLossDescriptor as YOLOLossDescriptor, YOLOLossLayer as YOLOLossLayer
 from stepgraph.optimizers import (

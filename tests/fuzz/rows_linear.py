@@ -1,4 +1,4 @@
-"""Rows of layers that are matrices of weights: fully connected, gated feed-forward, embedding."""
+"""Rows of layers that are matrices of weights: fully connected, gated feed-forward, a PyTorch module, embedding."""
 
 from __future__ import annotations
 
@@ -115,8 +115,29 @@ def _embed(context: Context, settings: Settings, parameters: Arrays, indices: Ar
     return rows
 
 
+# A module of PyTorch
+
+
+def _draw_module(draw: Draw) -> Drawn | None:
+    x = draw.floating(least=2)
+    if x is None:
+        return None
+    inputs, outputs = draw.values[x].shape[-1], draw.choose([1, 2, 3])
+    parameters: Parameters = {"weight": ((outputs, inputs), "weight"), "bias": ((outputs,), "bias")}
+    return Drawn((x,), {"inputs": inputs, "outputs": outputs}, parameters)
+
+
+def _build_module(settings: Settings, tensors: Tensors) -> sg.Layer:
+    return sg.TorchLayer(torch.nn.Linear(settings["inputs"], settings["outputs"]), tensors=tensors)
+
+
+def _apply(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Array:
+    return torch.einsum("...i,oi->...o", x, parameters["weight"]) + parameters["bias"]
+
+
 ROWS = {
     "fully connected": Row(sg.FullyConnectedLayer, _draw_linear, _build_linear, _connect, weight=3),
     "gated feed-forward": Row(sg.GatedFeedForwardLayer, _draw_gated, _build_gated, _gate),
+    "module": Row(sg.TorchLayer, _draw_module, _build_module, _apply, weight=0.5),
     "embedding": Row(sg.EmbeddingLayer, _draw_embedding, _build_embedding, _embed),
 }

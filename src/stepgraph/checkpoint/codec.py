@@ -262,7 +262,7 @@ class Decoder:
             kind = known_class(name, self._custom)
             if kind is None or arguments is None:
                 return None
-            return self._construct(kind, arguments, name)  # type: ignore[no-any-return]
+            return self._construct(kind, arguments, name)
 
         found = self._handed_over.module(number, name.rpartition(":")[2], create)
         if found is None:

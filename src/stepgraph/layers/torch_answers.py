@@ -344,7 +344,7 @@ def _attention(
     """Attention with dropout is written out: its weights exist, and lose elements."""
     if dropout_p == 0:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return function(query, key, value, attn_mask, 0.0, **options)  # type: ignore[no-any-return]
+        return function(query, key, value, attn_mask, 0.0, **options)
     if enable_gqa:
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -383,7 +383,7 @@ def _batch_norm(
     *others: Any,
 ) -> torch.Tensor:
     if not training or mean is None or variance is None:
-        return function(x, weight, bias, mean, variance, training, momentum, eps, *others)  # type: ignore[no-any-return]
+        return function(x, weight, bias, mean, variance, training, momentum, eps, *others)
     weight, bias = (one if one is None else one.to(x.dtype) for one in (weight, bias))
     y, found, biased = batch_normalize(x, weight, bias, epsilon=eps)
     count = x.numel() // x.shape[1]
@@ -405,7 +405,7 @@ def _instance_norm(
     *others: Any,
 ) -> torch.Tensor:
     if not use_input_stats or mean is None or variance is None:
-        return function(x, weight, bias, mean, variance, use_input_stats, momentum, eps, *others)  # type: ignore[no-any-return]
+        return function(x, weight, bias, mean, variance, use_input_stats, momentum, eps, *others)
     y: torch.Tensor = function(x, weight, bias, None, None, True, momentum, eps, *others)
     unbiased, means = torch.var_mean(x.detach().float(), tuple(range(2, x.ndim)))
     _move(self, momentum, (mean, means.mean(0)), (variance, unbiased.mean(0)))

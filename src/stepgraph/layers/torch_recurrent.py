@@ -52,7 +52,7 @@ def _layer(
     run = _DIRECTIONS.get(function)
     if run is None or each != (4 if has_biases else 2):  # another equation, or a projection of the output
         begin = first if function is torch.lstm else first[0]
-        return function(x, begin, weights, has_biases, 1, 0.0, train, both_ways, False)  # type: ignore[no-any-return]
+        return function(x, begin, weights, has_biases, 1, 0.0, train, both_ways, False)
     found = [
         run(x, weights[i * each : (i + 1) * each], [one[i] for one in first], bool(i))
         for i in range(2 if both_ways else 1)
@@ -65,7 +65,8 @@ def _lstm(x: Array, weights: Sequence[Array], first: State, reverse: bool) -> tu
     inputs, hidden, *biases = weights
     gates = biases[0] + biases[1] if biases else None
     joined = None if gates is None else gates.chunk(4)
-    return one_direction(x, inputs.chunk(4), hidden.chunk(4), joined, *first, None, reverse)
+    h, c = first
+    return one_direction(x, inputs.chunk(4), hidden.chunk(4), joined, h, c, None, reverse)
 
 
 def _gru(x: Array, weights: Sequence[Array], first: State, reverse: bool) -> tuple[Array, ...]:

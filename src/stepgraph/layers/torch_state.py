@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from stepgraph.errors import ArgumentError, DataTypeError, StateError
+from stepgraph.types import DataType
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set, deque)
 
@@ -52,7 +56,7 @@ class Entry:
 
 
 def entries(module: nn.Module) -> list[Entry]:
-    """Every array of a module once: parameters, then buffers, then plain attributes; shared ones by their first name."""
+    """Every array of a module once, by its first name: parameters, then buffers, then plain attributes."""
     found: dict[int, Entry] = {}
     everywhere = [*module.named_modules()]
     for role, read in _READERS.items():
@@ -135,11 +139,6 @@ def evaluating(module: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, one in module.named_modules() if not one.training)
 
 
-def path_of(module: nn.Module, submodule: Any) -> str | None:
-    """The path of a submodule; None for anything else."""
-    return next((path for path, one in module.named_modules() if one is submodule), None)
-
-
 def flattened(output: Any, path: str = "") -> dict[str, torch.Tensor]:
     """The arrays in a module's result by their path, in order; whatever is not an array is dropped.
 
@@ -164,3 +163,45 @@ def _parts(output: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(itertools.count(), output, strict=False)
     elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
         yield from ((name, getattr(output, name)) for name in output.__dataclass_fields__)
+
+
+# What a layer cannot hold
+
+
+def require_usable(where: str, module: nn.Module) -> None:
+    """Rejects modules without code or without numbers, and arrays that no tensor can hold."""
+    if isinstance(module, torch.jit.ScriptModule):
+        problem = "a scripted module has no Python code to record"
+        raise DataTypeError(where, problem, fix="pass the module that it was made from")
+    for one in entries(module):
+        _require_array(where, f"{one.role.value} '{one.name}'", one.array)
+    for path, part in module.named_modules():
+        if getattr(part, "track_running_stats", False) and getattr(part, "momentum", 0.1) is None:
+            name = f"'{path}' ({type(part).__name__})" if path else type(part).__name__
+            problem = f"{name} has momentum=None: a cumulative average reads the number of batches"
+            raise ArgumentError(where, problem, fix="pass a momentum, such as 0.1")
+
+
+def _require_array(where: str, name: str, array: torch.Tensor) -> None:
+    if is_lazy(array):
+        raise StateError(where, f"its {name} has no shape yet", fix="call the module once: module(example)")
+    if array.is_meta:
+        fix = "give it memory first: module.to_empty(device='cpu'), then load its weights"
+        raise StateError(where, f"its {name} is on the meta device and holds no numbers", fix=fix)
+    if not is_supported(array):
+        raise DataTypeError(where, f"its {name} is {kind_of(array)}", fix=f"convert it to one of {type_names()}")
+
+
+def is_supported(array: torch.Tensor) -> bool:
+    """Whether a tensor can hold an array: dense, of a type that stepgraph has."""
+    return array.layout is torch.strided and array.dtype in {one.torch for one in DataType}
+
+
+def kind_of(array: torch.Tensor) -> str:
+    """The type of an array or, if it is not dense, its layout."""
+    return str(array.dtype if array.layout is torch.strided else array.layout).removeprefix("torch.")
+
+
+def type_names() -> str:
+    """The types that stepgraph has."""
+    return ", ".join(one.debug_description for one in DataType)

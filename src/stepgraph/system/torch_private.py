@@ -101,10 +101,12 @@ class _Called:
 
     @staticmethod
     def apply(function: Callable[..., Any], _: bool, *arguments: Any) -> Any:
+        """Calls the function."""
         return function(*arguments)
 
 
 def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+    """Stands for the hooks that would compute again."""
     yield
 
 
