@@ -28,7 +28,7 @@ from stepgraph.layers.products import MatMulDescriptor, MatMulLayer
 from stepgraph.layers.shape import ConcatenationLayer, ReshapeLayer, SplitLayer, TransposeLayer
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import BATCH, BatchExtent
-from stepgraph.tensors.tensor import Operand, Tensor, constant_tensor, require_device, row_count
+from stepgraph.tensors.tensor import Operand, Tensor, TensorDescriptor, constant_tensor, require_device, row_count
 from stepgraph.types import DataType, ReductionType
 
 BIND = "bind_and_write_data"
@@ -53,6 +53,7 @@ class Graph(LayerFunctions):
         self._nodes: list[Node] = []
         self._first: dict[Layer, Node] = {}  # the first node of each layer
         self._made: set[Tensor] = set()  # the results of its nodes
+        self._origin: dict[str, Tensor] = {}
         self.device: Device | None = None
 
     @property
@@ -69,6 +70,15 @@ class Graph(LayerFunctions):
     def layer_count(self) -> int:
         """The number of layers."""
         return len(self._first)
+
+    @property
+    def origin(self) -> Mapping[str, Tensor]:
+        """The names that the tensors of an imported model had there; empty for a graph wired by hand."""
+        return dict(self._origin)
+
+    def set_origin(self, names: Mapping[str, Tensor]) -> None:
+        """Sets the names under which the tensors of an imported model leave; tied ones have several."""
+        self._origin = dict(names)
 
     @property
     def summarized_dot_description(self) -> str:

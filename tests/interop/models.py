@@ -184,7 +184,9 @@ class Inverted(nn.Module):
         super().__init__()
         self.expand = nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
         self.depth = nn.Sequential(
-            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.Hardswish(inplace=True)
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.Hardswish(True),
         )
         self.squeeze = Squeeze(wide)
         self.project = nn.Sequential(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels))
@@ -200,7 +202,7 @@ class MobileNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.Hardswish())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish())
         self.blocks = nn.Sequential(Inverted(8, 16), Inverted(8, 24))
         self.classifier = nn.Linear(8, 3)
 
@@ -306,8 +308,8 @@ def both_texts() -> dict[str, torch.Tensor]:
 CASES = {
     "gpt2": Case(gpt2, tokens, classes=50),
     "llama": Case(llama, tokens, classes=50, same_bits=False),
-    "bert": Case(bert, padded, classes=3),
-    "vit": Case(vit, images, classes=3),
+    "bert": Case(bert, padded, classes=3, same_bits=False),
+    "vit": Case(vit, images, classes=3, same_bits=False),
     "resnet": Case(resnet, images, classes=3, same_bits=False),
     "t5": Case(t5, both_texts, classes=50, same_bits=False),
     "mamba": Case(mamba, tokens, classes=50, same_bits=False),

@@ -1,1 +1,1 @@
-"""Ways in and out: PyTorch's modules."""
+"""Ways in and out: PyTorch modules, safetensors, ONNX."""

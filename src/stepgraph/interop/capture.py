@@ -311,7 +311,7 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
     def _call(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(module)
@@ -330,6 +330,8 @@ class _Recorder(TorchFunctionMode):
             returned = returned if moved else _distinct(returned, {id(array) for array in given})
         finally:
             self._inside -= 1
+        for array in (*module.parameters(), *module.buffers()):  # what a node changes in itself is its own matter
+            self._versions[id(array)] = torch_private.version(array)
         self._stack.append(path)
         try:
             self._add(module, args, kwargs, returned, moved)
@@ -398,7 +400,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def arrays_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The arrays in nested arguments or results, in order; fields of objects are results in the order of their names."""
+    """The arrays in nested arguments or results, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, list | tuple):

@@ -81,8 +81,8 @@ def read_example(model: nn.Module, example: Any) -> Example:
     keywords = {name: _opened(one, name, found) for name, one in settings.items()}
     if not found:
         raise ArgumentError(WHERE, "the example holds no array", fix='pass {"x": torch.zeros(4, 3)}, or a tuple')
-    arrays = {name: _array(name, one) for name, one in found.items()}
-    declared = {name: one.descriptor if isinstance(one, Tensor) else _descriptor(name, one) for name, one in found.items()}
+    arrays = {name: _array(one) for name, one in found.items()}
+    declared = {name: _descriptor(name, one) for name, one in found.items()}
     rows = _rows(arrays, declared)
     free = any(isinstance(one, Tensor) and one.descriptor.is_open for one in found.values())
     descriptors = {
@@ -107,15 +107,16 @@ def _freed(descriptor: TensorDescriptor, rows: int) -> TensorDescriptor:
 
 
 def _descriptor(name: str, array: Any) -> TensorDescriptor:
-    found = _array(name, array)
-    assert found is not None
+    if isinstance(array, Tensor):
+        return array.descriptor
+    found = torch.as_tensor(array)
     if not 1 <= found.ndim <= MAX_DIMENSIONS:
         problem = f"the input '{name}' has {found.ndim} dimensions"
         raise ArgumentError(WHERE, problem, fix=f"pass one with 1 to {MAX_DIMENSIONS}, or a number")
     return TensorDescriptor(tuple(found.shape), DataType.of(found.dtype))
 
 
-def _array(name: str, given: Any) -> torch.Tensor | None:
+def _array(given: Any) -> torch.Tensor | None:
     if isinstance(given, Tensor):
         return None
     return torch.as_tensor(given).detach()
@@ -150,9 +151,8 @@ def _opened(tree: Any, name: str, found: dict[str, Any]) -> Any:
         return type(tree)(_opened(one, f"{name}.{index}", found) for index, one in enumerate(tree))
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
-    raise DataTypeError(
-        WHERE, f"the example's '{name}' is a {type(tree).__name__}", fix="pass arrays, numbers, texts, and lists of them"
-    )
+    fix = "pass arrays, numbers, texts, and lists of them"
+    raise DataTypeError(WHERE, f"the example's '{name}' is a {type(tree).__name__}", fix=fix)
 
 
 def _filled(tree: Any, values: Mapping[str, Any]) -> Any:

@@ -77,6 +77,7 @@ def from_torch(
         wired = wiring.wire(recorded.plan, inputs)
         _freeze(recorded, tensors, model)
         names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
+        wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
         imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
         if check:
             compare(model, recorded.example, imported)
@@ -242,7 +243,7 @@ def _settings(model: nn.Module) -> Iterator[None]:
     """Switches off caches of keys and values, which a step has no use for."""
     with ExitStack() as stack:
         for module in model.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", False) is True:
                 stack.callback(setattr, config, "use_cache", True)
                 config.use_cache = False

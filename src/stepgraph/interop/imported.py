@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 from torch import nn
 
 from stepgraph import draw
@@ -16,7 +15,6 @@ from stepgraph.errors import DataTypeError, ShapeError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.interop.capture import state_of
-from stepgraph.interop.example import WHERE
 from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
@@ -116,7 +114,7 @@ class Imported:
                 target.copy_(value.reshape(target.shape))
 
     def __rich__(self) -> RenderableType:
-        table = Table(title=f"{type(self.model).__name__}, imported")
+        table = draw.Listing(title=f"{type(self.model).__name__}, imported", title_justify="left", show_edge=False)
         for title in ("path", "class or functions", "how", "parameters", "why"):
             table.add_column(title, justify="right" if title == "parameters" else "left")
         seen = set[Tensor]()
@@ -133,6 +131,3 @@ class Imported:
     def __repr__(self) -> str:
         counts = {how: sum(row.how == how for row in self.rows) for how in (NATIVE, WRAPPED, "glue")}
         return f"<{type(self.model).__name__} imported: " + ", ".join(f"{n} {how}" for how, n in counts.items()) + ">"
-
-
-__all__ = ["WHERE", "Imported"]

@@ -432,15 +432,15 @@ class _Planner:
             calls.append(
                 Call(str(event.called), arguments, settings, results, changed, event.differentiable, event.autocast)
             )
-        results = []
+        returned = list[int]()
         for pair in own:
             if pair[index] in side.state:  # an update writes into the memory of parameters
                 calls.append(Call("Tensor.clone", (Value(numbers[pair[index]]),), results=(count,)))
-                results.append(count)
+                returned.append(count)
                 count += 1
             else:
-                results.append(numbers[pair[index]])
-        return Program(tuple(calls), tuple(results), tuple(sorted(written)), tuple(sorted(scalars)))
+                returned.append(numbers[pair[index]])
+        return Program(tuple(calls), tuple(returned), tuple(sorted(written)), tuple(sorted(scalars)))
 
     def _module(self, position: int) -> None:
         one, two = (side.stretches[position].module for side in self.sides)
@@ -558,4 +558,7 @@ def names_a_type(program: Program) -> bool:
             return any(map(found, tree))
         return isinstance(tree, dict) and any(map(found, tree.values()))
 
-    return any(found(call.arguments) or found(dict(call.settings)) or call.function == "Tensor.float" for call in program.calls)
+    def casts(call: Call) -> bool:
+        return call.function == "Tensor.float" or found(call.arguments) or found(dict(call.settings))
+
+    return any(map(casts, program.calls))

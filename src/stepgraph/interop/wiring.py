@@ -15,7 +15,8 @@ from stepgraph.interop.native import native_layer
 from stepgraph.interop.plan import GlueNode, ModuleNode, Plan, Wire, names_a_type
 from stepgraph.layers.glue import Call, GlueLayer, Program, Slice, Value
 from stepgraph.layers.layer import Layer
-from stepgraph.layers.torch_layer import Source, TorchLayer
+from stepgraph.layers.torch_call import Source
+from stepgraph.layers.torch_layer import TorchLayer
 from stepgraph.tensors.tensor import Tensor
 
 NATIVE, WRAPPED, GLUE = "native", "wrapped", "glue"
@@ -117,9 +118,7 @@ class Wiring:
         assert programs[0] is not None
         label = node.path or type(self._model).__name__
         exact = any(one is not None and names_a_type(one) for one in programs)
-        layer = GlueLayer(
-            programs[0], programs[1], tuple(parameters), tuple(buffers), self._rows, exact, label=label
-        )
+        layer = GlueLayer(programs[0], programs[1], tuple(parameters), tuple(buffers), self._rows, exact, label=label)
         self._node(found, wire, layer, node)
         called = dict.fromkeys(call.function.rpartition(".")[2].strip("_") for call in node.training.calls)
         found.rows.append(Row(layer, node.path, ", ".join(called), GLUE, _why_glue(node)))

@@ -220,11 +220,15 @@ class GlueLayer(Layer):
             raise ArgumentError(self.where, problem, fix=fix) from error
         return tuple(result.reshape(1) if result.ndim == 0 else result for result in results)
 
-    def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
+    def infer(
+        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
+    ) -> tuple[TensorDescriptor, ...]:
         """Descriptors of the results, which may follow the batch even if no source does."""
         if any(source.is_open for source in sources) or batch[1] or not isinstance(self.rows, BatchExtent):
-            return super().infer(*sources, batch=batch)
-        first, second = (super(GlueLayer, self).infer(*sources, batch=(BATCH, rows)) for rows in PROBES)
+            return super().infer(*sources, batch=batch, training=training)
+        first, second = (
+            super(GlueLayer, self).infer(*sources, batch=(BATCH, rows), training=training) for rows in PROBES
+        )
         pairs = zip(first, second, strict=True)
         return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
 

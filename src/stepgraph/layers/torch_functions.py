@@ -22,19 +22,19 @@ _NAMESPACES: dict[str, Any] = {
     "torch.linalg": torch.linalg,
     "torch.fft": torch.fft,
 }
-_CREATE = (
-    "arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window "
-    "linspace logspace ones rand randint randn randperm range scalar_tensor tensor as_tensor tril_indices triu_indices "
-    "zeros complex polar"
-).split()
-_METHODS = "new_empty new_full new_ones new_tensor new_zeros new_empty_strided unflatten".split()
+_CREATE = """
+    arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window
+    linspace logspace ones rand randint randn randperm range scalar_tensor tensor as_tensor tril_indices triu_indices
+    zeros complex polar
+"""
+_METHODS = "new_empty new_full new_ones new_tensor new_zeros new_empty_strided unflatten"
 _ATTRIBUTES = ("T", "H", "mT", "mH", "real", "imag", "data")
 # What reads numbers, or does something else than compute.
-_EXCLUDED = set(
-    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __reduce_ex__ __deepcopy__ __dlpack__ backward "
-    "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ set_ share_memory_ pin_memory "
-    "resize_ resize_as_ untyped_storage storage data_ptr __setstate__ __len__ __contains__ __format__ __repr__".split()
-)
+_EXCLUDED = """
+    item tolist numpy __array__ __bool__ __int__ __float__ __index__ __reduce_ex__ __deepcopy__ __dlpack__ backward
+    register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ set_ share_memory_ pin_memory resize_
+    resize_as_ untyped_storage storage data_ptr __setstate__ __len__ __contains__ __format__ __repr__
+"""
 
 
 def _attribute(name: str) -> Callable[..., Any]:
@@ -47,16 +47,16 @@ def _attribute(name: str) -> Callable[..., Any]:
 @cache
 def _table() -> dict[str, Callable[..., Any]]:
     listed = {id(one) for functions in get_overridable_functions().values() for one in functions}
-    found = {}
+    excluded = set(_EXCLUDED.split())
+    found: dict[str, Callable[..., Any]] = {}
     for prefix, space in _NAMESPACES.items():
-        for name in dir(space):
-            function = getattr(space, name, None)
-            if id(function) in listed and name not in _EXCLUDED:
-                found[f"{prefix}.{name}"] = function
-    found |= {f"torch.{name}": getattr(torch, name) for name in _CREATE}
-    found |= {f"Tensor.{name}": getattr(torch.Tensor, name) for name in _METHODS}
+        for name in set(dir(space)) - excluded:
+            if id(getattr(space, name, None)) in listed:
+                found[f"{prefix}.{name}"] = getattr(space, name)
+    found |= {f"torch.{name}": getattr(torch, name) for name in _CREATE.split()}
+    found |= {f"Tensor.{name}": getattr(torch.Tensor, name) for name in _METHODS.split()}
     found |= {f"Tensor.{name}": _attribute(name) for name in _ATTRIBUTES}
-    return found
+    return dict(sorted(found.items()))
 
 
 @cache

@@ -135,10 +135,12 @@ class TorchLayer(Layer):
         with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
 
-    def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
+    def infer(
+        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
+    ) -> tuple[TensorDescriptor, ...]:
         """Descriptors of the results; also finds which buffers the module changes."""
         self.__dict__["_sources"] = sources
-        return super().infer(*sources, batch=batch)
+        return super().infer(*sources, batch=batch, training=training)
 
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
         """Runs the module's own code on these arrays."""
