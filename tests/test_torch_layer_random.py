@@ -222,6 +222,25 @@ def test_the_gradient_uses_the_mask_of_the_forward_pass() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rate", "dropped"),
+    [(0.0, False), (-1, False), (1.0, True), (2, True)],
+)
+def test_a_probability_of_0_or_1_decides_a_branch(rate: float, dropped: bool) -> None:
+    def skips(x: torch.Tensor) -> torch.Tensor:
+        assert bool(torch.rand([]) >= rate) is not dropped and bool(rate > torch.rand(1)) is dropped
+        return x if torch.rand([]) < rate else x * 2
+
+    x = sg.Tensor((2, 3), label="x")
+    graph = sg.Graph()
+    y = graph.node(sg.TorchLayer(nn.Sequential(nn.Linear(3, 3), Function(skips))), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": sg.Tensor(y.shape)})
+    training.compile(CPU)
+    with pytest.raises(sg.StateError, match="reads numbers"):
+        graph.node(sg.TorchLayer(Function(lambda x: x if torch.rand([]) < 0.5 else -x)), x)
+
+
+@pytest.mark.parametrize(
     ("function", "operator"),
     [
         (lambda x: torch.poisson(x.abs()), "aten.poisson"),

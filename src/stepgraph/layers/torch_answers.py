@@ -38,6 +38,7 @@ class Answers(TorchFunctionMode):
     Attributes:
         moved: new values of running statistics, by the `id` of the buffer they belong to.
         draws: the number of draws so far.
+        single: draws of one number in `[0, 1)`, by their `id`.
     """
 
     def __init__(self, scope: Scope, start: int = 0) -> None:
@@ -45,6 +46,7 @@ class Answers(TorchFunctionMode):
         self.draws = start
         self.moved: dict[int, torch.Tensor] = {}
         self._scope = scope
+        self.single: dict[int, torch.Tensor] = {}  # single draws of `torch.rand`, by id
         self._opened: list[Any] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,6 +211,34 @@ def _created(draw: Callable[[Answers, tuple[int, ...]], torch.Tensor]) -> Callab
     ) -> torch.Tensor:
         shape = _extents(others.get("size", size))
         return draw(self, shape).to(dtype or torch.get_default_dtype()).requires_grad_(requires_grad)
+
+    return answer
+
+
+def _rand(self: Answers, function: Any, *size: Any, **settings: Any) -> torch.Tensor:
+    found = _created(Answers.uniform)(self, function, *size, **settings)
+    if found.numel() == 1:
+        self.single[id(found)] = found
+    return found
+
+
+def _compared(holds: bool, at_zero: bool) -> Callable[..., torch.Tensor]:
+    """A comparison; of a single draw in `[0, 1)` with a number outside, the answer is known without the draw.
+
+    Models whose probability is 0 compare with it: `if torch.rand([]) < self.layerdrop`.
+
+    Args:
+        holds: whether it holds for draws below the number.
+        at_zero: whether the answer is known for 0, too.
+    """
+
+    def answer(self: Answers, function: Any, x: Any, other: Any, **settings: Any) -> torch.Tensor:
+        if id(x) in self.single and isinstance(other, int | float):
+            if other >= 1:
+                return torch.tensor(holds).reshape(x.shape)
+            if other < 0 or (other == 0 and at_zero):
+                return torch.tensor(not holds).reshape(x.shape)
+        return function(x, other, **settings)
 
     return answer
 
@@ -432,7 +462,15 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.native_dropout: _native_dropout,
     torch.rrelu: _rrelu(in_place=False),
     torch.rrelu_: _rrelu(in_place=True),
-    torch.rand: _created(Answers.uniform),
+    torch.rand: _rand,
+    torch.lt: _compared(holds=True, at_zero=True),
+    torch.Tensor.lt: _compared(holds=True, at_zero=True),
+    torch.ge: _compared(holds=False, at_zero=True),
+    torch.Tensor.ge: _compared(holds=False, at_zero=True),
+    torch.le: _compared(holds=True, at_zero=False),
+    torch.Tensor.le: _compared(holds=True, at_zero=False),
+    torch.gt: _compared(holds=False, at_zero=False),
+    torch.Tensor.gt: _compared(holds=False, at_zero=False),
     torch.randn: _created(Answers.normal),
     torch.rand_like: _created_like(Answers.uniform),
     torch.randn_like: _created_like(Answers.normal),
