@@ -108,6 +108,7 @@ def test_the_model_sees_every_update() -> None:
     torch.testing.assert_close(torch.as_tensor(np.asarray(ours)), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_without_sharing_the_model_stays_as_it_is() -> None:
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -150,6 +151,7 @@ def test_phases_are_the_whole_step() -> None:
     assert_same(state(whole), state(apart))
 
 
+@pytest.mark.deep
 def test_a_memory_limit_changes_no_number() -> None:
     def run(limit: int | None) -> tuple[int, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
@@ -177,12 +179,14 @@ def test_nonfinite_numbers_are_traced_to_a_module() -> None:
     assert raised.value.layer is not None and raised.value.layer.startswith("blocks.1.norm")
 
 
+@pytest.mark.deep
 def test_the_profile_names_modules() -> None:
     _, training = trained(net())
     text = str(training.profile(*data()))
     assert "blocks.0.norm" in text and "head" in text
 
 
+@pytest.mark.deep
 def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     straight, one = trained(net())
     first, two = trained(net())
@@ -220,6 +224,7 @@ def test_native_layers_and_functions_load_without_code(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.execute({"x": x}).result, inference.execute({"x": x}).result)
 
 
+@pytest.mark.deep
 def test_gradients_accumulate() -> None:
     models = [net(), net()]
     for model in models:
@@ -242,6 +247,7 @@ def test_gradients_accumulate() -> None:
         torch.testing.assert_close(imported.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_mixed_precision_stays_close() -> None:
     _, exact = trained(net())
     _, mixed = trained(net(), compute_type="bfloat16")
@@ -250,6 +256,7 @@ def test_mixed_precision_stays_close() -> None:
         assert two == pytest.approx(one, rel=0.05)
 
 
+@pytest.mark.deep
 def test_fit_and_any_number_of_rows() -> None:
     model = net()
     _, training = trained(model)
@@ -267,6 +274,7 @@ def test_a_fixed_batch_is_declared_by_a_tensor() -> None:
     assert imported.outputs["output"].shape == (sg.BATCH, 2)
 
 
+@pytest.mark.deep
 def test_frozen_parameters_stay_frozen() -> None:
     model = net()
     model.enter.requires_grad_(False)

@@ -200,7 +200,8 @@ class Wiring:
 
 def _why_glue(node: GlueNode) -> str:
     modes = "" if node.inference is None else "; another program in inference"
-    return f"{len(node.training.calls)} functions between modules{modes}"
+    count = len(node.training.calls)
+    return f"{count} function{'s' * (count != 1)} between modules{modes}"
 
 
 def _reordered(program: Program, order: Mapping[int, int]) -> Program:
