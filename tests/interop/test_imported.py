@@ -95,7 +95,7 @@ def test_names_are_the_models() -> None:
 
 def test_the_model_sees_every_update() -> None:
     model = net()
-    imported, training = trained(model)
+    _, training = trained(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     training.execute(*data())
     assert int(model.blocks[0].norm.num_batches_tracked) == 1
@@ -123,7 +123,7 @@ def test_without_sharing_the_model_stays_as_it_is() -> None:
 
 
 def test_load_state_dict_copies_or_changes_nothing() -> None:
-    imported, training = trained(net())
+    imported, _ = trained(net())
     other = net(seed=1).state_dict()
     imported.load_state_dict(other)
     assert_same(state(imported), dict(other))
@@ -189,7 +189,7 @@ def test_the_profile_names_modules() -> None:
 @pytest.mark.deep
 def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     straight, one = trained(net())
-    first, two = trained(net())
+    _, two = trained(net())
     for training in (one, two):
         training.execute(*data())
     two.save(tmp_path / "model")
@@ -304,6 +304,19 @@ def test_a_difference_names_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> 
         sg.from_torch(net(), {"features": torch.zeros(4, 5)})
     assert "'enter'" in str(raised.value)
     sg.from_torch(net(), {"features": torch.zeros(4, 5)}, check=False)
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_like_the_cpu() -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        imported, training = trained(net())
+        training.compile(device, deterministic=True)
+        losses.append([float(training.execute(*data()).loss) for _ in range(4)])
+        state_dict = imported.state_dict()
+        assert state_dict["scale"].device.type == device
+        imported.model.load_state_dict(state_dict)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.deep

@@ -313,6 +313,13 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     ),
     "six dimensions at a module": (lambda: model(six_dimensions, identity=nn.Identity()), X, {"": "wrapped"}),
     "a gradient of its own": (lambda: nested(own_function), X, {"inner": "wrapped", "a": "native"}),
+    "vmap": (lambda: model(lambda self, x: self.b(torch.vmap(lambda row: self.a(row) * 2)(x))), X, {"": "wrapped"}),
+    "a gradient as a function": (
+        lambda: model(lambda self, x: self.b(torch.func.grad(lambda z: self.a(z).square().sum())(x))),
+        X,
+        {"": "wrapped"},
+    ),
+    "in-place functions": (lambda: model(lambda self, x: self.b(F.relu_(self.a(x)))), X, {"a": "native"}),
     "a changing buffer": (lambda: model(counting, count=torch.ones(1)), X, {"": "wrapped"}),
     "an assigned buffer": (lambda: model(assigning, mean=torch.zeros(6)), X, {"": "wrapped"}),
     "attributes": (lambda: model(remembering, last=[None], calls=[0]), X, {"a": "native"}),

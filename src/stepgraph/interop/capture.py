@@ -243,6 +243,9 @@ class _Recorder(TorchFunctionMode):
         if certain is not None:
             return torch.tensor(certain)
         given = [*arrays_in((args, kwargs))]
+        if any(map(torch_private.is_transformed, given)):
+            self._problem("transforms functions with torch.func")
+            return called(*args, **kwargs)
         before = [*map(torch_private.version, given)]
         # Dropout does not change the shape, but many more operators would run to find it.
         returned = called(*args, **{**kwargs, "dropout_p": 0.0} if kwargs.get("dropout_p") else kwargs)
@@ -322,10 +325,14 @@ class _Recorder(TorchFunctionMode):
             finally:
                 self._stack.pop()
         given = [*arrays_in((args, kwargs))]
+        is_transformed = any(map(torch_private.is_transformed, given))
         before = [*map(torch_private.version, given)]
         self._inside += 1
         try:
             returned = call(module, *args, **kwargs)
+            if is_transformed:
+                self._problem("transforms functions with torch.func", path.rpartition(".")[0])
+                return returned
             moved = before != [*map(torch_private.version, given)]
             returned = returned if moved else _distinct(returned, {id(array) for array in given})
         finally:

@@ -24,7 +24,7 @@ def compare(model: nn.Module, example: Example, imported: Imported) -> None:
     """Raises an error that names the first layer whose result differs from the module's."""
     rows = min(example.rows, FEW_ROWS) if example.is_open else example.rows
     values = {name: _values(example, name, rows) for name in example.descriptors}
-    with surroundings.tracing(), torch.no_grad():
+    with surroundings.tracing():  # with gradients, since a model may use its own
         expected, modules = _run(model, example, values, imported)
         results = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
     for path, tensor in imported.outputs.items():

@@ -58,7 +58,7 @@ def from_torch(
         >>> [(row.path, row.how) for row in imported.rows]
         [('0', 'wrapped'), ('1', 'native'), ('2', 'native')]
         >>> imported.training(LossLayer.mean_squared_error(), SGDOptimizer(0.1), Tensor((BATCH, 8)))
-        <TrainingGraph with 4 nodes>
+        <TrainingGraph with 3 nodes>
     """
     if not isinstance(model, nn.Module):
         raise DataTypeError(WHERE, f"{type(model).__name__} is not a torch.nn.Module", fix="pass a module")

@@ -37,7 +37,7 @@ class Imported:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> imported = from_torch(model, torch.zeros(4, 3))
         >>> imported.inputs, imported.outputs["output"].shape
-        ({'input': Tensor('input', [BATCH, 3] Float32)}, (BATCH, 2))
+        ({'input': Tensor('input', [BATCH, 3] float32)}, (BATCH, 2))
         >>> list(imported.layers), list(imported.state_dict())
         (['0', '1', '2'], ['0.weight', '0.bias', '2.weight', '2.bias'])
     """

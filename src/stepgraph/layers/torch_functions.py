@@ -51,7 +51,8 @@ def _table() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for prefix, space in _NAMESPACES.items():
         for name in set(dir(space)) - excluded:
-            if id(getattr(space, name, None)) in listed:
+            # The list leaves out some functions that work in place.
+            if {id(getattr(space, one, None)) for one in (name, name.removesuffix("_"))} & listed:
                 found[f"{prefix}.{name}"] = getattr(space, name)
     found |= {f"torch.{name}": getattr(torch, name) for name in _CREATE.split()}
     found |= {f"Tensor.{name}": getattr(torch.Tensor, name) for name in _METHODS.split()}
