@@ -218,6 +218,18 @@ def remembering(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.last)
 
 
+def remembering_values(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    self.last = self.last * 0.5 + y.detach().mean(0)
+    return self.b(y + self.last)
+
+
+def changing_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    self.total.add_(y.detach().mean(0))
+    return self.b(y + self.total)
+
+
 def new_module(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(nn.ReLU()(self.a(x)))
 
@@ -323,6 +335,13 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     "a changing buffer": (lambda: model(counting, count=torch.ones(1)), X, {"": "wrapped"}),
     "an assigned buffer": (lambda: model(assigning, mean=torch.zeros(6)), X, {"": "wrapped"}),
     "attributes": (lambda: model(remembering, last=[None], calls=[0]), X, {"a": "native"}),
+    "an attribute that is assigned": (lambda: model(remembering_values, last=[torch.zeros(6)]), X, {"": "wrapped"}),
+    "an attribute that is changed": (lambda: model(changing_attribute, total=[torch.zeros(6)]), X, {"": "wrapped"}),
+    "a compiled module": (
+        lambda: model(lambda self, x: self.b(self.c(self.a(x))), c=torch.compile(nn.Linear(6, 6))),
+        X,
+        {"a": "native"},
+    ),
     "a module made in forward": (lambda: model(new_module), X, {"a": "native"}),
     "unused parameters": (lambda: model(lambda self, x: self.b(x)), X, {"b": "native"}),
     "keyword arguments": (lambda: model(keywords), {"first": X, "flag": True, "second": X + 1}, {"a": "native"}),
@@ -370,9 +389,10 @@ def batch(example: Any, seed: int) -> Any:
 
 
 def run(made: nn.Module, example: Any) -> Any:
-    if isinstance(example, dict):
-        return made(**example)
-    return made(*example) if isinstance(example, tuple) else made(example)
+    with torch.compiler.set_stance("force_eager"):
+        if isinstance(example, dict):
+            return made(**example)
+        return made(*example) if isinstance(example, tuple) else made(example)
 
 
 def flat(value: Any) -> list[torch.Tensor]:

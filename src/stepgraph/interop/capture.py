@@ -119,7 +119,12 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
         is_node: whether the module with a path becomes one node.
     """
     mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
-    with _capturing, surroundings.tracing(), torch_private.without_checkpointing():
+    with (
+        _capturing,
+        surroundings.tracing(),
+        torch_private.without_checkpointing(),
+        torch_private.nothing_compiled(),
+    ):
         found = Capture(rows)
         recorder = _Recorder(model, found, is_node)
         try:
@@ -158,10 +163,9 @@ class _Recorder(TorchFunctionMode):
     # Arrays
 
     def state(self, mode: Any) -> dict[int, torch.Tensor]:
-        """The model's parameters and buffers without memory, by the identity of those they stand for."""
+        """The model's own arrays without memory, by the identity of those they stand for."""
         for entry in entries(self._model):
-            if entry.role is not Role.ATTRIBUTE:
-                self._fakes[id(entry.array)] = (entry, mode.from_tensor(entry.array))
+            self._fakes[id(entry.array)] = (entry, mode.from_tensor(entry.array))
         for name, tensor in state_of(self._model).items():
             self._found.state[name] = self._number(self._fakes[id(tensor)][1])
         self._state = set(self._found.state.values())
@@ -264,11 +268,13 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, called: Any, args: Any, kwargs: Any, returned: Any, moved: bool) -> None:
         arguments = self._described(args), self._described(kwargs)
-        name = called if isinstance(called, nn.Module) else name_of(called)
+        is_module, path = isinstance(called, nn.Module), self._stack[-1] if self._stack else ""
+        name = called if is_module else name_of(called)
+        around = path.rpartition(".")[0] if is_module else path
         if name is None:
             self._problem(f"calls {getattr(called, '__name__', called)}, which has no name in a file")
         if _has_opaque(arguments):
-            self._problem("passes an object that is not an array or a number")
+            self._problem("passes an object that is not an array or a number", around)
         self._alive.append((args, kwargs, returned))
         changed = self._changed() if moved else ()
         if any(old in self._state for old, _ in changed):
@@ -279,7 +285,7 @@ class _Recorder(TorchFunctionMode):
             type_name = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         self._found.events.append(
             Event(
-                self._stack[-1] if self._stack else "",
+                path,
                 name,
                 arguments,
                 tuple(map(self._number, self._arrays_returned(called, returned))),
@@ -352,8 +358,9 @@ class _Recorder(TorchFunctionMode):
         self._found.output = {path or "output": self._described_array(x) for path, x in flattened(returned).items()}
         for entry, fake in self._fakes.values():
             path = self._paths[entry.owner]
-            if entry.now() is not fake and not self._in_node(path):
-                self._problem("assigns a new array to a buffer", path)
+            is_nested = entry.role is Role.ATTRIBUTE and entry.key not in vars(entry.owner)  # inside a list
+            if not is_nested and entry.now() is not fake and not self._in_node(path):
+                self._problem("assigns a new array to a buffer or an attribute", path)
         numbers = {id(fake): self._numbers[id(fake)] for _, fake in self._fakes.values()}
         self._found.reached = {
             path or "output": frozenset(numbers[one] for one in _reached(array) if one in numbers)
@@ -399,10 +406,11 @@ def _distinct(returned: Any, given: set[int]) -> Any:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers by all their names."""
+    """All arrays of a model by all their names: parameters, buffers and plain attributes."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
+        **{entry.name: entry.array for entry in entries(model) if entry.role is Role.ATTRIBUTE},
     }
 
 

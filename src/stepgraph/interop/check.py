@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.errors import StateError
+from stepgraph.errors import ArgumentError, StateError, reason
 from stepgraph.interop.example import WHERE, Example
 from stepgraph.interop.imported import Imported
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.torch_state import Role, entries, flattened, holding
-from stepgraph.system import surroundings
+from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor
 
 CLOSE = 1e-5  # of the largest element
@@ -24,8 +24,13 @@ def compare(model: nn.Module, example: Example, imported: Imported) -> None:
     """Raises an error that names the first layer whose result differs from the module's."""
     rows = min(example.rows, FEW_ROWS) if example.is_open else example.rows
     values = {name: _values(example, name, rows) for name in example.descriptors}
-    with surroundings.tracing():  # with gradients, since a model may use its own
-        expected, modules = _run(model, example, values, imported)
+    with surroundings.tracing(), torch_private.nothing_compiled():  # with gradients, since a model may use its own
+        try:
+            expected, modules = _run(model, example, values, imported)
+        except Exception as error:
+            problem = f"the model cannot run on random numbers: {type(error).__name__}: {reason(error)[:300]}"
+            fix = "pass an example with valid integers, or check=False"
+            raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from error
         results = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
     for path, tensor in imported.outputs.items():
         apart = _apart(expected[path], results[tensor])

@@ -102,13 +102,11 @@ class Stretch:
         events: the functions that something later depends on.
         module: the call of the module after them; None at the end, and where nothing depends on the module.
         made: the numbers of what the functions make.
-        wanted: those that something later reads.
     """
 
     events: list[Event]
     module: Event | None
     made: set[int] = field(default_factory=set)
-    wanted: set[int] = field(default_factory=set)
 
 
 def stretches(capture: Capture) -> list[Stretch]:
@@ -157,7 +155,6 @@ class _Side:
             if one.module is not None and (position in kept or needed & set(one.module.results)):
                 positions.add(position)
                 needed.update(numbers_in(one.module.arguments))
-            after = set(needed)
             events = []
             for event in reversed(one.events):
                 if needed & set(makes(event)):
@@ -166,7 +163,6 @@ class _Side:
                     events.append(event)
             one.events = events[::-1]
             one.made = {n for event in one.events for n in makes(event) if self.made.get(n) == position}
-            one.wanted = one.made & after
         return positions
 
     def known(self, number: int) -> Known:
