@@ -14,7 +14,7 @@ from tests.interop.models import Case
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, eps=1e-4, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, eps=1e-3, fused=True),
 }
 
 
