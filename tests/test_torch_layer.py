@@ -381,7 +381,7 @@ def test_a_checkpoint_continues_the_same_run(tmp_path: Path) -> None:
     again.restore(tmp_path / "saved")
     assert [step(again, [x]) for x in X[4:]] == wanted and distance(other, module) == 0
     handed = Everything()
-    for custom in ([handed], [Everything], [lambda: Everything()]):  # noqa: PLW0108  a function, not the class
+    for custom in ([handed], [lambda: Everything()]):  # noqa: PLW0108  a function, not the class
         loaded = sg.load(tmp_path / "saved", CPU, custom=custom)
         assert [step(loaded, [x]) for x in X[4:]] == wanted
     sg.load(tmp_path / "saved", custom=[handed]).layers[0].copy_to_module()
@@ -455,7 +455,7 @@ def test_fit_trains_a_module() -> None:
     labels = (arrays.sum(1) > 0).long()
     training.compile(CPU)
     history = sg.fit(training, (arrays.numpy(), labels.numpy()), epochs=6, batch_size=32, progress="quiet")
-    assert history.epochs[-1]["loss"] < 0.5 * history.epochs[0]["loss"]
+    assert history.epochs[-1]["loss"] < 0.7 * history.epochs[0]["loss"]
     assert float((module.eval()(arrays).argmax(1) == labels).float().mean()) > 0.9
 
 
@@ -549,31 +549,33 @@ def test_compiled_parts_are_inlined() -> None:
 class Rotated(nn.Module):
     """A region without autocast, and a product outside of it."""
 
-    def __init__(self, leaves: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.leaves = nn.Linear(8, 8), leaves
+        self.linear = nn.Linear(8, 8)
         self.register_buffer("frequencies", torch.linspace(100, 101, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=not self.leaves):
-            angles = self.frequencies * 1.0
+        with torch.autocast(x.device.type, enabled=False):
+            angles = self.frequencies @ torch.eye(8)
         return self.linear(x) * angles.cos()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_mixed_precision_keeps_regions_without_autocast(leaves: bool) -> None:
+@pytest.mark.filterwarnings("ignore:.*bf16")
+@pytest.mark.parametrize(
+    "name", ["rotated", *(pytest.param(one, marks=pytest.mark.deep) for one in ("lstm", "residual"))]
+)
+def test_mixed_precision_is_pytorchs(name: str) -> None:
     torch.manual_seed(0)
-    module, x = Rotated(leaves), torch.randn(4, 8)
+    row = torch_modules.Row(Rotated, ((4, 8),)) if name == "rotated" else MODULES[name]
+    module, (arrays,) = made(row), data(row, 1)
     reference = copy.deepcopy(module)
-    training = trained(module, (4, 8), compute_type=sg.DataType.BFLOAT16)
-    assert training.layers[0].own_precision is leaves
-    with torch.autocast("cpu", torch.bfloat16):
-        exact = reference(x).float().square().mean().item()
-    if leaves:
-        assert step(training, [x]) == pytest.approx(exact, rel=0.02)
-    assert module.linear.weight.dtype is torch.float32
-    step(training, [x])
-    assert not torch.equal(module.linear.weight, reference.linear.weight)
+    training = trained(module, *row.shapes, compute_type=sg.DataType.BFLOAT16)
+    # On some CPUs, PyTorch has no LSTM in bfloat16.
+    with torch.autocast("cpu", torch.bfloat16, enabled=name != "lstm"):
+        wanted = reference(*arrays).float().square().mean().item()
+    assert step(training, arrays) == pytest.approx(wanted, rel=0.01)
+    assert all(one.dtype is torch.float32 for one in module.parameters())
+    assert step(training, arrays) < wanted
 
 
 @pytest.mark.gpu

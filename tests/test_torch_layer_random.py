@@ -177,7 +177,7 @@ def graph_of(name: str, seed: int = 1, **settings: Any) -> tuple[nn.Module, sg.T
     return module, training, torch.zeros(y.shape)
 
 
-SLOW = {"encoder", "lstm", "noise"}
+SLOW = {"attention", "encoder", "lstm", "noise"}
 
 
 @pytest.mark.parametrize(

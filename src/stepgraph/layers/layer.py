@@ -360,7 +360,7 @@ class Layer:
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
         """Creates the arrays without memory on which shapes are inferred."""
-        yield TensorDescriptor.meta
+        yield lambda descriptor: descriptor.meta()
 
     def index_limits(self, *sources: TensorDescriptor) -> dict[int, int]:
         """The sources that are indices, by position, and the exclusive upper bound of each; most layers have none."""

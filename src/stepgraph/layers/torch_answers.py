@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
-from stepgraph.layers.torch_recurrent import is_packed, recurrent
+from stepgraph.layers.torch_recurrent import in_type, is_packed, recurrent
 from stepgraph.random import draws_from_generator
 from stepgraph.system.torch_private import DispatchMode
 
@@ -393,6 +393,9 @@ def _recurrent(self: Answers, function: Any, *given: Any) -> Any:
     if is_packed(given):
         return function(*given)
     dropout, train = given[5:7]
+    kind = given[0].device.type
+    if torch.is_autocast_enabled(kind):
+        given = in_type(given, torch.get_autocast_dtype(kind))
     return recurrent(function, given, lambda x: _ANSWERS[torch.dropout](self, None, x, dropout, train))
 
 
@@ -414,7 +417,6 @@ def _batch_norm(
 ) -> torch.Tensor:
     if not training or mean is None or variance is None:
         return function(x, weight, bias, mean, variance, training, momentum, eps, *others)
-    weight, bias = (one if one is None else one.to(x.dtype) for one in (weight, bias))
     y, found, biased = batch_normalize(x, weight, bias, epsilon=eps)
     count = x.numel() // x.shape[1]
     _move(self, momentum, (mean, found), (variance, biased * (count / (count - 1))))

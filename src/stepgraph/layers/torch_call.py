@@ -7,14 +7,13 @@ counters, caches) is returned, and the module is as it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from stepgraph.errors import (
     ArgumentError,
@@ -80,22 +79,14 @@ class ModuleCall:
         self._in_place: set[str] = set()  # those of the moving ones that change in place
         self._written: set[int] = set()  # positions of sources that change in place
 
-    def run(
-        self,
-        where: str,
-        arrays: Sequence[torch.Tensor],
-        state: Arrays,
-        scope: Scope,
-        *modes: AbstractContextManager[Any],
-    ) -> Ran:
+    def run(self, where: str, arrays: Sequence[torch.Tensor], state: Arrays, scope: Scope) -> Ran:
         """Calls the module; neither the module nor `arrays` and `state` change.
 
         Args:
             where: the layer, for messages.
             arrays: the sources.
             state: what the module holds, by name; arrays without elements may be missing.
-            scope: the mode, and where random numbers come from.
-            modes: contexts around the module's code.
+            scope: the mode, the compute type, and where random numbers come from.
         """
         given = [array.clone() if i in self._written else array for i, array in enumerate(arrays)]
         held = self._held(given, state)
@@ -103,7 +94,7 @@ class ModuleCall:
         entered = [torch_private.version(array) for array in given]
         try:
             with _running:
-                output, moved = self._called(where, given, held, versions, scope, modes)
+                output, moved = self._called(where, given, held, versions, scope)
         except StepgraphError:
             raise
         except Exception as error:  # whatever the module's code raises, the error names the layer and the line
@@ -135,7 +126,6 @@ class ModuleCall:
         held: Arrays,
         versions: Mapping[str, int],
         scope: Scope,
-        modes: Sequence[AbstractContextManager[Any]],
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         by_id = {id(one.array): held[one.name] for one in self.entries if one.name in held}
         settings = {
@@ -150,8 +140,9 @@ class ModuleCall:
                 stack.enter_context(torch_private.nothing_compiled())
                 stack.enter_context(answers)
                 stack.enter_context(Refusals())
-                for mode in modes:
-                    stack.enter_context(mode)
+                if scope.compute_type is not None:  # a cast that autocast remembered would outlive the recording
+                    kind = given[0].device.type if given else "cpu"
+                    stack.enter_context(torch.autocast(kind, scope.compute_type, cache_enabled=False))
                 output = self.module(*args, **kwargs)
             moved = {
                 one.name: new
@@ -269,23 +260,3 @@ def _path(module: nn.Module, error: Exception) -> str:
         found = paths.get(id(trace.tb_frame.f_locals.get("self"))) or found
         trace = trace.tb_next
     return found
-
-
-# Mixed precision
-
-
-def autocast(kind: str, compute_type: torch.dtype) -> AbstractContextManager[Any]:
-    """PyTorch's own mixed precision; a cast that it remembered would outlive the recording."""
-    return torch.autocast(kind, compute_type, cache_enabled=False)
-
-
-class AutocastWatch(TorchFunctionMode):
-    """Notes whether anything is called outside of autocast on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_left = False
-
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_left |= not torch.is_autocast_enabled("cpu")
-        return function(*args, **(kwargs or {}))

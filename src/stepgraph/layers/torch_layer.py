@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, UnknownNameError
 from stepgraph.layers.layer import Layer, Scope
-from stepgraph.layers.torch_call import AutocastWatch, ModuleCall, autocast
+from stepgraph.layers.torch_call import ModuleCall
 from stepgraph.layers.torch_state import Entry, Role, evaluating, require_usable
-from stepgraph.system import surroundings, torch_private
+from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import MAX_DIMENSIONS, Tensor, TensorDescriptor
 from stepgraph.types import DataType
 
@@ -30,7 +29,8 @@ class TorchLayer(Layer):
     that are not contiguous, call `copy_to_module`. Calls never change the module in any other way.
 
     Random numbers come from the graph's stream. Training runs the module in train mode, inference in eval mode;
-    submodules that are in eval mode when the layer is created stay in it.
+    submodules that are in eval mode when the layer is created stay in it. In mixed precision it runs under PyTorch's
+    autocast, so regions that switch it off keep float32.
 
     Shapes: those of the module. Results may be arrays, or tuples, dictionaries and dataclasses of arrays, which are
     flattened in order; scalars get shape `[1]`, and whatever is not an array is dropped.
@@ -60,6 +60,7 @@ class TorchLayer(Layer):
     code: ModuleCall = field(init=False)
 
     source_counts = (0, None)
+    own_precision = True  # in mixed precision, PyTorch's autocast decides
     may_stop_gradients = True
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class TorchLayer(Layer):
         require_usable(self.where, self.module)
         paths = evaluating(self.module) if self.evaluated is None else tuple(self.evaluated)
         self.code = ModuleCall(self.module, self.call, paths)
-        self.__dict__.update(evaluated=paths, tensors=_tensors(self), _sources=())
+        self.__dict__.update(evaluated=paths, tensors=_tensors(self))
 
     @property
     def shown_kind(self) -> str:
@@ -103,20 +104,6 @@ class TorchLayer(Layer):
         held = (one for one in self.code.entries if one.name in self.tensors)
         return {one.name: self.tensors[one.name] for one in held if belongs(one)}
 
-    @cached_property
-    def own_precision(self) -> bool:  # type: ignore[override]
-        """Whether, in mixed precision, the module keeps its types, because it opens a region without autocast.
-
-        It then runs under autocast, as in PyTorch. Others run with sources and parameters in the compute type.
-        """
-        watch = AutocastWatch()
-        with surroundings.tracing(), torch_private.disable_modes(), torch.no_grad(), self.without_memory() as array:
-            state = {name: array(tensor.descriptor) for name, tensor in self.tensors.items()}
-            scope = Scope({}, training=True, stream=array(TensorDescriptor((2,), DataType.INT64)))
-            sources = [array(one) for one in self.__dict__["_sources"]]
-            self.code.run(self.where, sources, state, scope, autocast("cpu", torch.bfloat16), watch)
-        return watch.is_left
-
     @classmethod
     def supports_data_type(cls, data_type: DataType, device: Any = None) -> bool:
         """Whether sources of this type are accepted: the module decides."""
@@ -135,20 +122,10 @@ class TorchLayer(Layer):
         with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
 
-    def infer(
-        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
-    ) -> tuple[TensorDescriptor, ...]:
-        """Descriptors of the results; also finds which buffers the module changes."""
-        self.__dict__["_sources"] = sources
-        return super().infer(*sources, batch=batch, training=training)
-
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
         """Runs the module's own code on these arrays."""
         state = {name: scope.array(tensor) for name, tensor in self.tensors.items()}
-        modes = []
-        if scope.compute_type is not None and self.own_precision:
-            modes.append(autocast(arrays[0].device.type if arrays else "cpu", scope.compute_type))
-        results, moved = self.code.run(self.where, arrays, state, scope, *modes)
+        results, moved = self.code.run(self.where, arrays, state, scope)
         if scope.training:
             for name, array in moved.items():
                 scope.update(self.tensors[name], array.reshape(self.tensors[name].shape))

@@ -23,6 +23,17 @@ def is_packed(given: Sequence[Any]) -> bool:
     return isinstance(given[3], list | tuple)
 
 
+def in_type(given: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments with all arrays in one type."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [convert(one) for one in value]
+        return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+    return tuple(convert(one) for one in given)
+
+
 def recurrent(function: Any, given: Sequence[Any], drop: Callable[[Array], Array]) -> tuple[Array, ...]:
     """The output and final states of `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`.
 
