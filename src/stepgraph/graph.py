@@ -31,7 +31,7 @@ from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import BATCH, BatchExtent
-from stepgraph.tensors.tensor import Operand, Tensor, constant_tensor, require_device, row_count
+from stepgraph.tensors.tensor import Operand, Tensor, TensorDescriptor, constant_tensor, require_device, row_count
 from stepgraph.types import DataType, ReductionType
 
 BIND = "bind_and_write_data"
@@ -163,6 +163,15 @@ class Graph(LayerFunctions):
             join(layer, self, self.layer_count + 1)
             self.append(made)
         return made.results[0]
+
+    def known_node(
+        self, layer: Layer, sources: Sequence[Tensor], results: Sequence[TensorDescriptor], *, disable_update: bool
+    ) -> tuple[Tensor, ...]:
+        """Adds a node whose results are known, so that the layer need not run for their shapes. Returns its results."""
+        made = new_node(layer, sources, (), results, disable_update, user_line())
+        join(layer, self, self.layer_count + 1)
+        self.append(made)
+        return made.results
 
     def wire(self, layer: Layer, *sources: Operand, loss_labels: Tensor | None = None) -> Any:
         """Adds a node as `node` does, with numbers and arrays as constants; several results are returned as a tuple."""
@@ -400,10 +409,22 @@ def make_node(
     weights = getattr(layer, "weights", None) if layer.is_loss else None
     compared = (*labels, *([weights] if isinstance(weights, Tensor) and weights not in labels else []))
     found = layer.infer(*(tensor.descriptor for tensor in (*sources, *compared)))
+    return new_node(layer, sources, compared, found, disable_update, line)
+
+
+def new_node(
+    layer: Layer,
+    sources: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    found: Iterable[TensorDescriptor],
+    disable_update: bool,
+    line: str,
+) -> Node:
+    """A node with new result tensors of these shapes."""
     results = tuple(Tensor(descriptor) for descriptor in found)
     for result in results:
         result.hold(None, NOT_KEPT)
-    return Node(layer, tuple(sources), results, compared, disable_update, line, layer.is_loss)
+    return Node(layer, tuple(sources), results, tuple(labels), disable_update, line, layer.is_loss)
 
 
 def _sequence(where: str, given: Any) -> tuple[int, ...]:

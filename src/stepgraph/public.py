@@ -124,6 +124,8 @@ from stepgraph.fitting.schedule import (
     WarmupCosine as WarmupCosine,
 )
 from stepgraph.graphs.portable import load as load, save as save
+from stepgraph.interop.from_torch import from_torch as from_torch
+from stepgraph.interop.imported import Imported as Imported
 from stepgraph.interop.weights import (
     load_onnx_weights as load_onnx_weights,
     load_safetensors as load_safetensors,

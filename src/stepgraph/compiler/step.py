@@ -338,7 +338,8 @@ class Step:
         for node in self.nodes:
             try:
                 with shown_as(node.layer.label, partial(self.name, node.layer)):
-                    results = node.layer.infer(*(found[t] for t in node.arguments), batch=self.batch)
+                    sources = (found[t] for t in node.arguments)
+                    results = node.layer.infer(*sources, batch=self.batch, training=self.training)
             except StepgraphError as error:
                 if self.batch[0] == self.batch[1]:
                     raise

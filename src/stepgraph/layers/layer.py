@@ -309,19 +309,21 @@ class Layer:
         """Whether sources of this type are accepted; the answer is the same on every device."""
         return data_type.is_floating
 
-    def infer(self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0)) -> tuple[TensorDescriptor, ...]:
+    def infer(
+        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
+    ) -> tuple[TensorDescriptor, ...]:
         """Descriptors of the results, found by running `forward` on arrays without memory."""
         self._check_count(len(sources))
         if not any(source.is_open for source in sources):
-            return self._inferred(sources, batch)
+            return self._inferred(sources, batch, training)
         try:
-            first = self._inferred(sources, (BATCH, PROBES[0]))
+            first = self._inferred(sources, (BATCH, PROBES[0]), training)
         except StepgraphError as error:
             if str(BATCH) not in str(error):  # raised by code that sees only numbers
                 error.facts["BATCH"] = f"counts as {PROBES[0]} here"
             raise
         try:
-            second = self._inferred([source.at(PROBES[1]) for source in sources], (BATCH, PROBES[1]))
+            second = self._inferred([source.at(PROBES[1]) for source in sources], (BATCH, PROBES[1]), training)
         except StepgraphError as error:
             problem = f"does not run with every number of rows: {error.problem}"
             fix = "declare the number of rows instead of BATCH, or give every source BATCH rows"
@@ -332,7 +334,9 @@ class Layer:
         pairs = zip(first, second, strict=True)
         return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
 
-    def _inferred(self, sources: Sequence[TensorDescriptor], batch: tuple[int, int]) -> tuple[TensorDescriptor, ...]:
+    def _inferred(
+        self, sources: Sequence[TensorDescriptor], batch: tuple[int, int], training: bool
+    ) -> tuple[TensorDescriptor, ...]:
         """The same for sources of fixed shapes; those with `BATCH` count as their first probe."""
         self.check(*sources)
         tensors = {**self.parameters, **self.statistics, **self.constants}.values()
@@ -340,7 +344,7 @@ class Layer:
             with surroundings.tracing(), Uninterrupted(), torch.no_grad(), self.without_memory() as array:
                 own = {tensor: array(tensor.descriptor) for tensor in tensors}
                 stream = array(TensorDescriptor((2,), DataType.INT64))
-                scope = Scope(own, training=True, stream=stream, batch=batch)
+                scope = Scope(own, training=training, stream=stream, batch=batch)
                 results = self.forward(*map(array, sources), scope=scope)
         except StepgraphError:
             raise

@@ -57,6 +57,7 @@ def from_torch(optimizer: torch.optim.Optimizer, names: Names | None = None) -> 
             or names as it prints them. Without it, PyTorch's own names must be the graph's.
 
     Example:
+        >>> from stepgraph.optimizers import from_torch
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
         >>> optimizer = from_torch(torch.optim.AdamW([weight], lr=3e-4, weight_decay=0.1))
         >>> optimizer.learning_rate, optimizer.weight_decay, optimizer.formula

@@ -110,6 +110,9 @@ def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether an array is one of `torch.vmap` or `torch.func.grad` inside a call of it; no public name provides it."""
+
 disable_modes = torch.utils._python_dispatch._disable_current_modes
 """Real arrays in the middle of a recording; no public name suspends a recording."""
 

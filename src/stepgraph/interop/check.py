@@ -1,0 +1,133 @@
+"""A graph compared with the model it was imported from, on random numbers in inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.errors import ArgumentError, StateError, reason
+from stepgraph.interop.example import WHERE, Example
+from stepgraph.interop.imported import Imported
+from stepgraph.layers.layer import Scope
+from stepgraph.layers.torch_state import Role, entries, flattened, holding
+from stepgraph.system import surroundings, torch_private
+from stepgraph.tensors.tensor import Tensor
+
+CLOSE = 1e-5  # of the largest element
+FEW_ROWS = 2
+
+
+def compare(model: nn.Module, example: Example, imported: Imported) -> None:
+    """Raises an error that names the first layer whose result differs from the module's."""
+    rows = min(example.rows, FEW_ROWS) if example.is_open else example.rows
+    values = {name: _values(example, name, rows) for name in example.descriptors}
+    with surroundings.tracing(), torch_private.nothing_compiled():  # with gradients, since a model may use its own
+        try:
+            expected, modules = _run(model, example, values, imported)
+        except Exception as error:
+            problem = f"the model cannot run on random numbers: {type(error).__name__}: {reason(error)[:300]}"
+            fix = "pass an example with valid integers, or check=False"
+            raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from error
+        results = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+    for path, tensor in imported.outputs.items():
+        apart = _apart(expected[path], results[tensor])
+        if apart is not None:
+            raise _error(model, imported, modules, results, path, apart)
+
+
+def _values(example: Example, name: str, rows: int) -> torch.Tensor:
+    """Random numbers; integers and booleans are the example's own, which are in range."""
+    shape, kind = example.shape(name, rows), example.descriptors[name].data_type.torch
+    if kind.is_floating_point:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
+    given = example.arrays[name]
+    if given is None:
+        return torch.zeros(shape, dtype=kind)
+    return given[: shape[0]].to(kind).cpu()
+
+
+def _run(
+    model: nn.Module, example: Example, values: Mapping[str, torch.Tensor], imported: Imported
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """The model's results in eval mode, and those of each module that is a layer."""
+    found: dict[str, list[Any]] = {}
+    hooks = []
+    own = {path: module for path, module in model.named_modules() if path in imported.layers}
+    for path, module in own.items():
+
+        def keep(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+            found.setdefault(path, []).append(list(flattened(output).values()))
+
+        hooks.append(module.register_forward_hook(keep))
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    arguments, settings = example.call({name: value.clone().to(device) for name, value in values.items()})
+    buffers = {id(one.array): one.array.clone() for one in entries(model) if one.role is not Role.PARAMETER}
+    try:
+        with holding(model, buffers, {module: {"training": False} for module in model.modules()}):
+            output = model(*arguments, **settings)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path or "output": array.cpu() for path, array in flattened(output).items()}, found
+
+
+def _results(
+    imported: Imported, values: Mapping[Tensor, torch.Tensor], rows: int, example: Example
+) -> dict[Tensor, torch.Tensor]:
+    """The results of all nodes in inference mode."""
+    found = dict(values)
+    declared = next(iter(imported.inputs.values())).shape[0] if imported.inputs else rows
+    for node in imported.graph.nodes:
+        own = {**node.layer.parameters, **node.layer.statistics, **node.layer.constants}.values()
+        arrays = {tensor: tensor.torch() for tensor in own}
+        batch = (declared, rows) if example.is_open else (rows, rows)
+        scope = Scope(arrays, training=False, stream=torch.zeros(2, dtype=torch.int64), batch=batch)
+        results = node.layer.forward(*(found[tensor] for tensor in node.sources), scope=scope)
+        results = results if isinstance(results, tuple | list) else (results,)
+        found.update(zip(node.results, results, strict=True))
+    return found
+
+
+def _apart(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+    """How far two arrays are apart, relative to the largest element; None if they are close."""
+    if expected.shape != found.shape and expected.numel() != found.numel():
+        return float("inf")
+    one, two = expected.detach().reshape(-1).double(), found.detach().cpu().reshape(-1).double()
+    same = (one == two) | (one.isnan() & two.isnan())
+    if bool(same.all()):
+        return None
+    largest = one[one.isfinite()].abs().max() if bool(one.isfinite().any()) else one.new_zeros(())
+    apart = float((one - two)[~same].abs().max() / largest.clamp_min(1e-30))
+    precision = torch.finfo(expected.dtype).eps if expected.dtype.is_floating_point else 0.0
+    return apart if not apart <= max(CLOSE, 8 * precision) else None
+
+
+def _error(
+    model: nn.Module,
+    imported: Imported,
+    modules: Mapping[str, list[Any]],
+    results: Mapping[Tensor, torch.Tensor],
+    path: str,
+    apart: float,
+) -> StateError:
+    calls: dict[str, int] = {}
+    by_layer = {row.layer: row.path for row in imported.rows if row.path in modules and row.how != "glue"}
+    first = "a function between modules"
+    for node in imported.graph.nodes:
+        name = by_layer.get(node.layer)
+        if name is None:
+            continue
+        call = calls[name] = calls.get(name, -1) + 1
+        expected = modules[name][call] if call < len(modules[name]) else []
+        if any(_apart(a, results[b]) is not None for a, b in zip(expected, node.results, strict=False)):
+            first = f"'{name}'"
+            break
+    return StateError(
+        f"{WHERE} ({type(model).__name__})",
+        f"the graph's '{path}' differs from the model's by {apart:.1e} of its largest element",
+        first_that_differs=first,
+        fix="import that module as one node: depth=, or whole=True; check=False skips the comparison",
+    )

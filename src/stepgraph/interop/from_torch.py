@@ -1,0 +1,250 @@
+"""A PyTorch model as a graph: record it, divide it at its modules, wire it, compare the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stepgraph.errors import ArgumentError, DataTypeError, StateError, StepgraphError, UnknownNameError
+from stepgraph.interop.batch import Differs, joined, transferred
+from stepgraph.interop.capture import Capture, capture, enclosing, state_of
+from stepgraph.interop.check import compare
+from stepgraph.interop.example import WHERE, Example, read_example
+from stepgraph.interop.imported import Imported
+from stepgraph.interop.plan import Plan, plan
+from stepgraph.interop.wiring import Wired, Wiring
+from stepgraph.layers.torch_layer import TorchLayer
+from stepgraph.layers.torch_state import entries, evaluating
+from stepgraph.tensors.extents import BATCH
+from stepgraph.tensors.tensor import Tensor
+
+
+def from_torch(
+    model: nn.Module,
+    example: Any,
+    *,
+    outputs: Sequence[str] | None = None,
+    native: bool = True,
+    whole: bool = False,
+    depth: int | None = None,
+    share: bool = True,
+    check: bool = True,
+) -> Imported:
+    """A PyTorch model as a graph, with the model's own names, tensors and numbers.
+
+    The model runs a few times without memory. Every module that has no submodules, or has tensors of its own, becomes
+    a node; so does each stretch of functions between modules. Where that is not possible, the module around it
+    becomes one node. Training and inference are recorded apart, and the number of rows stays free.
+
+    Args:
+        model: any module; it is not changed.
+        example: arrays for one call: a dictionary by name, a tuple by position, or one array. Only shapes and types
+            count. A `Tensor` in the place of an array declares a fixed batch size, or `BATCH`.
+        outputs: paths of the results to compute, such as `["logits"]` or `["hidden_states.3"]`; the first one is what
+            a loss compares. By default, all floating-point results.
+        native: whether to use stepgraph's own layers where they compute the same numbers.
+        whole: whether the whole model becomes one node.
+        depth: modules at this depth become one node each: 1 for the model's own children.
+        share: whether to use the model's memory on the CPU, so that the model sees every update.
+        check: whether to compare the results with the model's, in inference mode on random numbers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.ReLU())
+        >>> imported = from_torch(model, torch.zeros(4, 3, 4))
+        >>> [(row.path, row.how) for row in imported.rows]
+        [('0', 'wrapped'), ('1', 'native'), ('2', 'native')]
+        >>> imported.training(LossLayer.mean_squared_error(), SGDOptimizer(0.1), Tensor((BATCH, 8)))
+        <TrainingGraph with 3 nodes>
+    """
+    if not isinstance(model, nn.Module):
+        raise DataTypeError(WHERE, f"{type(model).__name__} is not a torch.nn.Module", fix="pass a module")
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+        raise ArgumentError(WHERE, f"depth is {depth!r}", fix="pass an integer ≥ 0, or None")
+    every = TorchLayer(model, share=share)  # refuses modules that cannot be layers, and makes their tensors
+    found = read_example(model, example)
+    with _settings(model):
+        fixed = evaluating(model) if model.training else ()
+        cut = _Cut(model, {"": "whole=True"} if whole else {}, depth)
+        recorded = _recorded(model, found, outputs, cut, fixed)
+        tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
+        rows = BATCH if recorded.example.is_open else recorded.example.rows
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows)
+        inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
+        wired = wiring.wire(recorded.plan, inputs)
+        _freeze(recorded, tensors, model)
+        names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
+        wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
+        imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
+        if check:
+            compare(model, recorded.example, imported)
+    return imported
+
+
+@dataclass
+class _Cut:
+    """Which modules become one node.
+
+    Args:
+        model: the model.
+        forced: paths of modules that must, and why.
+        depth: the depth at which all do.
+    """
+
+    model: nn.Module
+    forced: dict[str, str]
+    depth: int | None
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        if path in self.forced:
+            return True
+        if not path:
+            return self.depth == 0
+        if self.depth is not None and path.count(".") + 1 >= self.depth:
+            return True
+        owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+        return owns or not any(True for _ in module.children())
+
+    def widen(self, problems: dict[str, str]) -> None:
+        """Makes the modules with a problem one node each: the one at the path, or the next one around it."""
+        called = {path: module for path, module in self.model.named_modules()}
+        for path, why in problems.items():
+            around = [one for one in enclosing(path) if one not in self.forced and _is_called(called.get(one))]
+            if not around:
+                raise StateError(f"{WHERE} ({type(self.model).__name__})", f"the model cannot become a graph: {why}")
+            self.forced[around[0]] = why
+
+
+def _is_called(module: nn.Module | None) -> bool:
+    return module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+@dataclass
+class _Recorded:
+    """A model's recordings in both modes, as a plan."""
+
+    example: Example
+    training: Capture
+    inference: Capture
+    plan: Plan
+    wanted: Sequence[str]
+
+
+def _recorded(
+    model: nn.Module, example: Example, outputs: Sequence[str] | None, cut: _Cut, fixed: tuple[str, ...]
+) -> _Recorded:
+    """Records until everything can be wired; each time, modules that could not be divided become one node."""
+    start = dict(cut.forced)
+    while True:
+        try:
+            example, training, inference = _both(model, example, cut, fixed)
+        except Differs as differs:
+            path, why = differs.args
+            if "" in cut.forced:  # not even the whole model takes another number of rows
+                example, cut.forced = example.fixed(), dict(start)
+            else:
+                cut.widen({path: why})
+            continue
+        wanted = _wanted(model, outputs, training, inference)
+        made = plan(training, inference, wanted)
+        if not made.problems:
+            return _Recorded(example, training, inference, made, wanted)
+        cut.widen(made.problems)
+
+
+def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> tuple[Example, Capture, Capture]:
+    """The recordings in training and in inference, with numbers that follow the batch, and which inputs do."""
+    with _mode(model, True, fixed):
+        first = capture(model, example, example.rows, cut)
+        example, more = _more_rows(model, example, cut)
+        training = first if more is None else joined(first, more)
+    with _mode(model, False, fixed):
+        second = capture(model, example, example.rows, cut)
+        inference = second if more is None else transferred(training, first, second)
+        if inference is None:
+            inference = joined(second, capture(model, example, 2 * example.rows, cut))
+    return example, training, inference
+
+
+def _more_rows(model: nn.Module, example: Example, cut: _Cut) -> tuple[Example, Capture | None]:
+    """A recording with twice the rows, in all inputs or in the first; None for a model with a fixed number of rows."""
+    if not example.is_open:
+        return example, None
+    for one in (example, example.only_first()):
+        try:
+            return one, capture(model, one, 2 * example.rows, cut)
+        except StepgraphError:
+            continue
+    return example.fixed(), None
+
+
+def _wanted(model: nn.Module, outputs: Sequence[str] | None, training: Capture, inference: Capture) -> list[str]:
+    """The paths of the results to compute."""
+    where = f"{WHERE} ({type(model).__name__})"
+    both = [path for path in training.output if path in inference.output]
+    if outputs is None:
+        floating = [path for path in both if _is_floating(training, path)]
+        if not floating:
+            known = ", ".join(training.output) or "none"
+            raise ArgumentError(where, "the model returns no floating-point array", arrays=known, fix="return one")
+        return floating
+    if isinstance(outputs, str) or not outputs:
+        raise DataTypeError(where, f"outputs is {outputs!r}", fix='pass a list of paths: ["logits"]')
+    for path in outputs:
+        if path not in both:
+            raise UnknownNameError(
+                where,
+                f"the model returns no array at '{path}'" + (" in both modes" if path in training.output else ""),
+                arrays=", ".join(both) or "none",
+                fix="use one of these paths",
+            )
+    return list(dict.fromkeys(outputs))
+
+
+def _is_floating(found: Capture, path: str) -> bool:
+    value = found.output[path]
+    return hasattr(value, "number") and found.known[value.number].dtype.is_floating_point
+
+
+def _freeze(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> None:
+    """Freezes parameters that no gradient reaches, because the model detaches what they compute."""
+    found = recorded.training
+    reached = set().union(*(found.reached[path] for path in recorded.wanted))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if found.state[name] not in reached and id(parameter) in tensors:
+            tensors[id(parameter)].is_updatable = False
+
+
+def _used(inputs: dict[str, Tensor], wired: Wired) -> dict[str, Tensor]:
+    """The inputs that a node reads."""
+    read = {tensor for node in wired.graph.nodes for tensor in node.sources}
+    return {name: tensor for name, tensor in inputs.items() if tensor in read}
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool, fixed: tuple[str, ...]) -> Iterator[None]:
+    """Training or inference mode, but for modules that stay in eval mode."""
+    modules = dict(model.named_modules())
+    before = {path: module.training for path, module in modules.items()}
+    try:
+        for path, module in modules.items():
+            module.training = training and path not in fixed
+        yield
+    finally:
+        for path, module in modules.items():
+            module.training = before[path]
+
+
+@contextmanager
+def _settings(model: nn.Module) -> Iterator[None]:
+    """Switches off caches of keys and values, which a step has no use for."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False) is True:
+                stack.callback(setattr, config, "use_cache", True)
+                config.use_cache = False
+        yield

@@ -1,0 +1,133 @@
+"""The result of an import: a graph, the names of its inputs, outputs, layers and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from stepgraph import draw
+from stepgraph.errors import DataTypeError, ShapeError, UnknownNameError
+from stepgraph.graph import Graph
+from stepgraph.graphs.training import TrainingGraph
+from stepgraph.interop.capture import state_of
+from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
+from stepgraph.layers.layer import Layer
+from stepgraph.optimizers import Optimizer
+from stepgraph.tensors.tensor import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """A PyTorch model as a graph, made by `from_torch`.
+
+    Args:
+        graph: the graph; pass it to `TrainingGraph` or `InferenceGraph`.
+        inputs: the model's inputs by name, as `add_inputs` takes them.
+        outputs: the model's results by path, as `add_outputs` takes them.
+        tensors: the tensor of every parameter and buffer, by all the names that the model has for it.
+        rows: one per node: layer, path, class, how it was imported and why.
+        model: the model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> imported = from_torch(model, torch.zeros(4, 3))
+        >>> imported.inputs, imported.outputs["output"].shape
+        ({'input': Tensor('input', [BATCH, 3] float32)}, (BATCH, 2))
+        >>> list(imported.layers), list(imported.state_dict())
+        (['0', '1', '2'], ['0.weight', '0.bias', '2.weight', '2.bias'])
+    """
+
+    graph: Graph
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    tensors: dict[str, Tensor] = field(repr=False)
+    rows: tuple[Row, ...] = field(repr=False)
+    model: nn.Module = field(repr=False)
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The layers of modules by path; functions between modules have none."""
+        return {row.path: row.layer for row in self.rows if row.how in (NATIVE, WRAPPED)}
+
+    def training(self, loss: Layer, optimizer: Optimizer, labels: Mapping[str, Tensor] | Tensor) -> TrainingGraph:
+        """A training graph with the model's inputs and outputs by name.
+
+        Args:
+            loss: compares the first output with the labels.
+            optimizer: updates the parameters.
+            labels: what the loss compares with, by name; one tensor is named `labels`.
+        """
+        named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
+        graph = TrainingGraph([self.graph], loss, optimizer)
+        graph.add_inputs(self.inputs, named)
+        graph.add_outputs(self.outputs)
+        return graph
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The current values under all names of the model's own `state_dict`, in its order; not copied.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> model.load_state_dict(from_torch(model, torch.zeros(1, 3)).state_dict())
+            <All keys matched successfully>
+        """
+        own = state_of(self.model)
+        return {
+            name: self.tensors[name].torch().reshape(own[name].shape) if name in self.tensors else value
+            for name, value in self.model.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copies values into the graph's tensors; nothing changes if a name or a shape does not fit.
+
+        Args:
+            state: arrays by the names of the model's `state_dict`.
+            strict: whether every name must be there, and no other.
+        """
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise DataTypeError("load_state_dict", f"{kind} is not a dictionary", fix="pass model.state_dict()")
+        wanted, given = set(self.model.state_dict()) & self.tensors.keys(), set(state)
+        missing, unknown = sorted(wanted - given), sorted(given - set(self.model.state_dict()))
+        if strict and (missing or unknown):
+            raise UnknownNameError(
+                "load_state_dict",
+                "the names do not match the model's",
+                missing=", ".join(missing) or "none",
+                unknown=", ".join(unknown) or "none",
+                fix="pass a state_dict of the same model, or strict=False",
+            )
+        own = state_of(self.model)
+        values = {name: torch.as_tensor(state[name]) for name in wanted & given}
+        for name, value in values.items():
+            if value.shape != own[name].shape:
+                problem = f"'{name}' has shape {list(value.shape)}, but the model's has {list(own[name].shape)}"
+                raise ShapeError("load_state_dict", problem, fix="pass a state_dict of the same model")
+        with torch.no_grad():
+            for name, value in values.items():
+                target = self.tensors[name].torch()
+                target.copy_(value.reshape(target.shape))
+
+    def __rich__(self) -> RenderableType:
+        table = draw.Listing(title=f"{type(self.model).__name__}, imported", title_justify="left", show_edge=False)
+        for title in ("path", "class or functions", "how", "parameters", "why"):
+            table.add_column(title, justify="right" if title == "parameters" else "left")
+        seen = set[Tensor]()
+        for row in self.rows:
+            new = set(row.layer.parameters.values()) - seen
+            seen |= new
+            count = sum(tensor.descriptor.element_count for tensor in new)
+            table.add_row(row.path, row.kind, row.how, f"{count:,}" if count else "", row.why)
+        return table
+
+    def __str__(self) -> str:
+        return draw.text(self.__rich__())
+
+    def __repr__(self) -> str:
+        counts = {how: sum(row.how == how for row in self.rows) for how in (NATIVE, WRAPPED, "glue")}
+        return f"<{type(self.model).__name__} imported: " + ", ".join(f"{n} {how}" for how, n in counts.items()) + ">"

@@ -1,0 +1,145 @@
+"""stepgraph's own layers for PyTorch's modules, where they compute the same numbers.
+
+A row takes modules of exactly one class. What a module has besides its class's settings (hooks, parametrizations, a
+forward of its own) keeps it wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from stepgraph.layers.activation import ActivationLayer
+from stepgraph.layers.convolution import ConvolutionDescriptor, ConvolutionLayer
+from stepgraph.layers.dropout import DropoutLayer
+from stepgraph.layers.embedding import EmbeddingDescriptor, EmbeddingLayer
+from stepgraph.layers.layer import Layer
+from stepgraph.layers.layer_normalization import LayerNormalizationLayer
+from stepgraph.layers.linear import FullyConnectedLayer
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import PaddingPolicy
+
+Tensors = Mapping[str, Tensor]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def native_layer(
+    module: nn.Module, tensors: Tensors, sources: Sequence[Tensor], is_plain: bool, label: str, is_fixed: bool
+) -> Layer | str:
+    """The layer for a module, or why there is none.
+
+    Args:
+        module: the module.
+        tensors: its tensors, by name.
+        sources: what it reads.
+        is_plain: whether it is called with one source and nothing else.
+        label: the layer's label.
+        is_fixed: whether the module stays in eval mode.
+    """
+    make = _TABLE.get(type(module))
+    if make is None:
+        return "no layer of its class"
+    if not is_plain or len(sources) != 1:
+        return "it is called with more than one array"
+    if any(vars(module).get(name) for name in _HOOKS):
+        return "it has hooks"
+    if is_parametrized(module) or "forward" in vars(module):
+        return "its parameters are computed" if is_parametrized(module) else "its forward was replaced"
+    return make(module, tensors, sources[0], label, is_fixed)
+
+
+def _linear(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) -> Layer | str:
+    inputs, outputs = module.in_features, module.out_features
+    if x.shape[1:] == (inputs, 1, 1) and len(x.shape) == 4:
+        return "the layer would read its source as pixels"
+    if x.data_type is not tensors["weight"].data_type:
+        return "its source has another type"
+    descriptor = ConvolutionDescriptor(1, inputs, outputs)
+    return FullyConnectedLayer(tensors["weight"], tensors.get("bias"), descriptor, label=label)
+
+
+def _convolution(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) -> Layer | str:
+    dimensions = len(module.kernel_size)
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return f"its padding is {module.padding if isinstance(module.padding, str) else module.padding_mode}"
+    if len(x.shape) != dimensions + 2 or x.data_type is not tensors["weight"].data_type:
+        return "its source has no batch, or another type"
+    descriptor = ConvolutionDescriptor(
+        module.kernel_size,
+        module.in_channels,
+        module.out_channels,
+        group_count=module.groups,
+        strides=module.stride,
+        dilation_rates=module.dilation,
+        padding_policy=PaddingPolicy.USE_PADDING_SIZE,
+        padding_sizes=module.padding,
+        dimensions=dimensions,
+    )
+    return ConvolutionLayer(tensors["weight"], tensors.get("bias"), descriptor, label=label)
+
+
+def _embedding(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) -> Layer | str:
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        return "it changes its rows, or has sparse or scaled gradients"
+    if module.padding_idx is not None:
+        return "its row of padding_idx may hold numbers"
+    if x.data_type.is_floating or len(x.shape) > 4:
+        return "its source is not an index of up to 4 dimensions"
+    descriptor = EmbeddingDescriptor(module.num_embeddings, module.embedding_dim)
+    return EmbeddingLayer(descriptor, tensors["weight"], label=label)
+
+
+def _layer_norm(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) -> Layer | str:
+    if "weight" not in tensors or "bias" not in tensors:
+        return "it has no scale or no offset"
+    if x.data_type is not tensors["weight"].data_type:
+        return "its source has another type"
+    shape = tuple(module.normalized_shape)
+    return LayerNormalizationLayer(shape, tensors["bias"], tensors["weight"], module.eps, label=label)
+
+
+def _dropout(module: Any, _: Tensors, x: Tensor, label: str, is_fixed: bool) -> Layer | str:
+    if is_fixed:
+        return "it stays in eval mode"
+    if not 0 <= module.p < 1 or not x.data_type.is_floating:
+        return f"its rate is {module.p}"
+    return DropoutLayer(module.p, label=label)
+
+
+def _activation(make: Callable[..., Layer], *settings: str) -> Callable[..., Layer | str]:
+    def row(module: Any, _: Tensors, x: Tensor, label: str, _fixed: bool) -> Layer | str:
+        if not x.data_type.is_floating:
+            return "its source is not floating-point"
+        return make(*(getattr(module, name) for name in settings), label=label)
+
+    return row
+
+
+def _gelu(module: Any, tensors: Tensors, x: Tensor, label: str, is_fixed: bool) -> Layer | str:
+    make = ActivationLayer.gelu if module.approximate == "tanh" else ActivationLayer.gelu_erf
+    return _activation(make)(module, tensors, x, label, is_fixed)
+
+
+_TABLE: dict[type[nn.Module], Callable[..., Layer | str]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+    nn.Dropout: _dropout,
+    nn.ReLU: _activation(ActivationLayer.relu),
+    nn.ReLU6: _activation(ActivationLayer.relu6),
+    nn.LeakyReLU: _activation(ActivationLayer.leaky_relu, "negative_slope"),
+    nn.Sigmoid: _activation(ActivationLayer.sigmoid),
+    nn.Tanh: _activation(ActivationLayer.tanh),
+    nn.ELU: _activation(ActivationLayer.elu, "alpha"),
+    nn.SELU: _activation(ActivationLayer.selu),
+    nn.SiLU: _activation(ActivationLayer.silu),
+    nn.GELU: _gelu,
+    nn.LogSigmoid: _activation(ActivationLayer.log_sigmoid),
+    nn.Softsign: _activation(ActivationLayer.soft_sign),
+    nn.Tanhshrink: _activation(ActivationLayer.tanh_shrink),
+}

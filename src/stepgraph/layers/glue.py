@@ -1,0 +1,243 @@
+"""Glue: the functions that a PyTorch model calls between its modules, as one layer.
+
+A `Program` is a list of calls of PyTorch's functions. Values have numbers: first the layer's sources, then its own
+tensors, then what the calls return. Everything in it is a plain value, so a glue layer is saved like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from stepgraph.errors import ArgumentError
+from stepgraph.layers.layer import Layer, Scope, constant
+from stepgraph.layers.torch_answers import Answers, Drawn, Refusals
+from stepgraph.layers.torch_functions import function
+from stepgraph.system import torch_private
+from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
+from stepgraph.tensors.tensor import Tensor, TensorDescriptor
+
+_NAMED = (torch.dtype, torch.memory_format, torch.layout)
+
+
+@dataclass(frozen=True)
+class Value:
+    """An argument that is computed: the value with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An argument that is a slice."""
+
+    start: Any = None
+    stop: Any = None
+    step: Any = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """An argument that is one of PyTorch's constants: a type, a memory format or a layout."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.name, None), _NAMED):
+            raise ArgumentError("Named", f"{self.name!r} is not a type or format of PyTorch", fix="pass a type's name")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An argument that is the device of the call."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """An argument that is `...`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function.
+
+    Args:
+        function: its name, as in `torch_functions`.
+        arguments: positional arguments; values, slices and so on stand for themselves in any nesting.
+        settings: keyword arguments.
+        results: the numbers of the arrays it returns.
+        changed: numbers of arrays that it changes in place, each with its new number.
+        differentiable: False inside `no_grad`.
+        autocast: the type of the surrounding autocast; None outside of one.
+    """
+
+    function: str
+    arguments: tuple[Any, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    results: tuple[int, ...] = ()
+    changed: tuple[tuple[int, int], ...] = ()
+    differentiable: bool = True
+    autocast: str | None = None
+
+    def __post_init__(self) -> None:
+        if function(self.function) is None:
+            raise ArgumentError(
+                "Call", f"'{self.function}' is not a function that a layer may call", fix="use one of PyTorch's"
+            )
+
+
+@dataclass(frozen=True)
+class Program:
+    """Calls in order.
+
+    Args:
+        calls: the calls.
+        results: the numbers of what the layer returns.
+        written: the sources that a call changes in place; it changes copies.
+        scalars: the sources and tensors without dimensions, which a graph holds with one.
+    """
+
+    calls: tuple[Call, ...]
+    results: tuple[int, ...]
+    written: tuple[int, ...] = ()
+    scalars: tuple[int, ...] = ()
+
+    def run(self, arrays: list[torch.Tensor], rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The results for the arrays of the sources and own tensors."""
+        values = {n: array.reshape(()) if n in self.scalars else array for n, array in enumerate(arrays)}
+        values.update({n: values[n].clone() for n in self.written})
+        for call in self.calls:
+            with _modes(call, device):
+                arguments = read(call.arguments, values, rows, device)
+                returned = _named(call)(*arguments, **read(dict(call.settings), values, rows, device))
+            values.update(zip(call.results, leaves(returned), strict=True))
+            values.update({new: values[old] for old, new in call.changed})
+        return tuple(values[n] for n in self.results)
+
+
+def _named(call: Call) -> Callable[..., Any]:
+    found = function(call.function)
+    assert found is not None  # checked when the call was made
+    return found
+
+
+@contextmanager
+def _modes(call: Call, device: torch.device) -> Iterator[None]:
+    with ExitStack() as stack:
+        if not call.differentiable:
+            stack.enter_context(torch.no_grad())
+        if call.autocast is not None:
+            stack.enter_context(torch.autocast(device.type, getattr(torch, call.autocast)))
+        yield
+
+
+def read(tree: Any, values: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> Any:
+    """An argument with the values of a call in it."""
+    match tree:
+        case Value():
+            return values[tree.number]
+        case BatchExtent():
+            return tree.at(rows)
+        case Place():
+            return device
+        case Named():
+            return getattr(torch, tree.name)
+        case Slice():
+            return slice(*(read(part, values, rows, device) for part in (tree.start, tree.stop, tree.step)))
+        case Rest():
+            return ...
+        case list() | tuple():
+            return type(tree)(read(part, values, rows, device) for part in tree)
+        case dict():
+            return {name: read(part, values, rows, device) for name, part in tree.items()}
+    return tree
+
+
+def leaves(returned: Any) -> Iterator[torch.Tensor]:
+    """The arrays that a function returned, in order."""
+    if isinstance(returned, torch.Tensor):
+        yield returned
+    elif isinstance(returned, list | tuple):
+        for one in returned:
+            yield from leaves(one)
+
+
+class GlueLayer(Layer):
+    """Functions of PyTorch between modules, made by `from_torch`.
+
+    Args:
+        training: what to compute in training.
+        inference: what to compute in inference; None if it is the same.
+        tensors: parameters that the functions read; they follow the sources in the numbering.
+        buffers: the same for tensors that do not change; they follow the parameters.
+        rows: the batch size where a call does not say; `BATCH` if every size is possible.
+        exact: compute in float32 also in mixed precision.
+
+    Example:
+        >>> double = Program((Call("torch.mul", (Value(0), 2), results=(1,)),), (1,))
+        >>> GlueLayer(double).infer(TensorDescriptor((4, 3)))[0].shape
+        (4, 3)
+    """
+
+    training: Program
+    inference: Program | None = None
+    tensors: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = constant(default=())
+    rows: int = 1
+    exact: bool = False
+
+    source_counts: ClassVar[tuple[int, int | None]] = (0, None)
+    default_label: ClassVar[str] = "Glue"
+    may_stop_gradients: ClassVar[bool] = True
+
+    @property
+    def full_precision(self) -> bool:  # type: ignore[override]
+        """Whether it computes in float32 even in mixed precision."""
+        return self.exact
+
+    def check(self, *sources: TensorDescriptor) -> None:
+        """Accepts sources of every type: the functions were recorded with them."""
+
+    def program(self, training: bool) -> Program:
+        """What to compute in a mode."""
+        return self.training if training or self.inference is None else self.inference
+
+    def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
+        """Calls the functions of this mode in order."""
+        own = [scope.array(tensor) for tensor in (*self.tensors, *self.buffers)]
+        device = next((array.device for array in (*arrays, *own)), None) or _device(scope)
+        rows = scope.batch[1] or int(self.rows)
+        try:
+            with Answers(scope), Refusals(), torch.device(device):
+                results = self.program(scope.training).run([*arrays, *own], rows, device)
+        except Drawn as error:
+            problem = f"it calls PyTorch's random operator {error}, which a step cannot reproduce"
+            fix = "use torch.rand, torch.randn or F.dropout, which draw from the graph's stream"
+            raise ArgumentError(self.where, problem, fix=fix) from error
+        return tuple(result.reshape(1) if result.ndim == 0 else result for result in results)
+
+    def infer(
+        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
+    ) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of the results, which may follow the batch even if no source does."""
+        if any(source.is_open for source in sources) or batch[1] or not isinstance(self.rows, BatchExtent):
+            return super().infer(*sources, batch=batch, training=training)
+        first, second = (
+            super(GlueLayer, self).infer(*sources, batch=(BATCH, rows), training=training) for rows in PROBES
+        )
+        pairs = zip(first, second, strict=True)
+        return tuple(TensorDescriptor(joined(a.shape, b.shape, self.where), a.data_type) for a, b in pairs)
+
+    @contextmanager
+    def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
+        """Fake arrays, which allow more functions than those on the meta device."""
+        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+            yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
+
+
+def _device(scope: Scope) -> torch.device:
+    return torch.device("cpu") if scope.stream is None else scope.stream.device
