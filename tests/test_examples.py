@@ -18,7 +18,7 @@ DIGITS = FOLDER / "03_digits_cnn.py"
 
 def quick(example: Path) -> Any:
     """An example of the ordinary suite; the deep checks run those whose features other tests of it have."""
-    alike = example.stem[:2] in ("02", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "18")
+    alike = example.stem[:2] in ("02", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15", "18", "19")
     return pytest.param(example, id=example.stem, marks=[pytest.mark.deep] if alike else [])
 
 
@@ -57,6 +57,7 @@ METRICS = {  # what they print beside an accuracy
     "10_image_fitting": "PSNR",
     "14_gan": "recognized as what was asked for",
     "16_small_llama": "bits per character",
+    "19_fine_tune_transformers": "bits per character",
 }
 
 
