@@ -60,12 +60,12 @@ def data(rows: int = ROWS) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"features": features}, {"labels": random.integers(0, 3, rows)}
 
 
-def trained(model: nn.Module, **settings: Any) -> tuple[sg.Imported, sg.TrainingGraph]:
+def trained(model: nn.Module, device: str = "cpu", **settings: Any) -> tuple[sg.Imported, sg.TrainingGraph]:
     sg.set_seed(4)
     imported = sg.from_torch(model, {"features": torch.zeros(4, 5)}, outputs=["logits"])
     loss = sg.LossLayer.softmax_cross_entropy(reduction_type=sg.ReductionType.MEAN)
     training = imported.training(loss, sg.AdamWOptimizer(0.01), sg.Tensor((sg.BATCH,), "int64"))
-    training.compile("cpu", **{"deterministic": True, **settings})
+    training.compile(device, **{"deterministic": True, **settings})
     return imported, training
 
 
@@ -256,6 +256,27 @@ def test_mixed_precision_stays_close() -> None:
         assert two == pytest.approx(one, rel=0.05)
 
 
+class Upcast(nn.Module):
+    """A product whose scores are computed without autocast, as some attentions do."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled, self.head = enabled, nn.Linear(4, 4, bias=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=self.enabled):
+            scores = features.exp() + 1.0
+        return self.head(scores)
+
+
+def test_functions_without_autocast_compute_in_float32() -> None:
+    for enabled in (False, True):
+        imported = sg.from_torch(Upcast(enabled), {"features": torch.zeros(2, 4)}, check=not enabled)
+        (glue,) = [row.layer for row in imported.rows if row.how == "glue"]
+        assert glue.full_precision == (not enabled)
+    assert torch.autocast.__enter__.__module__ == "torch.amp.autocast_mode"
+
+
 @pytest.mark.deep
 def test_fit_and_any_number_of_rows() -> None:
     model = net()
@@ -310,8 +331,7 @@ def test_a_difference_names_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_trains_like_the_cpu() -> None:
     losses = []
     for device in ("cpu", "cuda"):
-        imported, training = trained(net())
-        training.compile(device, deterministic=True)
+        imported, training = trained(net(), device)
         losses.append([float(training.execute(*data()).loss) for _ in range(4)])
         state_dict = imported.state_dict()
         assert state_dict["scale"].device.type == device

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from stepgraph.errors import ArgumentError, StateError, StepgraphError, raised_line, reason
 from stepgraph.interop.example import WHERE, Example
 from stepgraph.layers.failures import explained
-from stepgraph.layers.glue import Named, Place, Rest, Slice, Value
+from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
 from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding
 from stepgraph.system import surroundings, torch_private
@@ -63,7 +63,7 @@ class Event:
         results: the numbers of the arrays it returns.
         changed: numbers of values that it changes in place, each with its new number.
         differentiable: False inside `no_grad`.
-        autocast: the type of the surrounding autocast.
+        autocast: the type of the surrounding autocast, or `OFF`.
         line: where the model calls it.
     """
 
@@ -152,6 +152,7 @@ class _Recorder(TorchFunctionMode):
         self._paths = {module: path for path, module in model.named_modules()}
         self._stack: list[str] = []
         self._inside = 0  # the depth of calls inside a node
+        self._autocast: list[bool] = []  # whether it is on, in each region that the model opens
         self._numbers: dict[int, int] = {}  # by the identity of an array
         self._versions: dict[int, int] = {}
         self._alive: list[Any] = []  # identities stay unique while their objects live
@@ -279,7 +280,7 @@ class _Recorder(TorchFunctionMode):
         changed = self._changed() if moved else ()
         if any(old in self._state for old, _ in changed):
             self._problem("changes a parameter or a buffer in place")
-        type_name = None
+        type_name = OFF if self._autocast and not self._autocast[-1] else None
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
             type_name = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -317,10 +318,34 @@ class _Recorder(TorchFunctionMode):
         nn.Module.__call__ = called  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
         try:
-            yield
+            with self._watching_autocast():
+                yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    @contextmanager
+    def _watching_autocast(self) -> Iterator[None]:
+        """Notes the regions in which the model switches autocast on or off."""
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+        recorder = self
+
+        def entered(region: torch.autocast) -> Any:
+            found = enter(region)
+            if threading.get_ident() == recorder._thread:
+                recorder._autocast.append(torch.is_autocast_enabled(region.device))
+            return found
+
+        def left(region: torch.autocast, *error: Any) -> Any:
+            if threading.get_ident() == recorder._thread:
+                recorder._autocast.pop()
+            return leave(region, *error)
+
+        torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
     def _call(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(module)

@@ -16,7 +16,7 @@ from torch import nn
 
 from stepgraph.interop.batch import common_path
 from stepgraph.interop.capture import Capture, Event, Held, Known
-from stepgraph.layers.glue import Call, Named, Program, Slice, Value
+from stepgraph.layers.glue import OFF, Call, Named, Program, Slice, Value
 from stepgraph.tensors.tensor import MAX_DIMENSIONS, TensorDescriptor
 from stepgraph.types import DataType
 
@@ -543,8 +543,8 @@ def _renamed(side: _Side, position: int) -> Iterator[Any]:
         yield event.called, walk(event.arguments), results, changed, event.differentiable, event.autocast
 
 
-def names_a_type(program: Program) -> bool:
-    """Whether a call names a floating type: such a stretch computes in float32 also in mixed precision."""
+def is_exact(program: Program) -> bool:
+    """Whether a stretch computes in float32 also in mixed precision: it names a type, or is without autocast."""
 
     def found(tree: Any) -> bool:
         if isinstance(tree, Named):
@@ -555,6 +555,7 @@ def names_a_type(program: Program) -> bool:
         return isinstance(tree, dict) and any(map(found, tree.values()))
 
     def casts(call: Call) -> bool:
-        return call.function == "Tensor.float" or found(call.arguments) or found(dict(call.settings))
+        names = call.function == "Tensor.float" or found(call.arguments) or found(dict(call.settings))
+        return names or call.autocast == OFF
 
     return any(map(casts, program.calls))

@@ -12,7 +12,7 @@ from torch import nn
 from stepgraph.graph import Graph
 from stepgraph.interop.capture import state_of
 from stepgraph.interop.native import native_layer
-from stepgraph.interop.plan import GlueNode, ModuleNode, Plan, Wire, names_a_type
+from stepgraph.interop.plan import GlueNode, ModuleNode, Plan, Wire, is_exact
 from stepgraph.layers.glue import Call, GlueLayer, Program, Slice, Value
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.torch_call import Source
@@ -117,7 +117,7 @@ class Wiring:
         programs = [one if one is None else _reordered(one, order) for one in (node.training, node.inference)]
         assert programs[0] is not None
         label = node.path or type(self._model).__name__
-        exact = any(one is not None and names_a_type(one) for one in programs)
+        exact = any(one is not None and is_exact(one) for one in programs)
         layer = GlueLayer(programs[0], programs[1], tuple(parameters), tuple(buffers), self._rows, exact, label=label)
         self._node(found, wire, layer, node)
         called = dict.fromkeys(call.function.rpartition(".")[2].strip("_") for call in node.training.calls)

@@ -22,6 +22,7 @@ from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 _NAMED = (torch.dtype, torch.memory_format, torch.layout)
+OFF = "off"  # where a model switches autocast off
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Call:
         results: the numbers of the arrays it returns.
         changed: numbers of arrays that it changes in place, each with its new number.
         differentiable: False inside `no_grad`.
-        autocast: the type of the surrounding autocast; None outside of one.
+        autocast: the type of the surrounding autocast, `OFF` where it is switched off; None outside of one.
     """
 
     function: str
@@ -130,7 +131,7 @@ def _modes(call: Call, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if not call.differentiable:
             stack.enter_context(torch.no_grad())
-        if call.autocast is not None:
+        if call.autocast is not None and call.autocast != OFF:
             stack.enter_context(torch.autocast(device.type, getattr(torch, call.autocast)))
         yield
 
