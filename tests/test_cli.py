@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -69,7 +70,7 @@ def test_every_command_has_help_with_examples(capsys: Capture) -> None:
 
 
 def test_the_examples_in_the_help_are_understood() -> None:
-    texts = [cli.EXAMPLES, *(sys.modules[f"stepgraph.cli.{name}"].EXAMPLES for name in cli.COMMANDS)]
+    texts = [cli.EXAMPLES, *(import_module(f"stepgraph.cli.{name}").EXAMPLES for name in cli.COMMANDS)]
     lines = [line.strip() for text in texts for line in text.splitlines() if line.startswith("  stepgraph ")]
     commands = [re.split(r"\s{2,}|\s\||\s>", line)[0].split()[1:] for line in lines]
     assert len(commands) > 15

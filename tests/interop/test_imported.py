@@ -256,6 +256,22 @@ def test_mixed_precision_stays_close() -> None:
         assert two == pytest.approx(one, rel=0.05)
 
 
+def test_a_loaded_graph_has_the_names_of_the_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    training = sg.from_torch(model, torch.zeros(2, 3)).training(
+        sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), sg.Tensor((sg.BATCH, 2))
+    )
+    training.save(tmp_path)
+    loaded = sg.load(tmp_path, sg.Device.cpu())
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    twin = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    twin.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+    twin.load_state_dict(loaded.state_dict())
+    assert all(torch.equal(twin.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
 class Upcast(nn.Module):
     """A product whose scores are computed without autocast, as some attentions do."""
 

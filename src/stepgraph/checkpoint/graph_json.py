@@ -85,6 +85,8 @@ class Describer:
             "outputs": {name: self._output(graph, tensor) for name, tensor in declared.outputs.items()},
             "constants": [encoder.tensor(tensor) for tensor in graph.constants],
         }
+        if graph.origin:
+            found["origin"] = self._names(graph.origin)
         stopped = sorted(declared.stopped, key=lambda tensor: tensor.tensor_id)
         for name, tensors in (
             ("stopped", stopped),

@@ -24,6 +24,7 @@ class Kept:
         constants: inputs that are not fed, with their data.
         progress: the training state outside the tensors.
         handles: gradients that are read through tensors.
+        origin: the names that the tensors of an imported model have there.
     """
 
     declaration: Declaration
@@ -31,3 +32,4 @@ class Kept:
     constants: Mapping[Tensor, torch.Tensor]
     progress: Progress
     handles: Mapping[Key, Tensor]
+    origin: Mapping[str, Tensor]

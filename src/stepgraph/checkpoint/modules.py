@@ -23,7 +23,9 @@ def constructor_arguments(module: nn.Module) -> dict[str, Any] | None:
         >>> constructor_arguments(nn.Sequential()) is None
         True
     """
-    found = {}
+    found: dict[str, Any] = {}
+    if type(module).__init__ is nn.Module.__init__:  # no arguments of its own
+        return found
     for name, one in inspect.signature(type(module)).parameters.items():
         if name in ("device", "dtype"):
             continue

@@ -66,6 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", metavar="ROWS", type=_rows, help="rows of the random batch (as declared)")
     parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of random numbers (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(refuse=parser.error)
 
 
 def _share(text: str) -> float:
@@ -107,7 +108,7 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
     if arguments.data is not None and arguments.batch_size is not None:
         raise ArgumentError("compare", "--data has its own rows", fix="leave out --batch-size")
     if arguments.onnx is None and arguments.devices is None:
-        raise ArgumentError("compare", "there is nothing to compare with", fix="pass --devices A,B or an ONNX file")
+        arguments.refuse("there is nothing to compare with: pass --devices A,B or an ONNX file")
     devices = _devices(arguments)
     content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
     for device in devices:

@@ -262,8 +262,9 @@ class CompiledGraph(Graph):
         now = self.compilation
         if now is None:
             constants = {tensor: tensor.torch() for tensor in self._constants}
-            return Kept(self.declaration, None, constants, self.progress(), self.gradients.handles)
-        return Kept(self.declaration, now.settings, now.constants, self.progress(), self.gradients.handles)
+            return Kept(self.declaration, None, constants, self.progress(), self.gradients.handles, self.origin)
+        settings = now.settings
+        return Kept(self.declaration, settings, now.constants, self.progress(), self.gradients.handles, self.origin)
 
     def progress(self) -> Progress:
         """The training state outside the tensors."""

@@ -184,6 +184,7 @@ class _Builder:
         outputs = {name: self._output(graph, one) for name, one in described["outputs"].items()}
         graph.add_outputs({name: t for name, t in outputs.items() if t is not None and (t in made or is_training)})
         graph.hold_constants(constants)
+        graph.set_origin(self._names(described.get("origin", {}), set(self.tensors)))
         return graph
 
     def _training(self, described: Mapping[str, Any], adopted: Sequence[Graph]) -> TrainingGraph:

@@ -53,10 +53,10 @@ def from_torch(
         check: whether to compare the results with the model's, in inference mode on random numbers.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8))
         >>> imported = from_torch(model, torch.zeros(4, 3, 4))
         >>> [(row.path, row.how) for row in imported.rows]
-        [('0', 'wrapped'), ('1', 'native'), ('2', 'native')]
+        [('0', 'native'), ('1', 'native'), ('2', 'wrapped')]
         >>> imported.training(LossLayer.mean_squared_error(), SGDOptimizer(0.1), Tensor((BATCH, 8)))
         <TrainingGraph with 3 nodes>
     """
