@@ -250,4 +250,4 @@ def test_compare_walks_layer_by_layer(
     called = Called(capsys, "compare", checkpoint, tmp_path / "wrong.onnx", "--batch-size", "3")
     assert called.code == 1 and "the first is the result of features.norm" in called.out
     called = Called(capsys, "compare", checkpoint)
-    assert called.code == 1 and "pass --devices A,B or an ONNX file" in called.err
+    assert called.code == 2 and "pass --devices A,B or an ONNX file" in called.err
