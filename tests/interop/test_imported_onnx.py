@@ -32,7 +32,7 @@ def test_an_imported_model_matches_onnx_runtime(name: str, tmp_path: Path) -> No
             scale = expected[tensor].abs().max()
             assert torch.all((expected[tensor] - found[output]).abs() <= 1e-5 * scale), (output, rows)
     other = sg.from_torch(case.make(), case.inputs(), outputs=[case.output])
-    report = sg.load_onnx_weights(other.graph, path)
-    assert set(report.restored) <= set(model.state_dict())
+    report = sg.load_onnx_weights(other.graph, path, partial=True)  # inference does not read counts of batches
+    assert all("num_batches_tracked" in key for key in report.missing) and not report.mismatched
     for key, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[key].reshape(value.shape), value) or key not in report.restored
+        assert key in report.missing or torch.equal(other.state_dict()[key].reshape(value.shape), value)

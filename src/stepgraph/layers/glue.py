@@ -211,7 +211,7 @@ class GlueLayer(Layer):
         """Calls the functions of this mode in order."""
         own = [scope.array(tensor) for tensor in (*self.tensors, *self.buffers)]
         device = next((array.device for array in (*arrays, *own)), None) or _device(scope)
-        rows = scope.batch[1] or int(self.rows)
+        rows = scope.batched(self.rows) if scope.batch[1] else int(self.rows)
         try:
             with Answers(scope), Refusals(), torch.device(device):
                 results = self.program(scope.training).run([*arrays, *own], rows, device)
