@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.curves import curve, difference, measure
 from benchmarks.in_stepgraph import Reference, Stepgraph
-from benchmarks.models import MODELS, SMALL, Model
+from benchmarks.models import FURTHER, MODELS, SMALL, Model
 from benchmarks.peers import set_tf32
 
 TOLERANCE = 1e-4
@@ -26,9 +26,10 @@ def distance(model: Model, device: str) -> float:
     return difference(ours, reference)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.deep] if one == "resnet18" else []) for one in SMALL]
-)
+SLOW = {"resnet18", *FURTHER}  # in the deep checks
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.deep] if one in SLOW else []) for one in SMALL])
 def test_a_small_model_learns_as_its_reference(name: str) -> None:
     assert distance(SMALL[name], "cpu") <= ROUNDED_SMALL.get(name, TOLERANCE)
 

@@ -163,7 +163,8 @@ def losses(training: sg.TrainingGraph, batch: int = 8) -> list[float]:
 
 @pytest.mark.parametrize(
     ("options", "share"),
-    [(PLAIN, 0.9)] + [(sg.GraphCompilationOptions.DETERMINISTIC, share) for share in (0.8, 0.6, 0.5)],
+    [(PLAIN, 0.9), (sg.GraphCompilationOptions.DETERMINISTIC, 0.5)]
+    + [pytest.param(sg.GraphCompilationOptions.DETERMINISTIC, share, marks=pytest.mark.deep) for share in (0.8, 0.6)],
 )
 def test_a_limited_step_computes_the_same_in_less_memory(options: sg.GraphCompilationOptions, share: float) -> None:
     plain = residual_network(options=options)

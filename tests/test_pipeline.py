@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -176,3 +178,35 @@ def test_an_operator_recorded_outside_of_any_phase_is_found() -> None:
     with pytest.raises(AssertionError, match="recorded outside any phase"):
         step.run(module, None)
     step.run(part.module, None)
+
+
+class WritesElsewhere(sg.Layer):
+    """Operators that write into memory that is not their first argument."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        half, most = torch.empty_like(x), x.new_empty(len(x))
+        torch.div(x, 2, out=half)
+        torch.sub(half, 1, out=half)
+        torch.amax(half, 1, out=most)
+        return half + torch.add(x, most[:, None], out=torch.empty_like(x))
+
+
+def test_results_written_elsewhere_are_those_that_are_read() -> None:
+    x, y = sg.Tensor((4, 3)), sg.Tensor((4, 3))
+    rows = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    half = rows / 2 - 1
+    wanted = half + rows + half.max(1, keepdims=True)
+    inference = sg.InferenceGraph()
+    inference.node(WritesElsewhere(), x)
+    inference.add_inputs({"x": x})
+    inference.compile("cpu")
+    np.testing.assert_allclose(inference.execute({"x": rows}).result, wanted, rtol=1e-6)
+    graph = sg.Graph()
+    scaled = graph.node(WritesElsewhere(), x)
+    graph.node(sg.FullyConnectedLayer.create(3, 3), scaled)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.add_outputs({"scaled": scaled})
+    training.compile("cpu")
+    for _ in range(2):
+        np.testing.assert_allclose(training.execute({"x": rows}, {"y": rows})["scaled"], wanted, rtol=1e-6)

@@ -59,7 +59,13 @@ class Recall:
         return [tensor.numpy() for layer in (self.lstm, self.dense) for tensor in layer.parameters.values()]
 
 
-@pytest.mark.parametrize("settings", [{}, {"layer_count": 2, "is_bidirectional": True}, {"peepholes": True}])
+DEEPER = {"layer_count": 2, "is_bidirectional": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *(pytest.param(one, marks=pytest.mark.deep) for one in (DEEPER, {"peepholes": True}))],
+)
 def test_training_learns_to_recall(settings: dict) -> None:
     network = Recall(sg.AdamOptimizer(learning_rate=4e-2), **settings)
     losses = [network.step(*batch) for batch in recall(200)]

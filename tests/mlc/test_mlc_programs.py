@@ -144,6 +144,7 @@ def test_drawing_classifier() -> None:
     assert "Softmax" not in [layer.label() for layer in classifier.training.layers()]
 
 
+@pytest.mark.deep
 def test_drawing_classifier_repeats_with_its_seed() -> None:
     images, labels = drawing_classifier.drawings(10)
     runs = []
@@ -206,6 +207,7 @@ def test_matrix_products_into_their_own_input() -> None:
     assert np.allclose(large[-1], [11.65, 14.35, 17.05, 19.75, 22.45, 25.15], atol=1e-4)
 
 
+@pytest.mark.deep
 def test_image_fitting_begins_well() -> None:
     found = image_fitting.run(MLCompute.MLCDevice.cpuDevice(), epochs=20)
     assert found["errors"][0] > 0.3 and found["errors"][9] < 0.136 and found["errors"][-1] < 0.1

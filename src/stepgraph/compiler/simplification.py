@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, mutates
+from stepgraph.compiler.program import fake, mutates, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -29,9 +29,9 @@ def simplify(module: fx.GraphModule) -> None:
         found = next(filter(None, (find(node) for find in RULES)), None)
         if found is not None:
             stands_in[node] = found
-        elif mutates(node) and isinstance(node.args[0], fx.Node):
+        elif isinstance(fake(node), torch.Tensor) and len(changed := writes(node)) == 1:
             # Reading an array after an in-place change reads the array itself, in any phase.
-            stands_in[node] = node.args[0]
+            stands_in[node] = changed[0]
     for node in reversed(stands_in):
         if not mutates(node):
             graph.erase_node(node)
