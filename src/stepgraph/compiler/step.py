@@ -283,7 +283,7 @@ class Step:
     def index_limits(self) -> dict[Tensor, Limit]:
         """Tensors that layers read as indices, directly or after moving their elements, and the narrowest range."""
         found: dict[Tensor, Limit] = {}
-        descriptors = self._descriptors
+        descriptors = self.descriptors
 
         def narrow(tensor: Tensor, limit: Limit) -> None:
             if not tensor.data_type.is_floating:
@@ -315,7 +315,7 @@ class Step:
             node = made.get(tensor)
             if node is None:
                 return tensor in self.fed
-            own = node.layer.index_limits(*(self._descriptors[t] for t in node.arguments))
+            own = node.layer.index_limits(*(self.descriptors[t] for t in node.arguments))
             moved = [t for position, t in enumerate(node.sources) if position not in own]
             return node.layer.moves and all(is_covered(t) for t in moved)
 
@@ -323,18 +323,17 @@ class Step:
         read = (
             node.arguments[position]
             for node in self.nodes
-            for position in node.layer.index_limits(*(self._descriptors[t] for t in node.arguments))
+            for position in node.layer.index_limits(*(self.descriptors[t] for t in node.arguments))
         )
         others = {tensor: self.index_limits[tensor] for tensor in read if tensor in self.index_limits}
         return fed | {tensor: limit for tensor, limit in others.items() if not is_covered(tensor)}
 
     @cached_property
-    def _descriptors(self) -> dict[Tensor, TensorDescriptor]:
-        return self.check()
-
-    def check(self) -> dict[Tensor, TensorDescriptor]:
+    def descriptors(self) -> dict[Tensor, TensorDescriptor]:
         """Descriptors of all tensors at this batch size; raises if a layer fixes the batch dimension."""
         found = {t: TensorDescriptor(self.shape(t), t.data_type) for t in (*self.feeds, *self.held)}
+        if self.training and self.batch[0] == self.batch[1]:  # inferred when the nodes were made
+            return found | {t: t.descriptor for node in self.nodes for t in node.results}
         for node in self.nodes:
             try:
                 with shown_as(node.layer.label, partial(self.name, node.layer)):

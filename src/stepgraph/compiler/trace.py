@@ -119,7 +119,7 @@ def input_keys(step: Step) -> list[Key]:
 
 def arguments(step: Step) -> list[torch.Tensor]:
     """What a step reads, in the order of `input_keys`, as arrays without memory."""
-    shapes = step.check()
+    shapes = step.descriptors
     with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
         signatures = (_signature(step, shapes, key) for key in input_keys(step))
         return [torch.empty(shape, dtype=dtype, device=step.device) for shape, dtype in signatures]
