@@ -13,12 +13,12 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="interrupts with POSIX s
 SEED = 16
 # How often in the suite, and how often in the deep tests.
 TIMES = {
-    "steps": (24, 600),
-    "phases": (24, 600),
+    "steps": (12, 600),
+    "phases": (12, 600),
     "fit": (6, 90),
-    "save": (24, 600),
-    "restore": (24, 600),
-    "wire": (24, 600),
+    "save": (12, 600),
+    "restore": (12, 600),
+    "wire": (12, 600),
     "load": (0, 150),
     "compile": (4, 150),
     "compile again": (0, 150),
