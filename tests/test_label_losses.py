@@ -1,5 +1,6 @@
 """Cross entropies that read half-precision predictions without a float32 copy, compared with float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,24 @@ import torch
 import torch.nn.functional as F
 
 import stepgraph as sg
+from stepgraph.compiler import law, phases, pipeline
 from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.step import Fusion
 
 HALF = [torch.bfloat16, torch.float16]
 IGNORED = -100
 MEAN, SUM, NONE = sg.ReductionType.MEAN, sg.ReductionType.SUM, sg.ReductionType.NONE
 aten, ours = torch.ops.aten, torch.ops.stepgraph
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators compute in several blocks, and also what is too small for them."""
+    monkeypatch.setattr(label_losses, "LARGE", 0)
+    monkeypatch.setattr(label_losses, "BLOCK", 512)
+
+
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -70,9 +82,7 @@ def test_losses_and_gradients_are_those_in_float64(
     smoothing: float,
     dtype: torch.dtype,
     device: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(label_losses, "SMALL", 512)  # several blocks
     y, t, g = drawn(samples, classes, inner, dtype, device, order)
     wanted, gradient = exact(y, t, g, smoothing)
     leaf = y.clone().requires_grad_()
@@ -221,6 +231,37 @@ def test_training_in_half_precision_follows_float32(kind: str) -> None:
         half.loss_scale = 8.0  # no update is skipped
     for _ in range(6):
         assert half.execute(*data).loss == pytest.approx(full.execute(*data).loss, rel=0.02)
+
+
+def test_small_and_deterministic_losses_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours_, _, data = network((8, 5, 30), 2, "bfloat16", label_smoothing=0.1)
+    exact_, *_ = network((8, 5, 30), 2, "bfloat16", label_smoothing=0.1)
+    exact_.compile("cpu", compute_type="bfloat16", deterministic=True)
+    assert ours.label_losses.default in targets(ours_)
+    assert ours.label_losses.default not in targets(exact_)
+    for _ in range(3):
+        assert ours_.execute(*data).loss == pytest.approx(exact_.execute(*data).loss, rel=1e-3)
+    monkeypatch.setattr(label_losses, "LARGE", 8 * 5 * 30 + 1)
+    small, *_ = network((8, 5, 30), 2, "bfloat16")
+    assert ours.label_losses.default not in targets(small)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_law_holds_after_every_row(kind: str) -> None:
+    training, *_ = network((8, 5, 30), 2, "bfloat16")
+    assert training.compilation is not None
+    program = training.compilation.programs.program(8)
+    part = phases.whole(program, training.compilation.kept(program))
+    before = part.results
+    for row in pipeline.rows(pipeline.PART, program.step, PartName.STEP):
+        part = row.run(part, program.step)
+        law.check(part, before)
+    assert label_losses.run_gradient_in_place in {node.target for node in part.nodes}
+    step = replace(program.step, device=torch.device(kind), fusion=Fusion.FIRST)
+    for row in pipeline.rows(pipeline.FUSED, step, None):
+        row.run(part.module, step)
+        law.check(part, before)
+    assert ours.label_losses_gradient.default not in {node.target for node in part.nodes}
 
 
 def test_soft_labels_are_compared_in_float32() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from stepgraph.compiler.kernels.label_losses import label_losses
+from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
@@ -40,7 +40,8 @@ def lowered(step: Step, layer: Layer, forward: Forward, computed: Sequence[torch
         forward: its forward, a function of sources in the type that the layer computes in.
         computed: the sources in the types in which they were computed.
     """
-    if isinstance(layer, LossLayer) and step.compute_type in HALF and computed and computed[0].dtype in HALF:
+    reads_half = step.compute_type in HALF and step.chooses_kernels and computed and computed[0].dtype in HALF
+    if reads_half and isinstance(layer, LossLayer):
         return _under(_HalfPredictions(computed[0]), forward)
     if step.channels_last and isinstance(layer, ConvolutionLayer) and layer.descriptor.dimensions == 2:
         return _channels_last(layer, forward)
@@ -76,7 +77,7 @@ def _under(mode: TorchFunctionMode, forward: Forward) -> Forward:
 
 
 class _HalfPredictions(TorchFunctionMode):
-    """Records cross entropies with class indices that read predictions in half precision, not a float32 copy."""
+    """Records large cross entropies with class indices that read predictions in half precision, not a copy."""
 
     def __init__(self, prediction: torch.Tensor) -> None:
         super().__init__()
@@ -84,7 +85,9 @@ class _HalfPredictions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._losses(*args, **kwargs) if function is F.cross_entropy else function(*args, **kwargs)
+        if function is F.cross_entropy and self._prediction.numel() >= label_losses.LARGE:
+            return self._losses(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def _losses(
         self, y: torch.Tensor, t: torch.Tensor, *, reduction: str, label_smoothing: float, ignore_index: int, **_: Any
@@ -92,7 +95,7 @@ class _HalfPredictions(TorchFunctionMode):
         """`F.cross_entropy` as `class_losses.py` calls it: without class weights. `y` is the prediction as rows."""
         samples, classes = y.shape[:2]
         half = self._prediction.reshape(samples, classes, -1)
-        losses, _ = label_losses(half, t.reshape(samples, -1), ignore_index, label_smoothing)
+        losses, _ = label_losses.label_losses(half, t.reshape(samples, -1), ignore_index, label_smoothing)
         return losses.reshape(t.shape) if reduction == "none" else getattr(losses, reduction)()
 
 

@@ -216,7 +216,7 @@ class Compilation:
 
     # What stays readable after a call
 
-    def kept(self, program: Program | None) -> list[Key]:
+    def kept(self, program: Program | None = None) -> list[Key]:
         """What a whole call keeps. A training step, the `program`, keeps large predictions only if somebody asks.
 
         The gradient of a prediction that is not kept can overwrite it.

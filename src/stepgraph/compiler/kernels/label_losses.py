@@ -9,7 +9,7 @@ Predictions `y` are `[n, classes, inner]` in any layout, labels `t` are `[n, inn
 With a smoothing of `s`, the loss of a row is `-(1 - s) log p[t] - s mean(log p)`, with `p = softmax(y)`.
 
 On NVIDIA's GPUs each operator is one kernel (`label_loss_kernels.py`). Elsewhere, PyTorch's operators compute some rows
-at a time; a compiler that fuses them gets the formula for all rows.
+at a time. A compiler that fuses gets the formula for all rows, unless rows are long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import fx
 from stepgraph.compiler.launch import run_on
 
 Array = torch.Tensor
-SMALL, SHARE = 1 << 20, 32  # so many numbers are in float32 at a time, or this part of all
-FUSED = 1 << 20  # numbers up to which a compiler that fuses gets the formula: more kernels cost less than their memory
+LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing
+BLOCK, SHARE = 1 << 20, 32  # without kernels, so many numbers are in float32 at a time, or this part of all
+WIDE = 1024  # classes up to which a compiler that fuses reads a row at once, and needs no kernels of ours
 
 
 # Operators
@@ -107,7 +108,7 @@ def run(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Arr
         label_loss_kernels.write_losses(y, t, losses, kept, left_out, smoothing)
         return losses, kept
     for rows in _blocks(y):
-        losses[rows], kept[:, rows] = formula(y[rows], t[rows], left_out, smoothing)
+        _write_block(losses[rows], kept[:, rows], y[rows].to(torch.float32, copy=True), t[rows], left_out, smoothing)
     return losses, kept
 
 
@@ -131,7 +132,33 @@ def _write_gradient(found: Array, y: Array, t: Array, g: Array, kept: Array, lef
         label_loss_kernels.write_gradient(found, y, t, g, kept, left_out, smoothing)
         return
     for rows in _blocks(y):
-        found[rows] = formula_of_gradient(y[rows], t[rows], g[rows], kept[:, rows], left_out, smoothing)
+        found[rows] = _block_of_gradient(
+            y[rows].to(torch.float32, copy=True), t[rows], g[rows], kept[:, rows], left_out, smoothing
+        )
+
+
+def _write_block(losses: Array, kept: Array, y: Array, t: Array, left_out: int, smoothing: float) -> None:
+    """`formula` with few arrays; overwrites `y`, in float32."""
+    classes, counts = _classes(t, left_out)
+    base, logarithm = kept
+    greatest = y.amax(1)
+    base.copy_(greatest.masked_fill_(greatest == -torch.inf, 0.0))
+    torch.sub(base, y.gather(1, classes).squeeze(1), out=losses)
+    if smoothing:
+        losses.mul_(1 - smoothing).add_(base - y.mean(1), alpha=smoothing)
+    torch.sum(y.sub_(base.unsqueeze(1)).exp_(), 1, out=logarithm).log_()
+    losses.add_(logarithm).masked_fill_(~counts, 0.0)
+
+
+def _block_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`formula_of_gradient` with few arrays; overwrites `y`, in float32."""
+    classes, counts = _classes(t, left_out)
+    base, logarithm = kept.unsqueeze(2)
+    shares = y.sub_(base).sub_(logarithm).exp_()
+    if smoothing:
+        shares.sub_(smoothing / y.shape[1])
+    shares.scatter_add_(1, classes, shares.new_full((), smoothing - 1).expand_as(classes))
+    return shares.mul_(torch.where(counts, g, 0.0).unsqueeze(1))
 
 
 def _has_kernels(y: Array) -> bool:
@@ -144,11 +171,11 @@ def _new(y: Array) -> tuple[Array, Array]:
     return y.new_empty(n, inner, dtype=torch.float32), y.new_empty(2, n, inner, dtype=torch.float32)
 
 
-# The formulas: what kernels are compared with
+# The formulas for all rows at once
 
 
 def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
-    """`label_losses` of all rows at once."""
+    """`label_losses`, as operators that a compiler fuses."""
     classes, counts = _classes(t, left_out)
     greatest = y.amax(1).float()
     base = torch.where(greatest == -torch.inf, 0.0, greatest)  # a row of nothing but -∞ gives NaN, as in PyTorch
@@ -161,7 +188,7 @@ def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array,
 
 
 def formula_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
-    """`label_losses_gradient` of all rows at once."""
+    """`label_losses_gradient`, as operators that a compiler fuses."""
     classes, counts = _classes(t, left_out)
     base, logarithm = kept.unsqueeze(2)
     shares = (y.float() - base - logarithm).exp()
@@ -180,13 +207,13 @@ def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
 
 
 def workspace(given: Any, _: int) -> int:
-    """What either operator needs besides its results, in bytes: a block of rows in float32, three times."""
-    y = given[0]
-    return 0 if _has_kernels(y) else 3 * 4 * _samples(y) * y[0].numel()
+    """What either operator needs besides its results, in bytes: a block of rows in float32, and its labels."""
+    y, t = given[0], given[1]
+    return 0 if _has_kernels(y) else 4 * _samples(y) * y[0].numel() + 2 * t.nbytes
 
 
 def expand(graph: fx.Graph) -> None:
-    """Gives a compiler that fuses the formulas of small cross entropies, and the gradient of large ones in place."""
+    """Gives a compiler that fuses the formulas or, where a row is long, the kernels, with the gradient in place."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = _EXPANDED.get(node.target, node.target)
@@ -212,12 +239,12 @@ _EXPANDED: dict[Any, Any] = {
 
 
 def _stays_one(y: Array) -> bool:
-    return y.numel() > FUSED and _has_kernels(y)
+    return y.shape[1] > WIDE and _has_kernels(y)
 
 
 def _samples(y: Array) -> int:
     """The samples of a block."""
-    return max(1, min(len(y), max(SMALL, y.numel() // SHARE) // max(1, y[0].numel())))
+    return max(1, min(len(y), max(BLOCK, y.numel() // SHARE) // max(1, y[0].numel())))
 
 
 def _blocks(y: Array) -> Iterator[slice]:
