@@ -9,6 +9,7 @@ import stepgraph as sg
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import value
 from stepgraph.graphs import compilation
+from stepgraph.mlc.tables.graphs import compile_for
 
 ROWS, CLASSES = 8, 64
 
@@ -82,6 +83,13 @@ def test_metrics_of_fit_ask_for_it() -> None:
     assert keeps(training, logits) and 0 <= history.epochs[-1]["accuracy"] <= 1
     training.compile("cpu")
     assert keeps(training, logits)
+
+
+def test_graphs_under_ml_computes_names_keep_it() -> None:
+    training, logits, data = network()
+    compile_for(training, sg.Device.cpu())
+    training.execute(*data)
+    assert logits.numpy().shape == (ROWS, CLASSES)
 
 
 def test_it_is_kept_where_a_linked_graph_reads_it() -> None:
