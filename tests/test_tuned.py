@@ -13,7 +13,7 @@ from stepgraph.compiler import pipeline, tuned
 from stepgraph.compiler.tuned.row import Tuned
 
 RESULTS = Path(rent.__file__).parent / "results"
-SHARED = {"__init__", "row", "gpus", "launch"}
+SHARED = {"__init__", "row", "gpus"}
 HELPERS = ("_kernels", "_sums")
 
 

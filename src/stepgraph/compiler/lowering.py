@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
@@ -18,18 +19,30 @@ from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.convolution import ConvolutionLayer
 from stepgraph.layers.gru import GRULayer, gru_direction
 from stepgraph.layers.layer import Layer, Scope
+from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.recurrent import LSTMLayer
 from stepgraph.layers.torch_layer import TorchLayer
 
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 WIDEST_FLASH = 256  # the widest head of PyTorch's flash attention
+HALF = torch.float16, torch.bfloat16
 LAST = torch.channels_last
 Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
 
 
-def lowered(step: Step, layer: Layer, forward: Forward) -> Forward:
-    """A layer's forward as it is recorded for a step."""
+def lowered(step: Step, layer: Layer, forward: Forward, computed: Sequence[torch.Tensor] = ()) -> Forward:
+    """A layer's forward as it is recorded for a step.
+
+    Args:
+        step: what is recorded.
+        layer: the layer.
+        forward: its forward, a function of sources in the type that the layer computes in.
+        computed: the sources in the types in which they were computed.
+    """
+    reads_half = step.compute_type in HALF and step.chooses_kernels and computed and computed[0].dtype in HALF
+    if reads_half and isinstance(layer, LossLayer):
+        return _under(_HalfPredictions(computed[0]), forward)
     if step.channels_last and isinstance(layer, ConvolutionLayer) and layer.descriptor.dimensions == 2:
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
@@ -61,6 +74,29 @@ def _under(mode: TorchFunctionMode, forward: Forward) -> Forward:
             return forward(sources, scope)
 
     return run
+
+
+class _HalfPredictions(TorchFunctionMode):
+    """Records large cross entropies with class indices that read predictions in half precision, not a copy."""
+
+    def __init__(self, prediction: torch.Tensor) -> None:
+        super().__init__()
+        self._prediction = prediction
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy and self._prediction.numel() >= label_losses.LARGE:
+            return self._losses(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _losses(
+        self, y: torch.Tensor, t: torch.Tensor, *, reduction: str, label_smoothing: float, ignore_index: int, **_: Any
+    ) -> torch.Tensor:
+        """`F.cross_entropy` as `class_losses.py` calls it: without class weights. `y` is the prediction as rows."""
+        samples, classes = y.shape[:2]
+        half = self._prediction.reshape(samples, classes, -1)
+        losses, _ = label_losses.label_losses(half, t.reshape(samples, -1), ignore_index, label_smoothing)
+        return losses.reshape(t.shape) if reduction == "none" else getattr(losses, reduction)()
 
 
 class _ByCudnn(TorchFunctionMode):
@@ -115,5 +151,4 @@ def _shares_heads(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -
 
     For others, PyTorch would compute the scores of all heads in memory; repeated heads need less.
     """
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return is_half and mask is None and q.shape[-1] == v.shape[-1] <= WIDEST_FLASH
+    return q.dtype in HALF and mask is None and q.shape[-1] == v.shape[-1] <= WIDEST_FLASH

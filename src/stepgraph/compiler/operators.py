@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
@@ -106,6 +107,12 @@ TABLE: dict[Any, Operator] = {
     # the states before all steps and three factors
     ours.gru_gradient.default: Operator(
         workspace=lambda given, _: 4 * given[1].nbytes, is_costly=True, direct=gru_kernel.run_gradient
+    ),
+    ours.label_losses.default: Operator(workspace=label_losses.workspace, direct=label_losses.run),
+    ours.label_losses_gradient.default: Operator(
+        in_place=label_losses.run_gradient_in_place,
+        workspace=label_losses.workspace,
+        direct=label_losses.run_gradient,
     ),
     # Implementations beside PyTorch's
     **{one.function: _alternative(one) for one in ALTERNATIVES},

@@ -33,6 +33,7 @@ from stepgraph.compiler import (
     simplification,
 )
 from stepgraph.compiler.hidden import hide
+from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes
@@ -166,6 +167,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
+    Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
 )
 

@@ -125,7 +125,7 @@ class _Walk:
                 for t, array in own.items()
             }
             scope = Scope(cast, step.training, self.arrays[STREAM], index, step.batch, compute_type=step.compute_type)
-            forward = lowered(step, node.layer, partial(_called, node))
+            forward = lowered(step, node.layer, partial(_called, node), sources)
             with shown_as(node.layer.label, partial(step.name, node.layer)):
                 results = forward([_as(source, computed) for source in sources], scope)
             results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)

@@ -120,6 +120,8 @@ def fit(
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
     _require_watched(stopper, graph.loss_names, given, test)
+    if given:
+        training.keep_predictions()
     remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
     if folder is not None:
         graph.compile_for(train)  # a record begins with the step's memory plan

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph import draw
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.program import PartName
+from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
@@ -28,7 +28,7 @@ from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions as Options
 
 Arrays = dict[Key, torch.Tensor]
-
+LARGEST = 1 << 24  # numbers of a prediction up to which a training step keeps it unasked: 64 MiB in float32
 
 GUARDED = {"cuda"}  # where steps check indices: an operator cannot refuse one, and looking at them synchronizes
 
@@ -216,21 +216,37 @@ class Compilation:
 
     # What stays readable after a call
 
-    def kept(self) -> list[Key]:
-        """What a whole call keeps."""
-        found = [value(tensor) for tensor in self.kept_results()]
+    def kept(self, program: Program | None = None) -> list[Key]:
+        """What a whole call keeps. A training step, the `program`, keeps large predictions only if somebody asks.
+
+        The gradient of a prediction that is not kept can overwrite it.
+        """
+        unasked = [t for t in self.compared if program is None or self._keeps_unasked(t, program)]
+        found = [value(tensor) for tensor in dict.fromkeys([*self._asked_results(), *unasked])]
         if self.declaration.trains:
             found += self._kept_gradients()
         return list(dict.fromkeys([*found, *map(value, unread(self.nodes))])) if self.checks_numerics else found
 
-    def kept_results(self) -> list[Tensor]:
-        """Results that stay readable after a whole call."""
+    @cached_property
+    def compared(self) -> tuple[Tensor, ...]:
+        """The predictions: the results that losses compare with labels."""
+        made = {t for node in self.nodes for t in node.results}
+        return tuple(dict.fromkeys(t for node in self.losses for t in node.sources if t in made))
+
+    def _keeps_unasked(self, prediction: Tensor, program: Program) -> bool:
+        step = program.step
+        if not step.differentiates or self.declaration.keeps_predictions or self.checks_numerics:
+            return True
+        return fake(program.outputs[value(prediction)]).numel() <= LARGEST or prediction in self.read_elsewhere
+
+    def _asked_results(self) -> list[Tensor]:
+        """Results that stay readable after every whole call."""
         nodes = self.nodes
         watched = [t for node in self._watched() for t in node.results]
-        losses = [t for node in self.losses for t in (*node.results, *node.sources)]
+        losses = [t for node in self.losses for t in node.results]
         made = {t for node in nodes for t in node.results}
         wanted = [*self.declaration.outputs.values(), *nodes[-1].results, *losses, *watched]
-        return [tensor for tensor in dict.fromkeys(wanted) if tensor in made]
+        return [tensor for tensor in wanted if tensor in made]
 
     def _kept_gradients(self) -> list[Key]:
         """Gradients that were declared as outputs, or that belong to layers being debugged."""

@@ -164,7 +164,7 @@ class CompiledGraph(Graph):
         old = session.compilation
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
-            dropped = any(tensor not in old.kept_results() for tensor in outputs.values())
+            dropped = not all(old.programs.keep(self.gradients.key(tensor)) for tensor in outputs.values())
             new = old.redeclared(outputs=declared, rebuilds=dropped)  # existing executables discard it
             new.prepare("add_outputs")
             self._redeclare(new, replace(self._declared, outputs=declared))

@@ -284,7 +284,8 @@ class Session:
     def hold(self, executable: Executable, found: Arrays) -> None:
         """Makes results readable through their tensors, and results of earlier calls unreadable."""
         if self.holding is not executable.results:
-            for tensor in dict(self.holding).keys() - dict(executable.results).keys():
+            readable = {*dict(self.holding), *self.compilation.compared}
+            for tensor in readable - dict(executable.results).keys():
                 tensor.hold(None, DROPPED)
             self.holding = executable.results
         for tensor, key in self.holding:

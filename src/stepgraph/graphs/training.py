@@ -13,7 +13,7 @@ import torch
 
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
-from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient
+from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
@@ -289,6 +289,21 @@ class TrainingGraph(CompiledGraph):
             self._declared = declared
         else:
             self._again("stop_gradient", declared, "gradients stop at other tensors")
+
+    def keep_predictions(self) -> None:
+        """Keeps what losses compare readable after every step, however large it is: for metrics."""
+        if self._declared.keeps_predictions:
+            return
+        declared, session = replace(self._declared, keeps_predictions=True), self.session
+        if session is None:
+            self._declared = declared
+            return
+        old = session.compilation
+        with self._changing():
+            dropped = not all(old.programs.keep(value(tensor)) for tensor in old.compared)
+            new = old.redeclared(keeps_predictions=True, rebuilds=dropped)
+            new.prepare("keep_predictions")
+            self._redeclare(new, declared)
 
     # Gradients
 

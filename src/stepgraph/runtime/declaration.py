@@ -35,6 +35,7 @@ class Declaration:
         parameters: inputs that are trained.
         stopped: tensors that pass no gradient back.
         user_gradients: gradients from outside, by the result they are for.
+        keeps_predictions: whether what losses compare stays readable after a training step, however large it is.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Declaration:
     parameters: tuple[Tensor, ...] = ()
     stopped: frozenset[Tensor] = frozenset()
     user_gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    keeps_predictions: bool = False
 
     @cached_property
     def wired(self) -> tuple[Node, ...]:

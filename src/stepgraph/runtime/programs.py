@@ -18,6 +18,7 @@ from stepgraph.tensors.extents import BatchExtent
 logger = logging.getLogger("stepgraph")
 PASSES = (PartName.FORWARD, PartName.GRADIENT, PartName.UPDATE)
 WITHOUT_TRAINING = (PartName.INFERENCE, PartName.EVALUATION)  # parts that leave layers in inference mode
+Kept = Callable[[Program | None], Sequence[Key]]
 MOST = 32  # batch sizes that stay compiled, besides the first; the least recently used one is evicted
 
 
@@ -26,7 +27,7 @@ class Programs:
 
     Args:
         step: what to compute for a batch size, in training or inference mode.
-        kept: what stays readable after one whole call.
+        kept: what stays readable after one whole call, which may depend on the program of a training step.
         require_fit: raises if the plan of a part for a batch size exceeds the memory limit; receives the caller's name.
         channels_last: the memory layout of images, if already known.
     """
@@ -34,7 +35,7 @@ class Programs:
     def __init__(
         self,
         step: Callable[[int, bool], Step],
-        kept: Callable[[], Sequence[Key]],
+        kept: Kept,
         require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         channels_last: bool | None = None,
     ) -> None:
@@ -126,10 +127,15 @@ class Programs:
         step = self.program(batch, training=part != PartName.INFERENCE).step
         return pipeline.report(step, part, lambda program: self._parts(part, program)[part])
 
+    def keep(self, key: Key) -> bool:
+        """Whether all whole calls that are built return a result."""
+        built = (one.part.outputs for (name, _), one in self.executables.items() if name not in PASSES)
+        return all(key in outputs for outputs in built)
+
     def shared(
         self,
         step: Callable[[int, bool], Step],
-        kept: Callable[[], Sequence[Key]],
+        kept: Kept,
         require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         rebuilds: bool,
     ) -> Programs:
@@ -168,12 +174,12 @@ class Programs:
         limit = program.step.memory_limit
         match part:
             case PartName.STEP | PartName.INFERENCE:
-                return {part: phases.whole(program, self._kept())}
+                return {part: phases.whole(program, self._kept(program))}
             case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
-                return {part: phases.whole(program, every if limit is None else self._kept())}
+                return {part: phases.whole(program, every if limit is None else self._kept(None))}
             case PartName.FORWARD_ONLY:
-                results = [key for key in self._kept() if key.kind == KeyKind.VALUE]
+                results = [key for key in self._kept(None) if key.kind == KeyKind.VALUE]
                 return {part: phases.extract(program, {Phase.FORWARD}, results)}
             case _:
                 three = phases.split(program)

@@ -2,7 +2,7 @@
 
 A row stays if a whole step gets at least 3% faster on two networks of the benchmark, or 10% on one where its pattern
 is general and not that network's shape: `python -m benchmarks.rent` measures it. To remove a row, delete it here, its
-file and its tests. Files named `…_kernels` hold what a row launches; `gpus` and `launch` serve all of them.
+file and its tests. Files named `…_kernels` hold what a row launches; `gpus` serves all of them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from stepgraph.compiler.launch import launch, operator
 from stepgraph.compiler.tuned.gpus import OFF
-from stepgraph.compiler.tuned.launch import launch, operator
 
 Array = torch.Tensor
 Pair = Sequence[int]

@@ -60,6 +60,8 @@ def bind(graph: sg.Graph, data: dict[str, Any], for_inputs: dict[str, Any], **se
 @native_name("compile")
 def compile_for(graph: Any, device: sg.Device | None, **settings: Any) -> None:
     """Compiles for a device; nil keeps the device of a graph that is compiled, as measured."""
+    if isinstance(graph, sg.TrainingGraph):
+        graph.keep_predictions()  # the original keeps results readable
     graph.compile(**settings) if device is None else graph.compile(device, **settings)
 
 

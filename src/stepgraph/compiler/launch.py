@@ -1,13 +1,27 @@
-"""Triton's kernels as operators of PyTorch, compiled ahead while a step is traced."""
+"""Kernels in Triton's language: where they run, how they are launched, and as operators of PyTorch.
+
+Triton compiles a kernel when it is launched for the first time, and caches it for later runs. It comes with PyTorch's
+CUDA builds for Linux, so modules named `…_kernels` are imported only where `run_on` allows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from stepgraph.system.torch_private import FakeTensor
+
+GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
+
+
+def run_on(device: torch.device, generations: Collection[int] = GENERATIONS) -> bool:
+    """Whether the device is a GPU of these generations and Triton is there."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in generations
 
 
 def operator(function: Callable[..., Any]) -> Any:

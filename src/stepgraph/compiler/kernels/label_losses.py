@@ -1,0 +1,252 @@
+"""Softmax cross entropy of half-precision predictions with class indices: an operator, and one for its gradient.
+
+PyTorch's would first copy all predictions to float32, keep their logarithms in float32 for the gradient, and compute
+that in two more such arrays. With a large vocabulary these need more memory than the rest of the network. These
+operators read the predictions in their own type, compute in float32, and keep two numbers per row: the greatest
+prediction, and the logarithm of the sum of `exp(y - greatest)`. The gradient may overwrite the predictions.
+
+Predictions `y` are `[n, classes, inner]` in any layout, labels `t` are `[n, inner]`; a row is the classes of one label.
+With a smoothing of `s`, the loss of a row is `-(1 - s) log p[t] - s mean(log p)`, with `p = softmax(y)`.
+
+On NVIDIA's GPUs each operator is one kernel (`label_loss_kernels.py`). Elsewhere, PyTorch's operators compute some rows
+at a time. A compiler that fuses gets the formula for all rows, unless rows are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.launch import run_on
+
+Array = torch.Tensor
+LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing
+BLOCK, SHARE = 1 << 20, 32  # without kernels, so many numbers are in float32 at a time, or this part of all
+WIDE = 1024  # classes up to which a compiler that fuses reads a row at once, and needs no kernels of ours
+
+
+# Operators
+
+
+@torch.library.custom_op("stepgraph::label_losses", mutates_args=())
+def label_losses(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
+    """The loss of each row in float32, and what the gradient needs.
+
+    Args:
+        y: predictions, `[n, classes, inner]`.
+        t: class indices, `[n, inner]`.
+        left_out: the label whose rows have a loss of 0.
+        smoothing: the share of each label that is distributed over all classes.
+    """
+    return run(y, t, left_out, smoothing)
+
+
+@label_losses.register_fake
+def _(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
+    return _new(y)
+
+
+@torch.library.custom_op("stepgraph::label_losses_gradient", mutates_args=())
+def label_losses_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`(p - (1 - s) onehot(t) - s / classes) g`, in the type and layout of `y`.
+
+    Args:
+        y: predictions, `[n, classes, inner]`.
+        t: class indices, `[n, inner]`.
+        g: the gradients of the losses, `[n, inner]`.
+        kept: the second result of `label_losses`.
+        left_out: the label whose rows have a gradient of 0.
+        smoothing: as in `label_losses`.
+    """
+    return run_gradient(y, t, g, kept, left_out, smoothing)
+
+
+@label_losses_gradient.register_fake
+def _(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op("stepgraph::label_losses_gradient_", mutates_args=("y",))
+def label_losses_gradient_(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> None:
+    """`label_losses_gradient` in the memory of the predictions."""
+    run_gradient_in_place(y, t, g, kept, left_out, smoothing)
+
+
+@label_losses_gradient_.register_fake
+def _(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> None:
+    return None
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    y, t, ctx.left_out, ctx.smoothing = inputs
+    _, kept = output
+    ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(y, t, kept)
+
+
+def _differentiate(ctx: Any, g: Array, _: Array) -> tuple[Array | None, ...]:
+    y, t, kept = ctx.saved_tensors
+    gradient = torch.ops.stepgraph.label_losses_gradient(y, t, g, kept, ctx.left_out, ctx.smoothing)
+    return gradient, None, None, None
+
+
+label_losses.register_autograd(_differentiate, setup_context=_save)
+
+
+# Without PyTorch's dispatcher
+
+
+def run(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
+    """`label_losses`."""
+    losses, kept = _new(y)
+    if _has_kernels(y):
+        from stepgraph.compiler.kernels import label_loss_kernels
+
+        label_loss_kernels.write_losses(y, t, losses, kept, left_out, smoothing)
+        return losses, kept
+    for rows in _blocks(y):
+        _write_block(losses[rows], kept[:, rows], y[rows].to(torch.float32, copy=True), t[rows], left_out, smoothing)
+    return losses, kept
+
+
+def run_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`label_losses_gradient`."""
+    found = torch.empty_like(y)
+    _write_gradient(found, y, t, g, kept, left_out, smoothing)
+    return found
+
+
+def run_gradient_in_place(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`label_losses_gradient_`; returns `y`."""
+    _write_gradient(y, y, t, g, kept, left_out, smoothing)
+    return y
+
+
+def _write_gradient(found: Array, y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> None:
+    if _has_kernels(y):
+        from stepgraph.compiler.kernels import label_loss_kernels
+
+        label_loss_kernels.write_gradient(found, y, t, g, kept, left_out, smoothing)
+        return
+    for rows in _blocks(y):
+        found[rows] = _block_of_gradient(
+            y[rows].to(torch.float32, copy=True), t[rows], g[rows], kept[:, rows], left_out, smoothing
+        )
+
+
+def _write_block(losses: Array, kept: Array, y: Array, t: Array, left_out: int, smoothing: float) -> None:
+    """`formula` with few arrays; overwrites `y`, in float32."""
+    classes, counts = _classes(t, left_out)
+    base, logarithm = kept
+    greatest = y.amax(1)
+    base.copy_(greatest.masked_fill_(greatest == -torch.inf, 0.0))
+    torch.sub(base, y.gather(1, classes).squeeze(1), out=losses)
+    if smoothing:
+        losses.mul_(1 - smoothing).add_(base - y.mean(1), alpha=smoothing)
+    torch.sum(y.sub_(base.unsqueeze(1)).exp_(), 1, out=logarithm).log_()
+    losses.add_(logarithm).masked_fill_(~counts, 0.0)
+
+
+def _block_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`formula_of_gradient` with few arrays; overwrites `y`, in float32."""
+    classes, counts = _classes(t, left_out)
+    base, logarithm = kept.unsqueeze(2)
+    shares = y.sub_(base).sub_(logarithm).exp_()
+    if smoothing:
+        shares.sub_(smoothing / y.shape[1])
+    shares.scatter_add_(1, classes, shares.new_full((), smoothing - 1).expand_as(classes))
+    return shares.mul_(torch.where(counts, g, 0.0).unsqueeze(1))
+
+
+def _has_kernels(y: Array) -> bool:
+    return run_on(y.device)
+
+
+def _new(y: Array) -> tuple[Array, Array]:
+    """Memory for the results of `label_losses`."""
+    n, _, inner = y.shape
+    return y.new_empty(n, inner, dtype=torch.float32), y.new_empty(2, n, inner, dtype=torch.float32)
+
+
+# The formulas for all rows at once
+
+
+def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
+    """`label_losses`, as operators that a compiler fuses."""
+    classes, counts = _classes(t, left_out)
+    greatest = y.amax(1).float()
+    base = torch.where(greatest == -torch.inf, 0.0, greatest)  # a row of nothing but -∞ gives NaN, as in PyTorch
+    logarithm = (y.float() - base.unsqueeze(1)).exp().sum(1).log()
+    # Small differences of large predictions are exact; the logarithm of a probability would not be.
+    losses = base - y.gather(1, classes).squeeze(1).float()
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (base - y.mean(1, dtype=torch.float32))
+    return torch.where(counts, losses + logarithm, 0.0), torch.stack([base, logarithm])
+
+
+def formula_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    """`label_losses_gradient`, as operators that a compiler fuses."""
+    classes, counts = _classes(t, left_out)
+    base, logarithm = kept.unsqueeze(2)
+    shares = (y.float() - base - logarithm).exp()
+    is_label = torch.arange(y.shape[1], device=y.device)[:, None] == classes
+    wanted = torch.where(is_label, 1 - smoothing, 0.0) + smoothing / y.shape[1]
+    return ((shares - wanted) * torch.where(counts, g, 0.0).unsqueeze(1)).to(y.dtype)
+
+
+def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
+    """Labels along the class axis, 0 for those left out, and which of them count."""
+    counts = t != left_out
+    return torch.where(counts, t, 0).unsqueeze(1), counts
+
+
+# What passes need to know
+
+
+def workspace(given: Any, _: int) -> int:
+    """What either operator needs besides its results, in bytes: a block of rows in float32, and its labels."""
+    y, t = given[0], given[1]
+    return 0 if _has_kernels(y) else 4 * _samples(y) * y[0].numel() + 2 * t.nbytes
+
+
+def expand(graph: fx.Graph) -> None:
+    """Gives a compiler that fuses the formulas or, where a row is long, the kernels, with the gradient in place."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = _EXPANDED.get(node.target, node.target)
+
+
+def _expanded(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
+    losses = torch.ops.stepgraph.label_losses.default if _stays_one(y) else formula
+    return losses(y, t, left_out, smoothing)
+
+
+def _expanded_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
+    if not _stays_one(y):
+        return formula_of_gradient(y, t, g, kept, left_out, smoothing)
+    # The compiler copies the predictions first if something still reads them.
+    torch.ops.stepgraph.label_losses_gradient_.default(y, t, g, kept, left_out, smoothing)
+    return y
+
+
+_EXPANDED: dict[Any, Any] = {
+    torch.ops.stepgraph.label_losses.default: _expanded,
+    torch.ops.stepgraph.label_losses_gradient.default: _expanded_gradient,
+}
+
+
+def _stays_one(y: Array) -> bool:
+    return y.shape[1] > WIDE and _has_kernels(y)
+
+
+def _samples(y: Array) -> int:
+    """The samples of a block."""
+    return max(1, min(len(y), max(BLOCK, y.numel() // SHARE) // max(1, y[0].numel())))
+
+
+def _blocks(y: Array) -> Iterator[slice]:
+    step = _samples(y) if len(y) else 1
+    return (slice(first, min(first + step, len(y))) for first in range(0, len(y), step))
