@@ -212,8 +212,9 @@ __device__ float total(float x) {
 #define COLUMN (PLACE * PACK + e)
 #define OWN (k * PACK + e)
 
-extern "C" __global__ void forward(const unsigned short* X, const float* GAMMA, const float* BETA, unsigned short* Y,
-                                   float* MEAN, float* RSTD, int rows, double epsilon) {
+extern "C" __global__ void __launch_bounds__(W * ROWS)
+forward(const unsigned short* X, const float* GAMMA, const float* BETA, unsigned short* Y, float* MEAN, float* RSTD,
+        int rows, double epsilon) {
   float gamma[K * PACK], beta[K * PACK], x[K * PACK];
   EVERY { gamma[OWN] = SCALES ? GAMMA[COLUMN] : 1.0f; beta[OWN] = SHIFTS ? BETA[COLUMN] : 0.0f; }
   for (long long row = blockIdx.x * (long long)ROWS + threadIdx.y; row < rows; row += gridDim.x * (long long)ROWS) {
@@ -233,8 +234,9 @@ extern "C" __global__ void forward(const unsigned short* X, const float* GAMMA, 
   }
 }
 
-extern "C" __global__ void backward(const unsigned short* DY, const unsigned short* X, const float* MEAN,
-                                    const float* RSTD, const float* GAMMA, unsigned short* DX, float* SUMS, int rows) {
+extern "C" __global__ void __launch_bounds__(W * ROWS)
+backward(const unsigned short* DY, const unsigned short* X, const float* MEAN, const float* RSTD, const float* GAMMA,
+         unsigned short* DX, float* SUMS, int rows) {
   float gamma[K * PACK], of_gamma[K * PACK], of_beta[K * PACK], x[K * PACK], d[K * PACK];
   EVERY { gamma[OWN] = SCALES ? GAMMA[COLUMN] : 1.0f; of_gamma[OWN] = of_beta[OWN] = 0.0f; }
   for (long long row = blockIdx.x * (long long)ROWS + threadIdx.y; row < rows; row += gridDim.x * (long long)ROWS) {

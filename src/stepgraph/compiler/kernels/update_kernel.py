@@ -166,7 +166,7 @@ def written(rule: Rule, shape: Sequence[int], states: int, numbers: int) -> str 
     own = [array(f"s{i}", *shape) for i in range(states)]
     live = [array(f"n{i}") for i in range(numbers)]
     try:
-        with torch.no_grad(), noted:
+        with torch.inference_mode(False), torch.no_grad(), noted:  # inference mode would not decompose operators
             results = rule(p, g, own, norm, live)
         if len(results) != 1 + states or any(one.shape != p.shape for one in results):
             return None
