@@ -137,7 +137,7 @@ class Describer:
             # Data bound to an input belongs to a call; data an input was created with belongs to the graph.
             is_bound = tensor in fed and tensor.is_bound
             if tensor in held or (tensor.has_data and tensor not in made and not is_bound):
-                array = held[tensor] if tensor in held else tensor.torch()
+                array = held[tensor] if tensor in held else tensor.array()
                 described["data"] = self.encoder.array(names.get(tensor, f"input.{tensor.label}"), array)
             found.append(described)
         return found

@@ -20,8 +20,8 @@ _KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
 class MemoryPlan:
     """The bytes that a compiled graph needs.
 
-    `activations`, `gradients` and `workspace` are the live bytes at the peak; parameters, optimizer
-    state and statistics live as long as the graph. `timeline` has the live bytes of intermediates at each operator,
+    `activations`, `gradients` and `workspace` are the live bytes at the peak; parameters (with their copies in the
+    compute type), optimizer state and statistics live as long as the graph. `timeline` has the live bytes of intermediates at each operator,
     with its layer and phase.
     """
 
@@ -68,10 +68,11 @@ def plan(step: Step, part: Part) -> MemoryPlan:
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
     copies = {t: len(step.slots_of(t)) + step.averages for t in step.trainable} if learns else {}
+    rounded = sum(t.descriptor.element_count for t in step.rounded) * 2  # bytes of half precision
     seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)
     learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
     return MemoryPlan(
-        parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned),
+        parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned) + rounded,
         optimizer_state=sum(t.descriptor.tensor_allocation_size_in_bytes * copies[t] for t in copies),
         statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
         activations=at_peak.get("activations", 0),

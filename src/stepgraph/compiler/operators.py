@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels import label_losses, layer_norm
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
@@ -97,6 +97,8 @@ TABLE: dict[Any, Operator] = {
     # Our own
     ours.keep_mask.default: Operator(direct=draw_mask),
     ours.uniform.default: Operator(direct=draw_uniform),
+    ours.layer_norm.default: Operator(direct=layer_norm.layer_norm),
+    ours.layer_norm_gradient.default: Operator(direct=layer_norm.layer_norm_gradient, workspace=layer_norm.workspace),
     ours.update_.default: Operator(direct=update_on_cpu),
     ours.update_by_rule_.default: Operator(direct=update_by_rule, workspace=workspace),
     # transposed weights

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler import (
     corrections,
+    half_normalization,
     held,
     in_place,
     join,
@@ -84,6 +86,11 @@ def _measures(step: Step, part: PartName | None) -> bool:
     # On a GPU cuDNN chooses among its own algorithms. PyTorch's compiler makes its own choices, and does not know all
     # libraries behind our implementations.
     return step.chooses_kernels and step.device.type == "cpu" and step.fusion is not Fusion.FIRST
+
+
+def _normalizes_half(step: Step, part: PartName | None) -> bool:
+    known = step.device.type in half_normalization.DEVICES and torch.version.hip is None
+    return known and step.compute_type is not None
 
 
 def _is_limited(step: Step, part: PartName | None) -> bool:
@@ -158,6 +165,7 @@ TABLE: tuple[Pass, ...] = (
         _choose_kernels,
         _measures,
     ),
+    Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
@@ -168,6 +176,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
+    Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
 )
 

@@ -28,6 +28,7 @@ class KeyKind(StrEnum):
     USER_GRADIENT = "user gradient"
     STATE = "state"
     AVERAGE = "average"
+    ROUNDED = "rounded"
     SHARE = "share"
     NUMBERS = "numbers"
     STREAM = "stream"
@@ -80,6 +81,11 @@ def average(parameter: Tensor) -> Key:
     return Key(KeyKind.AVERAGE, parameter)
 
 
+def rounded(parameter: Tensor) -> Key:
+    """The copy of a parameter in the compute type."""
+    return Key(KeyKind.ROUNDED, parameter)
+
+
 class Limit(NamedTuple):
     """The upper bound of an index, the layer that requires it, and the indices it ignores, in range or not."""
 
@@ -130,6 +136,7 @@ class Step:
         slots: the optimizer's buffers of trainable tensors, where they are not the same for all.
         groups: the number of the optimizer's group that each trainable tensor is in; empty if there are no groups.
         averages: whether the update also moves an average of each trainable tensor.
+        rounds: whether the update also writes trainable tensors in the compute type, for layers that read them so.
         seeded: results that receive a gradient from outside the graph.
         starts: those of them that serve as the loss if they are a single number and no gradient was written.
         shared: trainable tensors for which linked graphs also compute gradients.
@@ -157,6 +164,7 @@ class Step:
     slots: Mapping[Tensor, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     averages: bool = False
+    rounds: bool = False
     seeded: tuple[Tensor, ...] = ()
     starts: frozenset[Tensor] = frozenset()
     shared: frozenset[Tensor] = frozenset()
@@ -221,6 +229,29 @@ class Step:
     def updates_last(self) -> bool:
         """Whether no parameter may be updated before all gradients are known."""
         return self.scales_loss or (self.optimizer is not None and self.optimizer.needs_global_norm)
+
+    @cached_property
+    def rounded(self) -> tuple[Tensor, ...]:
+        """Trainable tensors that have a copy in the compute type: those that a layer reads in it.
+
+        Nothing writes copies of frozen ones; they are converted in each step.
+        """
+        if not self.rounds or self.compute_type is None or self.optimizer is None or not self.differentiates:
+            return ()
+        halves = (node for node in self.nodes if self.compute_type_of(node) is self.compute_type)
+        read = {tensor for node in halves for tensor in node.layer.parameters.values()}
+        return tuple(t for t in self.trainable if t in read and t.data_type.torch is torch.float32)
+
+    @cached_property
+    def rounded_set(self) -> frozenset[Tensor]:
+        """`rounded`, as a set."""
+        return frozenset(self.rounded)
+
+    def compute_type_of(self, node: Node) -> torch.dtype | None:
+        """The type that a node's sources and tensors are converted to; None if they keep theirs."""
+        if self.compute_type is None or node.layer.own_precision:
+            return None
+        return torch.float32 if node.is_loss or node.layer.full_precision else self.compute_type
 
     def slots_of(self, tensor: Tensor) -> tuple[str, ...]:
         """The optimizer's buffers of a trainable tensor."""

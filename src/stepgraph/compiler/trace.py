@@ -30,6 +30,7 @@ from stepgraph.compiler.step import (
     Step,
     average,
     gradient,
+    rounded,
     state,
     user_gradient,
     value,
@@ -110,6 +111,7 @@ def input_keys(step: Step) -> list[Key]:
             keys.append(NUMBERS)
             if step.averages:
                 keys += [*map(average, step.trainable), SHARE]
+            keys += map(rounded, step.rounded)
         if step.scales_loss:
             keys.append(SCALE)
         if step.seeds_losses:
@@ -131,6 +133,9 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
             return shapes[key.owner].shape, key.owner.data_type.torch
         case KeyKind.STATE | KeyKind.AVERAGE:
             return key.owner.shape, key.owner.data_type.torch
+        case KeyKind.ROUNDED:
+            assert step.compute_type is not None
+            return key.owner.shape, step.compute_type
         case KeyKind.NUMBERS:
             return step.numbers_shape, kernels.number_type(step.device)
         case KeyKind.SHARE:

@@ -5,7 +5,7 @@ walk autograd differentiates that one node. A node's source gradient is therefor
 
 In mixed precision, layers compute in the step's compute type; parameters, statistics, losses and what a caller reads
 keep their declared type. Casts are inside the differentiated node, so gradients have the type of the array they
-belong to. In float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not
+belong to. Layers may read copies of parameters in the compute type, which the update writes (`Step.rounded`). In float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not
 finite.
 
 Where a step guards its indices (`guard.py`), it changes nothing if one of them is out of range.
@@ -39,6 +39,7 @@ from stepgraph.compiler.step import (
     average,
     gradient,
     layer_tensors,
+    rounded,
     source_gradient,
     state,
     user_gradient,
@@ -99,6 +100,7 @@ class _Walk:
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
     drew: bool = False
     notes: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    accepted: torch.Tensor | None = None
 
     # Forward
 
@@ -114,9 +116,10 @@ class _Walk:
         step = self.step
         sources = tuple(self._leaf(t, t in step.active and t not in node.labels) for t in node.arguments)
         by_parameter = set(step.differentiated(node)) if step.training else set()
-        own = {t: self._leaf(t, t in by_parameter and t not in step.stopped) for t in layer_tensors(node)}
+        computed = step.compute_type_of(node)
+        rounds = computed is step.compute_type
+        own = {t: self._leaf(t, t in by_parameter and t not in step.stopped, rounds) for t in layer_tensors(node)}
         with self._tag(node, Phase.FORWARD):
-            computed = self._compute_type(node)
             statistics = set(node.layer.statistics.values())
             # A statistic changes when the forward pass ends; the gradient may need its current value.
             keep = step.differentiates
@@ -166,14 +169,10 @@ class _Walk:
     def _value(self, tensor: Tensor) -> torch.Tensor:
         return self.values[tensor] if tensor in self.values else self.arrays[value(tensor)]
 
-    def _leaf(self, tensor: Tensor, differentiable: bool) -> torch.Tensor:
-        leaf = self._value(tensor).detach()
+    def _leaf(self, tensor: Tensor, differentiable: bool, rounds: bool = False) -> torch.Tensor:
+        copied = rounds and tensor in self.step.rounded_set
+        leaf = (self.arrays[rounded(tensor)] if copied else self._value(tensor)).detach()
         return leaf.requires_grad_() if differentiable and self.step.differentiates else leaf
-
-    def _compute_type(self, node: Node) -> torch.dtype | None:
-        if self.step.compute_type is None or node.layer.own_precision:
-            return None
-        return torch.float32 if node.is_loss or node.layer.full_precision else self.step.compute_type
 
     # Gradient
 
@@ -220,7 +219,7 @@ class _Walk:
                 self.open[tensor].append(derivative)
         for tensor, derivative in zip(visit.parameters, derivatives[len(sources) :], strict=True):
             if derivative is not None:
-                self.open[tensor].append(derivative)
+                self.open[tensor].append(_declared(derivative, tensor))
 
     def _total(self, tensor: Tensor) -> torch.Tensor:
         """The sum of all contributions, as the walk uses it; callers see it unscaled, in its declared type."""
@@ -295,9 +294,10 @@ class _Walk:
         """Whether an update may change anything: gradients are finite, and no index was out of range."""
         if not self.notes:
             return finite
-        # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
-        accepted = guard.accepts(self.arrays[REFUSED])
-        return accepted if finite is None else accepted & finite
+        if self.accepted is None:
+            # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
+            self.accepted = guard.accepts(self.arrays[REFUSED])
+        return self.accepted if finite is None else self.accepted & finite
 
     def _finite(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
         """Whether all gradients that an update uses are finite."""
@@ -320,10 +320,11 @@ class _Walk:
     def _update(
         self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, allowed: torch.Tensor | None = None
     ) -> None:
-        """Updates parameters, those of one group and with the same buffers together."""
+        """Updates parameters, those of one group and with the same buffers and copies together."""
         together: dict[Any, list[Tensor]] = defaultdict(list)
         for tensor in tensors if self.step.optimizer is not None else ():
-            together[self.step.groups.get(tensor, 0), self.step.slots_of(tensor)].append(tensor)
+            alike = self.step.slots_of(tensor), tensor in self.step.rounded_set
+            together[self.step.groups.get(tensor, 0), alike].append(tensor)
         for (group, _), members in together.items():
             self._update_alike(members, group, norm, allowed)
 
@@ -336,13 +337,14 @@ class _Walk:
         parameters = [self.arrays[value(t)] for t in tensors]
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(self.step.slots_of(tensors[0])))]
+        copies = [self.arrays[rounded(t)] for t in tensors if t in self.step.rounded_set]
         # PyTorch's compiler fuses small updates with what precedes them; large ones have a kernel.
         expanded = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
         with _tagged(name, Phase.UPDATE), torch.no_grad():
             if optimizer.groups:
                 changes = ~self._frozen(group)
                 allowed = changes if allowed is None else allowed & changes
-            found: dict[str, Any] = {"norm": norm, "finite": allowed, "expanded": expanded}
+            found: dict[str, Any] = {"copies": copies, "norm": norm, "finite": allowed, "expanded": expanded}
             by_name = partial(self._numbers, group)
             kernels.update(optimizer, parameters, gradients, states, self._row(group), by_name, **found)
             if self.step.averages:

@@ -14,6 +14,7 @@ import torch
 from stepgraph.errors import ArgumentError, DataTypeError, UnknownNameError
 from stepgraph.fitting.history import History
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 
 NO_IMPROVEMENT = "no improvement"
@@ -267,6 +268,7 @@ class EarlyStopping(Callback):
                 for key, array in _learned(moment.graph).items():
                     if key in self._kept:
                         array.copy_(self._kept[key])
+                writes.note()
                 for tensor, _ in self._kept:
                     tensor.synchronize_data()
         self._kept = None
@@ -281,7 +283,7 @@ class EarlyStopping(Callback):
 def _learned(graph: TrainingGraph) -> dict[tuple[Tensor, bool], torch.Tensor]:
     """The arrays in use of a graph and those linked with it: parameters and statistics, and averages (True)."""
     sessions = [one.require_session("fit") for one in graph.linked]
-    found = {(tensor, False): tensor.torch() for session in sessions for tensor in session.compilation.held}
+    found = {(tensor, False): tensor.array() for session in sessions for tensor in session.compilation.held}
     states = [session.state for session in sessions if session.state is not None]
     return found | {(tensor, True): array for state in states for tensor, array in state.averages.items()}
 

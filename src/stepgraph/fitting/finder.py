@@ -108,7 +108,7 @@ def _put_back(training: TrainingGraph) -> Iterator[None]:
         with torch.inference_mode():
             for graph, progress, tensors in graphs:
                 for tensor, array in tensors.items():
-                    tensor.torch().copy_(array)
+                    tensor.overwrite(array)
                     tensor.synchronize_data()
                 graph.resume(progress)
                 if graph.optimizer is not None and progress.time_step is not None:
@@ -125,7 +125,7 @@ def _copied(progress: Progress) -> Progress:
 
 def _learned(graph: TrainingGraph) -> dict[Any, torch.Tensor]:
     held = graph.require_session("find_learning_rate").compilation.held
-    return {tensor: tensor.torch().clone() for tensor in held}
+    return {tensor: tensor.array().clone() for tensor in held}
 
 
 def _steepest(rates: list[float], losses: list[float]) -> float | None:

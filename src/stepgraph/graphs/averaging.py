@@ -14,6 +14,7 @@ from stepgraph.optimizers import number
 from stepgraph.runtime.execution import turn
 from stepgraph.runtime.state import TrainingState
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -31,7 +32,7 @@ def averages_of(session: Session, call: str) -> dict[Tensor, torch.Tensor]:
         lacks = "no optimizer" if session.compilation.declaration.optimizer is None else "no averages"
         raise StateError(call, f"the graph has {lacks}", fix="create it with an optimizer and average=0.999")
     # While they are exchanged, the parameters' own memory has them.
-    return {t: t.torch() for t in state.averages} if state.is_averaged else state.averages
+    return {t: t.array() for t in state.averages} if state.is_averaged else state.averages
 
 
 class AverageTensors:
@@ -61,10 +62,11 @@ def exchange(session: Session) -> None:
         averages_of(session, "averaged")  # raises if there are none
         assert session.state is not None
         for tensor, array in session.state.averages.items():
-            current = tensor.torch()
+            current = tensor.array()
             kept = current.clone()
             current.copy_(array)
             array.copy_(kept)
+        writes.note()
         session.state.is_averaged = not session.state.is_averaged
 
 

@@ -30,6 +30,7 @@ from stepgraph.types import GraphCompilationOptions as Options
 Arrays = dict[Key, torch.Tensor]
 LARGEST = 1 << 24  # numbers of a prediction up to which a training step keeps it unasked: 64 MiB in float32
 
+ROUNDED = {"cuda"}  # where copies of parameters in the compute type are kept: on the CPU, anyone can write to memory
 GUARDED = {"cuda"}  # where steps check indices: an operator cannot refuse one, and looking at them synchronizes
 
 
@@ -164,6 +165,7 @@ class Compilation:
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
             averages=declared.optimizer is not None and declared.average is not None,
+            rounds=self.device.torch.type in ROUNDED,
             seeded=self.seeded(),
             starts=frozenset(self.terminal) - {*declared.user_gradients, *self.read_elsewhere},
             shared=handed & {*self.trainable},
@@ -371,7 +373,7 @@ def compiled(
 ) -> Compilation:
     """A checked compilation of the declaration; nothing is traced yet. It joins the group."""
     for tensor in declaration.parameters:
-        tensor.torch()  # raises, with the tensor's name, if there is nothing to train
+        tensor.array()  # raises, with the tensor's name, if there is nothing to train
     declared = declaration.with_loss()
     if not declared.nodes:
         raise StateError(f"{declared.kind}.compile", "the graph has no layers", fix="add nodes first")

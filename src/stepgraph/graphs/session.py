@@ -29,7 +29,7 @@ from stepgraph.runtime.refusal import Refusal, explanation
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
 from stepgraph.system.interrupts import Uninterrupted
-from stepgraph.tensors import buffers
+from stepgraph.tensors import buffers, writes
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions
 
@@ -84,7 +84,11 @@ class Session:
         self.saved: Arrays = {}  # what the forward pass saved for the gradient pass
         self.forward_batch: int | None = None
         self.last: Call | None = None
-        self.takes_seeds = state is not None and bool(compilation.programs.outline(self.feeds.batch).step.seeded)
+        self.takes_seeds = False
+        if state is not None:
+            step = compilation.programs.outline(self.feeds.batch).step
+            self.takes_seeds = bool(step.seeded)
+            state.keep_rounded(step.rounded, step.compute_type)
         self._updatable = [*map(_is_updatable, compilation.held)]
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
@@ -110,13 +114,18 @@ class Session:
     def arrays(self) -> Arrays:
         """Arrays that persist between calls."""
         compiled = self.compilation
-        held = {value(tensor): tensor.torch() for tensor in compiled.held}
+        if self.state is not None:
+            self.state.round(again=True)
+        held = {value(tensor): tensor.array() for tensor in compiled.held}
         constants = {value(tensor): array for tensor, array in compiled.constants.items()}
         return {**held, **constants, **(self._stream if self.state is None else self.state.arrays)}
 
     def bound(self, part: PartName, batch: int) -> Binding:
         """A part with the arrays that persist between calls, looked up again if a tensor was bound to other memory."""
-        return self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
+        binding = self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
+        if self.state is not None and self.state.rounds:
+            self.state.round()
+        return binding
 
     def seeds(self, batch: int) -> Arrays:
         """Gradients from outside for a batch size."""
@@ -258,6 +267,18 @@ class Session:
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
     ) -> Arrays:
         """Runs an executable once and returns its results."""
+        if not binding.executable.writes_tensors:
+            return self._run_as_asked(binding, arrays, options, execution)
+        noted = writes.note()
+        found = self._run_as_asked(binding, arrays, options, execution)
+        if self.state is not None:
+            self.state.rounded_at = noted  # its copies were written, too
+        return found
+
+    def _run_as_asked(
+        self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
+    ) -> Arrays:
+        """The same; profiled, or rolled back if something is not finite, as asked."""
         executable = binding.executable
         profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
         if not profiles and not self.compilation.checks_numerics:

@@ -82,7 +82,7 @@ def _results(
     declared = next(iter(imported.inputs.values())).shape[0] if imported.inputs else rows
     for node in imported.graph.nodes:
         own = {**node.layer.parameters, **node.layer.statistics, **node.layer.constants}.values()
-        arrays = {tensor: tensor.torch() for tensor in own}
+        arrays = {tensor: tensor.array() for tensor in own}
         batch = (declared, rows) if example.is_open else (rows, rows)
         scope = Scope(arrays, training=False, stream=torch.zeros(2, dtype=torch.int64), batch=batch)
         results = node.layer.forward(*(found[tensor] for tensor in node.sources), scope=scope)

@@ -18,6 +18,7 @@ from stepgraph.interop.capture import state_of
 from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 
 
@@ -110,8 +111,9 @@ class Imported:
                 raise ShapeError("load_state_dict", problem, fix="pass a state_dict of the same model")
         with torch.no_grad():
             for name, value in values.items():
-                target = self.tensors[name].torch()
+                target = self.tensors[name].array()
                 target.copy_(value.reshape(target.shape))
+            writes.note()
 
     def __rich__(self) -> RenderableType:
         table = draw.Listing(title=f"{type(self.model).__name__}, imported", title_justify="left", show_edge=False)

@@ -233,14 +233,14 @@ def _register(root: nn.Module, prediction: Prediction, layers: Mapping[Layer, st
     fixed = {t for layer in layers for t in (*layer.statistics.values(), *layer.constants.values())}
     frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
     for tensor, names in state.aliases(prediction.names).items():
-        value = tensor.torch().detach().clone()
+        value = tensor.array().detach().clone()
         if tensor not in fixed and value.is_floating_point():
             value = nn.Parameter(value, requires_grad=tensor.is_updatable and tensor not in frozen)
         found[tensor] = [_put(root, name, value) for name in names]
     for layer, path in layers.items():
         for field, tensor in layer.constants.items():
             if tensor not in found:
-                found[tensor] = [_put(root, f"{path}.{field}", tensor.torch().detach().clone(), persistent=False)]
+                found[tensor] = [_put(root, f"{path}.{field}", tensor.array().detach().clone(), persistent=False)]
     for tensor, array in prediction.constants.items():
         found[tensor] = [_put(root, tensor.label, array.clone(), persistent=False)]
     return found

@@ -46,7 +46,7 @@ def save_safetensors(graph: Graph, path: str | os.PathLike[str]) -> Path:
     arrays: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     for tensor, (first, *more) in state.aliases(names).items():
-        arrays[first] = tensor.torch()
+        arrays[first] = tensor.array()
         others |= {name: first for name in more}
     notes = {"format": "pt", **({ALIASES: json.dumps(others)} if others else {})}
     _write(target, apart(arrays), notes)

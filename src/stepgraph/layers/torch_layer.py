@@ -136,7 +136,7 @@ class TorchLayer(Layer):
         with torch.no_grad():
             for one in self.code.entries:
                 if one.name in self.tensors:
-                    one.array.copy_(self.tensors[one.name].torch().reshape(one.array.shape))
+                    one.array.copy_(self.tensors[one.name].array().reshape(one.array.shape))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r}, {type(self.module).__name__})"

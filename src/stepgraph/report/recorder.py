@@ -168,7 +168,7 @@ class Recorder(Unrecorded):
         compiled = self.training.require_session("fit").compilation
         names = draw.parameter_names(compiled.nodes)
         with self.budget.spending():
-            found = {names.get(t, t.label): distribution(t.torch()) for t in compiled.trainable}
+            found = {names.get(t, t.label): distribution(t.array()) for t in compiled.trainable}
         gradients: dict[str, Any] = {}
         if self.looks <= ALWAYS or self.budget.has_room(self.gradient_seconds):
             spent = self.budget.spent

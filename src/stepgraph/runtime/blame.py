@@ -119,7 +119,8 @@ class Search:
         yield from ((value(t), False) for t in unread(step.nodes))
         if not step.scales_loss:
             yield from ((gradient(t), False) for t in step.trainable)
-        yield from ((key, True) for key in self.trial.after if key not in (STREAM, NUMBERS, SHARE, SCALE, REFUSED))
+        own = (STREAM, NUMBERS, SHARE, SCALE, REFUSED)
+        yield from ((key, True) for key in self.trial.after if key not in own and key.kind != KeyKind.ROUNDED)
 
     def _causes(self, mark: _Mark) -> Iterator[_Mark]:
         """The arrays that an array was computed from."""

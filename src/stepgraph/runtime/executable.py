@@ -122,6 +122,11 @@ class Executable:
         return {key: found[index] for index, key in self._outputs}
 
     @cached_property
+    def writes_tensors(self) -> bool:
+        """Whether a run changes what tensors hold: parameters or statistics."""
+        return any(key.kind == KeyKind.VALUE for key in self.part.written)
+
+    @cached_property
     def counts_steps(self) -> bool:
         """Whether a run advances the optimizer's step count; false if nothing is updated."""
         return NUMBERS in self.part.written

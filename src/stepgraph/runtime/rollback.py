@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stepgraph.compiler.program import PartName
-from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, gradient, value
+from stepgraph.compiler.step import NUMBERS, SCALE, STREAM, Key, KeyKind, gradient, value
 from stepgraph.errors import NumericsError
 from stepgraph.runtime.blame import unread
 from stepgraph.runtime.executable import Binding, Executable
@@ -74,5 +74,6 @@ def _left_behind(executable: Executable, found: Arrays, memory: Arrays) -> list[
     step = executable.step
     results = map(value, unread(step.nodes))
     gradients = [] if step.scales_loss else map(gradient, step.trainable)
-    written = [array for key, array in memory.items() if key not in (STREAM, NUMBERS, SCALE)]
+    # Copies follow parameters; one too large for their type shows in the results of the next step.
+    written = [a for key, a in memory.items() if key not in (STREAM, NUMBERS, SCALE) and key.kind != KeyKind.ROUNDED]
     return [*(found[key] for key in (*results, *gradients) if key in found), *written]

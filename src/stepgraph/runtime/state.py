@@ -10,13 +10,15 @@ from operator import is_
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, state
+from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, rounded, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, ParameterGroup
 from stepgraph.random import draw_seed
+from stepgraph.system import torch_private
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors import writes
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
@@ -61,6 +63,9 @@ class TrainingState:
         self._updates = 0
         self.is_averaged = False  # whether parameters and averages are exchanged
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
+        self._rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
+        self._exposed: tuple[Tensor, ...] = ()  # those of them that others may write to unnoticed
+        self.rounded_at: int | None = None  # the last note of a write when the copies were equal to their parameters
 
     def attached(
         self,
@@ -133,6 +138,41 @@ class TrainingState:
         self.arrays[SHARE] = torch.tensor([1 - decay], dtype=torch.float32, device=device)
         self._unaveraged = (*self._unaveraged, *new)
 
+    def keep_rounded(self, tensors: tuple[Tensor, ...], dtype: torch.dtype | None) -> None:
+        """Keeps copies of parameters in a type; `round` fills them."""
+        before = {key: array for key, array in self.arrays.items() if key.kind == KeyKind.ROUNDED}
+        if not tensors and not before:
+            return
+        known = {key: array for key, array in before.items() if array.dtype is dtype}
+        device = self.device.torch
+        made = {
+            rounded(t): torch.empty(t.shape, dtype=dtype, device=device) for t in tensors if rounded(t) not in known
+        }
+        self._rounded, self.rounded_at = tensors, None
+        others = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.ROUNDED}
+        self.arrays = others | {rounded(t): (known | made)[rounded(t)] for t in tensors}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether there are copies of parameters in the compute type."""
+        return bool(self._rounded)
+
+    def round(self, *, again: bool = False) -> None:
+        """Rounds parameters into their copies, `again` or if any but this graph's own steps may have written to them.
+
+        After its own steps, which write both, only parameters that others can reach are rounded.
+        """
+        noted = writes.latest()
+        changed = again or self.rounded_at != noted
+        if changed:
+            self._exposed = tuple(tensor for tensor in self._rounded if tensor.is_exposed)
+        stale = self._rounded if changed else self._exposed
+        if stale:
+            with torch.inference_mode():
+                copies = [self.arrays[rounded(tensor)] for tensor in stale]
+                torch_private.foreach_copy_(copies, [tensor.array() for tensor in stale])
+        self.rounded_at = noted
+
     @torch.inference_mode()
     def set_decay(self, decay: float) -> None:
         """Changes the decay of the averages from the next update on."""
@@ -150,7 +190,7 @@ class TrainingState:
             return
         with Uninterrupted(), torch.inference_mode():  # it is read outside of calls, too
             for tensor in self._unaveraged:
-                self.arrays[average(tensor)].copy_(tensor.torch())
+                self.arrays[average(tensor)].copy_(tensor.array())
 
     def begin(self, fresh: bool) -> None:
         """Takes over from the previous state: tensors show its buffers. A `fresh` state draws its own seed."""

@@ -21,7 +21,7 @@ from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
 from stepgraph.random import initialize, new_array
 from stepgraph.system import surroundings
-from stepgraph.tensors import buffers
+from stepgraph.tensors import buffers, writes
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.extents import BatchExtent, is_open
 from stepgraph.tensors.quantization import dequantize, quantize
@@ -186,6 +186,7 @@ class Tensor:
         self.current = self._host  # the array behind the value: replaced when the tensor is bound again
         self._own: Array | None = None  # device memory that this tensor allocated itself and may overwrite
         self._missing = "it has never received data"
+        self._is_lent = False
 
     @classmethod
     def image(cls, width: int, height: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
@@ -246,6 +247,13 @@ class Tensor:
 
     def torch(self) -> Array:
         """The current value on its device, shared, not copied."""
+        if not self._is_lent:
+            self._is_lent = True
+            writes.note()
+        return self.array()
+
+    def array(self) -> Array:
+        """The same for stepgraph itself, which notes when it writes to it."""
         if self.current is None:
             raise StateError(
                 self.where,
@@ -257,7 +265,7 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared if it is there, otherwise copied."""
-        return self._as_numpy(self.torch())
+        return self._as_numpy(self.array())
 
     def _as_numpy(self, array: Array) -> np.ndarray:
         if array.dtype is torch.bfloat16:
@@ -291,7 +299,7 @@ class Tensor:
 
         The copy always synchronizes with the device; the flag exists for programs that pass it.
         """
-        available = buffers.as_bytes(self.torch().contiguous())
+        available = buffers.as_bytes(self.array().contiguous())
         count = available.numel() if length is None else length
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ArgumentError(self.where, f"length is {count!r}", fix="pass a number of bytes ≥ 0, or None for all")
@@ -421,9 +429,14 @@ class Tensor:
 
     # Used by the compiler and the runtime. Users read `data`, `numpy()` or `torch()`.
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether others may write to its memory unnoticed: it is theirs, or they were given it."""
+        return self._is_lent or self.current is not self._own
+
     def on(self, device: Device) -> Array:
         """The value as it will be on `device`, copied if necessary; the tensor itself does not change."""
-        value = self.torch()
+        value = self.array()
         if self.device is not None and self.device.torch != device.torch and self.current is not self._host:
             raise StateError(
                 self.where, f"it is on {self.device}, but the graph is compiled for {device}", fix="use one device"
@@ -453,7 +466,7 @@ class Tensor:
     def overwrite(self, array: Array) -> None:
         """Writes new values into the existing memory, so that everything that shares it sees them."""
         if self.has_data:
-            _copied(self.torch(), array)
+            _copied(self.array(), array)
             self.synchronize_data()
         else:
             self.bind(array, Device.cpu())
@@ -582,6 +595,7 @@ class TensorParameter:
 @torch.inference_mode()
 def _copied(target: Array, source: Array) -> Array:
     """Writes into memory created in inference mode, which allows writes only in inference mode."""
+    writes.note()
     return target.copy_(source)
 
 
