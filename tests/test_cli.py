@@ -109,6 +109,8 @@ def test_version_and_no_command(capsys: Capture) -> None:
         (["compare", "--devices", "cpu,cpu", "--batch-size", "-1", "x"], "'-1' is not a batch size"),
         (["demo", "--epochs", "0"], "'0' is not a number of epochs"),
         (["completion", "tcsh"], "invalid choice: 'tcsh'"),
+        (["cache", "--measure", "--seconds", "nan"], "'nan' is not a duration: use a positive number of seconds"),
+        (["cache", "--clear", "--measure"], "not allowed with argument --clear"),
     ],
 )
 def test_what_is_not_understood_ends_with_2(given: list[str], words: str, capsys: Capture) -> None:

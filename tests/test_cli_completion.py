@@ -51,6 +51,8 @@ CASES = [
     ("stepgraph compare --devices cpu : default,g|", {"default,gpu"}),
     ("stepgraph compare --devices cpu,gpu --t|", {"--tolerance"}),
     ("stepgraph completion |", {"bash", "zsh", "fish"}),
+    ("stepgraph cache |", set()),
+    ("stepgraph cache --d|", {"--disturbed"}),
 ]
 
 

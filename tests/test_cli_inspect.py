@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from stepgraph.cli.main import main
 from stepgraph.compiler.kernels.choices import CHOICES
 from tests.checkpoint_runs import batch, compiled, network
 from tests.cli_graphs import CPU, SWISH, Called, saved_custom, saved_inference, saved_linked, saved_network
+from tests.test_kernel_choices import CHOICE
 
 Capture = pytest.CaptureFixture[str]
 
@@ -269,10 +271,10 @@ def test_devices_tells_what_torch_says(capsys: Capture) -> None:
 def test_devices_counts_kernels_that_were_chosen(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "kernels.json"
-    monkeypatch.setattr(CHOICES, "file", file)
+    monkeypatch.setattr(CHOICES, "file", tmp_path / "kernels.jsonl")
     assert "missing: the first compilation creates it" in Called(capsys, "devices").out
-    file.write_text('{"one": "a", "two": "b"}')
+    CHOICES.keep(CHOICE)
+    CHOICES.keep(replace(CHOICE, question=replace(CHOICE.question, operator="other")))
     assert re.search(r"holds +2 choices", Called(capsys, "devices").out)
 
 

@@ -60,7 +60,8 @@ def test_an_open_graph_tells_its_optimizer_before_the_first_call() -> None:
 
 
 def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure", lambda known, *_: list(known)[-1])  # the last is the fastest
+    last = lambda known, *_: measure.Measurement(list(known)[-1], {}, {}, disturbed=False)  # noqa: E731
+    monkeypatch.setattr(measure, "measure", last)  # the last is the fastest
     unknown = Choices()
     unknown.file = None  # nothing is remembered
     monkeypatch.setattr(measure, "CHOICES", unknown)

@@ -173,8 +173,9 @@ def test_a_cache_of_another_kind_is_measured_anew(
         shutil.rmtree(tmp_path / "cache")
         (tmp_path / "cache").write_text("")
     elif kind == "other ways":
-        stored = json.loads(file.read_text())
-        file.write_text(json.dumps({key: ("none", [], None, 5)[i % 4] for i, key in enumerate(stored)}))
+        lines = [json.loads(line) for line in file.read_text().split("\n") if line]
+        others = ({"chosen": ("none", [], None, 5)[i % 4]} for i in range(len(lines)))
+        file.write_text("\n".join(json.dumps(line | other) for line, other in zip(lines, others, strict=True)))
     elif kind != "too long":
         file.unlink()
         os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")

@@ -155,7 +155,8 @@ def bash(commands: list[Command]) -> str:
     names = " ".join(one.name for one in others)
     cases.append(f'        "") COMPREPLY=($(compgen -W "{names} {main.flags}" -- "$current")) ;;')
     for command in others:
-        rest = "" if command.positional is None else f" else {_bash_value(command.positional)}"
+        value = "" if command.positional is None else _bash_value(command.positional)
+        rest = f" else {value}" if value else ""
         flags = f'if [[ $current == -* ]]; then COMPREPLY=($(compgen -W "{command.flags}" -- "$current"));'
         cases.append(f"        {command.name}) {flags}{rest} fi ;;")
     return _BASH.substitute(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 
 from stepgraph import __version__
-from stepgraph.compiler.kernels.choices import CHOICES, LARGEST, processor
+from stepgraph.compiler.kernels.choices import CHOICES, processor
 from stepgraph.device import Device
-from stepgraph.errors import StorageError
-from stepgraph.system.storage import read_regular
 from stepgraph.types import DeviceType
 
 INSTALL = "https://pytorch.org/get-started/locally"
@@ -133,11 +130,7 @@ def _kernels() -> dict[str, Any]:
     file = CHOICES.file
     if file is None:
         return {"file": None, "exists": False, "choices": 0}
-    try:
-        choices = len(json.loads(read_regular(file, LARGEST, StorageError)))
-    except (OSError, ValueError, TypeError, RecursionError):
-        choices = 0
-    return {"file": str(file), "exists": file.is_file(), "choices": choices}
+    return {"file": str(file), "exists": file.is_file(), "choices": len(CHOICES.stored())}
 
 
 # What is missing

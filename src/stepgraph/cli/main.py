@@ -21,6 +21,7 @@ COMMANDS = (
     "inspect",
     "compare",
     "report",
+    "cache",
     "completion",
 )
 OK, FAILED, USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141

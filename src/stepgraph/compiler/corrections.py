@@ -1,4 +1,4 @@
-"""Works around PyTorch operators that compute wrong numbers or crash for some arrays.
+"""Works around PyTorch operators that compute wrong numbers, crash or print errors for some arrays.
 
 Each entry describes the bug and where it was seen; remove it when every supported PyTorch is correct.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels import emulated, half
 from stepgraph.compiler.program import fake, inherit, same_order
 
 aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def correct(graph: fx.Graph, device: torch.device) -> None:
-    """Inserts contiguous copies before operators that fail with other layouts."""
+    """Makes operators that fail for some arrays read copies in another layout or type."""
     for node in list(graph.nodes):
         if node.target is aten.avg_pool2d_backward.default and device.type == "cuda":
             _correct_average(node)
@@ -22,6 +24,8 @@ def correct(graph: fx.Graph, device: torch.device) -> None:
             _correct_normalization(node)
         elif node.target is aten.native_group_norm_backward.default and device.type == "cpu":
             _correct_groups(node)
+        elif node.target in PRODUCTS and device.type == "cpu":
+            _correct_product(node)
 
 
 def _correct_average(node: fx.Node) -> None:
@@ -60,6 +64,16 @@ def _correct_groups(node: fx.Node) -> None:
         # Strides of dimensions of size 1 count too: the kernel takes one channel for channels last.
         if array.stride() != torch.empty(array.shape, device="meta").stride():
             _read_in_order(node, position)
+
+
+def _correct_product(node: fx.Node) -> None:
+    """ARM processors without bfloat16, PyTorch 2.11 to 2.13: prints the stack of a failure and switches oneDNN off.
+
+    Both happen only for some sizes and layouts, but PyTorch's other way is hundreds of times slower than float32.
+    """
+    kind = fake(node).dtype
+    if kind in half.HALF and emulated.fails(kind):
+        half.compute_in_float32(node)
 
 
 def _read_in_order(node: fx.Node, position: int) -> None:

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from stepgraph.checkpoint import restoring, saving
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.restore_report import RestoreReport
+from stepgraph.compiler.kernels import emulated
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.pipeline import Report
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen
@@ -297,6 +298,8 @@ class CompiledGraph(Graph):
     ) -> None:
         """Compiles the declaration for a device."""
         place = chosen(f"{type(self).__name__}.compile", device, self.device)
+        if place.torch.type == "cpu" and settings.compute_type is not None:
+            emulated.warn_once(settings.compute_type)
         with self._changing():
             constants = read_constants(tensors or {}, data or {}, place)
             wanted = self.declaration if declared is None else declared

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 from stepgraph.errors import ArgumentError, DataTypeError, StepgraphError, StorageError, reason
@@ -93,6 +94,39 @@ def open_regular(path: Path, refusal: type[StepgraphError]) -> BinaryIO:
     except BaseException:
         os.close(handle)
         raise
+
+
+def append_regular(path: Path, data: bytes, most: int, refusal: type[StepgraphError]) -> None:
+    """Appends to a regular file, which is created if necessary, in one write that others cannot interleave.
+
+    Args:
+        path: the file; a link to one is followed.
+        data: the bytes to append.
+        most: the maximum size; a larger file is left alone.
+        refusal: the error to raise for a pipe, a device or a socket, and for a file that is too large.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags, 0o666)
+    try:
+        found = os.fstat(handle)
+        _require_regular(path, found, refusal)
+        if found.st_size + len(data) > most:
+            raise refusal(f"{path.parent}", f"{path.name} has {found.st_size:,} bytes", fix="remove it")
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file at once: a reader sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
+    with storage(path, "written"):
+        try:
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def _require_regular(path: Path, found: os.stat_result, refusal: type[StepgraphError]) -> None:

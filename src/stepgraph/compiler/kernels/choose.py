@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_last, choose_convolution, choose_operator, cross_entropy, half
+from stepgraph.compiler.kernels import channels_last, choose_convolution, choose_operator, cross_entropy, emulated, half
 from stepgraph.compiler.kernels.alternatives import Alternative
+from stepgraph.compiler.kernels.choices import Question
+from stepgraph.compiler.kernels.measure import Implementations
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -31,6 +33,33 @@ def choose_kernels(module: fx.GraphModule, offered: Sequence[Alternative]) -> No
             half.choose(node)
         elif node.target in choices:
             choices[node.target](node)
+
+
+def implementations(question: Question, offered: Sequence[Alternative]) -> Implementations | None:
+    """What a question asked to choose from; None if this needs the graph, or if one no longer exists.
+
+    Args:
+        question: an earlier question.
+        offered: alternatives for any processor, besides those that `kernels` has.
+    """
+    known = _functions(question.operator, offered)
+    found = {name: known[name] for name in question.implementations if name in known}
+    return found if len(found) == len(question.implementations) else None
+
+
+def _functions(operator: str, offered: Sequence[Alternative]) -> Implementations:
+    """The implementations of an operator by name, whatever arguments they support."""
+    tables = {
+        **choose_convolution.TABLES,
+        cross_entropy.OPERATOR: cross_entropy.IMPLEMENTATIONS,
+        **{emulated.operator(kind): emulated.implementations(kind) for kind in half.HALF},
+        **{str(one): {"pytorch": one, "float32": function} for one, function in half.IMPLEMENTATIONS.items()},
+    }
+    found = dict(tables.get(operator, {}))
+    for one in (*choose_operator.ALTERNATIVES, *offered):
+        if str(one.operation) == operator.removesuffix(choose_convolution.LAST_SUFFIX):
+            found = {"pytorch": one.operation, **found, one.name: one.function}
+    return found
 
 
 def _choices(offered: Sequence[Alternative]) -> dict[Any, Callable[[fx.Node], None]]:

@@ -21,6 +21,12 @@ aten = torch.ops.aten
 Array = torch.Tensor
 FEW = 4  # channels
 ENOUGH = 1 << 18  # numbers in the images used for measurement
+FORWARD, DATA, LAST_SUFFIX = "convolution", "convolution data", ", channels last"
+TABLES: dict[str, dict[str, Implementation]] = {  # the implementations by what is measured
+    f"{name}{suffix}": kernels
+    for layout, suffix in ((channels_first, ""), (channels_last, LAST_SUFFIX))
+    for name, kernels in ((FORWARD, layout.FORWARD), (DATA, layout.DATA), (CONVOLUTION_WEIGHTS, layout.WEIGHTS))
+}
 
 
 def choose_forward(node: fx.Node) -> None:
@@ -33,7 +39,7 @@ def choose_forward(node: fx.Node) -> None:
     layout = _layout(fake(result))
     known = forward_implementations(layout, source)
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
-    name = fastest(f"convolution{_suffix(layout)}", known, arguments)
+    name = fastest(f"{FORWARD}{_suffix(layout)}", known, arguments)
     note(node, implementation=("convolution", name))
     if name == "pytorch":
         return
@@ -67,7 +73,7 @@ def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
     some, rest = gradient[:count], (weights, stride, padding)
     of_data, suffix = data_implementations(layout, source, *rest), _suffix(layout)
     size = [count, *source.shape[1:]]
-    data = fastest(f"convolution data{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
+    data = fastest(f"{DATA}{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
     of_weights, arguments = weights_implementations(layout, source), (some, source[:count], *rest)
     of_weights |= {one.name: one.function for one in offered if _suits(one, (gradient, source, *rest))}
     kernel = fastest(f"{CONVOLUTION_WEIGHTS}{suffix}", of_weights, arguments) if mask[1] else "pytorch"
@@ -100,7 +106,7 @@ def _layout(images: Array) -> Any:
 
 
 def _suffix(layout: ModuleType) -> str:
-    return ", channels last" if layout is channels_last else ""
+    return LAST_SUFFIX if layout is channels_last else ""
 
 
 def separate(node: fx.Node, calls: dict[int, tuple[Implementation, tuple[Any, ...]]]) -> dict[int, fx.Node]:

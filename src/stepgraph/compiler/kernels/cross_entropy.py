@@ -20,6 +20,7 @@ from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
+OPERATOR = "cross entropy"  # as the file of choices calls it
 LARGE = 1 << 14  # elements from which an alternative can matter
 MEAN = 1  # how PyTorch numbers reductions; 0 is none, 2 the sum
 NO_LABEL = torch.iinfo(torch.int64).min  # the ignored label: no label has this value
@@ -56,8 +57,8 @@ def choose(node: fx.Node) -> None:
     seed = fake(cast(fx.Node, found.inner.args[0]))
     seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be a single expanded number
     arguments = (x, seed, labels, None, *found.settings[2:])
-    name = fastest("cross entropy", IMPLEMENTATIONS, arguments, below=x.shape[1])
-    note(node, implementation=("cross entropy", name))
+    name = fastest(OPERATOR, IMPLEMENTATIONS, arguments, below=x.shape[1])
+    note(node, implementation=(OPERATOR, name))
     if name != "pytorch":
         _replace_gradient(found)
 

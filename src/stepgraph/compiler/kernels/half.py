@@ -37,9 +37,14 @@ def choose(node: fx.Node) -> None:
     name = fastest(str(own), {"pytorch": own, "float32": other}, settings)
     note(node, implementation=(str(own).split(".")[1], name))
     if name == "float32":
-        node.target = other
-        arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
-        note(node, workspace=2 * sum(one.nbytes for one in arrays))  # a copy of each, twice as wide
+        compute_in_float32(node)
+
+
+def compute_in_float32(node: fx.Node) -> None:
+    """Replaces an operator of `IMPLEMENTATIONS` with the one that computes in float32."""
+    node.target = IMPLEMENTATIONS[cast(Any, node.target)]
+    arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
+    note(node, workspace=2 * sum(one.nbytes for one in arrays))  # a copy of each, twice as wide
 
 
 def _arrays(found: Any) -> list[Array]:
@@ -50,12 +55,16 @@ def _product(a: Array, b: Array) -> Array:
     return aten.mm.default(a.float(), b.float()).to(a.dtype)
 
 
-def _product_and_sum(c: Array, a: Array, b: Array) -> Array:
-    return aten.addmm.default(c.float(), a.float(), b.float()).to(a.dtype)
+def _product_and_sum(c: Array, a: Array, b: Array, **scales: float) -> Array:
+    return aten.addmm.default(c.float(), a.float(), b.float(), **scales).to(a.dtype)
 
 
 def _products(a: Array, b: Array) -> Array:
     return aten.bmm.default(a.float(), b.float()).to(a.dtype)
+
+
+def _products_and_sum(c: Array, a: Array, b: Array, **scales: float) -> Array:
+    return aten.baddbmm.default(c.float(), a.float(), b.float(), **scales).to(a.dtype)
 
 
 def _convolution(x: Array, w: Array, b: Array | None, *settings: Any) -> Array:
@@ -71,6 +80,7 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product,
     aten.addmm.default: _product_and_sum,
     aten.bmm.default: _products,
+    aten.baddbmm.default: _products_and_sum,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }
