@@ -8,6 +8,7 @@ uses its function and the one after that is captured again.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -264,16 +265,17 @@ class _Code:
 
 
 def _generated(part: Part) -> _Code:
-    """The code of a part; it calls operators without their Python wrapper."""
-    graph = operators.call_directly(part.module.graph)
+    """The code of a part; it calls operators with little overhead."""
+    graph = copy.deepcopy(part.module.graph)
     allocations = write_into_arena(graph)
+    operators.call_directly(graph)
     code = graph.python_code("self")
     names = dict(code.globals)
 
     def bare(match: re.Match[str]) -> str:
         space, operator, overload = match.groups()
         name = f"{space}_{operator}_{overload}"
-        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op
+        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op  # without a Python wrapper
         return name
 
     return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, allocations)
