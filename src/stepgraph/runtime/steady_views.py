@@ -7,6 +7,7 @@ as long as computing with few numbers.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 from torch import fx
 
@@ -43,8 +44,10 @@ def move_out(graph: fx.Graph, inputs: Collection[int]) -> fx.Graph:
         copies[node] = before.node_copy(node, copies.__getitem__)
     read = [node for node in moved if any(user not in known for user in node.users)]
     before.output([copies[node] for node in read])
-    for node in read:
-        with graph.inserting_before(next(iter(operators(graph)))):
+    for one, other in pairwise(given):  # an input may have been recorded after some operators
+        one.append(other)
+    for node in reversed(read):
+        with graph.inserting_after(given[-1]):
             node.replace_all_uses_with(graph.placeholder(node.name), lambda user: user not in known)
     for node in reversed(moved):
         graph.erase_node(node)
