@@ -69,6 +69,12 @@ PRIVATE = {
         "flash_attention_on_cpu",
         "find attention on the CPU in a recorded step",
     ),
+    "torch._softmax": ("softmax_in_python", "compute softmax with little overhead"),
+    "torch._log_softmax": ("log_softmax_in_python", "compute a cross entropy with little overhead"),
+    "torch._log_softmax_backward_data": (
+        "log_softmax_gradient_in_python",
+        "compute the gradient of a cross entropy with little overhead",
+    ),
     "torch.ops.aten._softmax": ("softmax", "compute softmax and cross entropy together"),
     "torch.ops.aten._log_softmax": ("log_softmax", "find a cross entropy in a recorded step"),
     "torch.ops.aten._log_softmax_backward_data": (

@@ -6,7 +6,6 @@ significant workspace, and it is cheap.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
 from stepgraph.compiler.program import fake, fakes, note
+from stepgraph.compiler.python_api import IN_PYTHON
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.layers import gru_kernel, lstm_kernel
 from stepgraph.random import draw_mask, draw_uniform
@@ -137,10 +137,8 @@ def note_workspaces(graph: fx.Graph) -> None:
             note(node, workspace=workspace(given, sum(array.nbytes for array in fakes(node))))
 
 
-def call_directly(graph: fx.Graph) -> fx.Graph:
-    """The same operators, with our own replaced by the functions behind them."""
-    direct = copy.deepcopy(graph)
-    for node in direct.nodes:
+def call_directly(graph: fx.Graph) -> None:
+    """Calls operators by the function that does so fastest: our own behind them, or that of PyTorch's Python API."""
+    for node in graph.nodes:
         if node.op == "call_function":
-            node.target = operator(node).direct or node.target
-    return direct
+            node.target = operator(node).direct or IN_PYTHON.get(node.target, node.target)

@@ -8,6 +8,7 @@ uses its function and the one after that is captured again.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from stepgraph.compiler import fusion, operators
 from stepgraph.compiler.fusion import Function
@@ -27,7 +29,7 @@ from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
-from stepgraph.runtime import algorithms, strides
+from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
@@ -46,6 +48,7 @@ class Binding(NamedTuple):
     executable: Executable
     arrays: list[torch.Tensor | None]
     opened: tuple[tuple[int, Key], ...]
+    views: Sequence[torch.Tensor] | None  # of the arrays, if all that have views are there
 
     def filled(self, others: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """All arrays of one call."""
@@ -63,7 +66,7 @@ class Executable:
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
-        self._code = _generated(part)
+        self._code = _generated(part, step)
         self._function: Function = self._first
         held = self._code.allocations
         self._views = ArenaViews(arena or Arena(), part.held, held, part.module) if part.held else None
@@ -108,7 +111,9 @@ class Executable:
         """The arrays that persist between calls, in their positions."""
         inputs = self.part.inputs
         opened = tuple((i, key) for i, key in enumerate(inputs) if key not in arrays)
-        return Binding(self, [arrays.get(key) for key in inputs], opened)
+        bound = [arrays.get(key) for key in inputs]
+        views = self._code.views(bound) if arrays.keys() >= self._code.staying else None
+        return Binding(self, bound, opened, views)
 
     def __call__(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Runs once on the bound arrays and the others; results are valid until the next call."""
@@ -116,7 +121,7 @@ class Executable:
             self._take_fused(self._fusing)
         given = binding.filled(others) if self._capture is None else []
         try:
-            found = self.run(given) if self._capture is None else self._capture.run(binding, others)
+            found = self.run(given, binding.views) if self._capture is None else self._capture.run(binding, others)
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
         return {key: found[index] for index, key in self._outputs}
@@ -218,20 +223,25 @@ class Executable:
         now = self.is_fused or self.step.fusion is not Fusion.LATER
         return now and self.step.chooses_kernels
 
-    def run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs operator by operator."""
+    def run(
+        self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Runs operator by operator; without `views` of the given arrays, creates them."""
         if self._views is not None:
             self._views.prepare()
         if getattr(self._function, "is_direct", False):  # no operator is called: no modes needed
             return self._function(*given)
         if surroundings.reach(*self._surroundings):
             with surroundings.neutral():
-                return self._run(given)
-        return self._run(given)
+                return self._run(given, views)
+        return self._run(given, views)
 
-    def _run(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
         with _InferenceMode(True):
-            return self._alone(given) if self.runs_alone and not self.is_fused else self._function(*given)
+            if self.is_fused:
+                return self._function(*given)
+            arrays = (*given, *(self._code.views(given) if views is None else views))
+            return self._alone(arrays) if self.runs_alone else self._function(*arrays)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
         """The first run, which compares the layout of results with the recording; later runs fix only mismatches."""
@@ -255,11 +265,21 @@ class Executable:
 
 @dataclass(frozen=True)
 class _Code:
-    """A part as Python code: its lines, the names they use, and the results that are in the arena."""
+    """A part as Python code.
+
+    Args:
+        source: its lines.
+        names: the names they use.
+        allocations: the results that are in the arena.
+        staying: the inputs that are the same arrays in every call; the code reads views of them as further inputs.
+        create_views: creates these views.
+    """
 
     source: str
     names: dict[str, Any]
     allocations: dict[str, Allocation]
+    staying: frozenset[Key]
+    create_views: Function
 
     def function(self, part: Part, source: str, layouts: strides.Layouts) -> Function:
         """A variant of the code, as a function of the part's arrays."""
@@ -267,21 +287,37 @@ class _Code:
         exec(compile(source, _FILE, "exec"), names)
         return partial(names["forward"], part.module)
 
+    def views(self, given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        """The views that the code reads, of the inputs that stay; the others may be missing."""
+        with _InferenceMode(True):
+            return self.create_views(*given)
 
-def _generated(part: Part) -> _Code:
-    """The code of a part; it calls operators without their Python wrapper."""
-    graph = operators.call_directly(part.module.graph)
+
+def _generated(part: Part, step: Step) -> _Code:
+    """The code of a part; it calls operators with little overhead."""
+    graph = copy.deepcopy(part.module.graph)
     allocations = write_into_arena(graph)
+    staying = steady_views.staying(part, step)
+    before = steady_views.move_out(graph, [index for index, key in enumerate(part.inputs) if key in staying])
+    source, names = _called_directly(graph)
+    create, its_names = _called_directly(before)
+    exec(compile(create, _FILE, "exec"), its_names)
+    return _Code(source, names, allocations, staying, partial(its_names["forward"], part.module))
+
+
+def _called_directly(graph: fx.Graph) -> tuple[str, dict[str, Any]]:
+    """A graph as a Python function, and the names it uses."""
+    operators.call_directly(graph)
     code = graph.python_code("self")
     names = dict(code.globals)
 
     def bare(match: re.Match[str]) -> str:
         space, operator, overload = match.groups()
         name = f"{space}_{operator}_{overload}"
-        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op
+        names[name] = getattr(getattr(getattr(torch.ops, space), operator), overload).op  # without a Python wrapper
         return name
 
-    return _Code(re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names, allocations)
+    return re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", bare, code.src), names
 
 
 class _Capture:

@@ -172,11 +172,20 @@ flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_
 softmax = torch.ops.aten._softmax
 """Softmax along one axis."""
 
+softmax_in_python = torch._softmax
+"""The same operator in the Python API, which calls it faster."""
+
 log_softmax = torch.ops.aten._log_softmax
 """The log softmax."""
 
+log_softmax_in_python = torch._log_softmax
+"""The same operator in the Python API."""
+
 log_softmax_gradient = torch.ops.aten._log_softmax_backward_data
 """Its gradient, with which the gradient of a cross entropy ends."""
+
+log_softmax_gradient_in_python = torch._log_softmax_backward_data
+"""The same operator in the Python API."""
 
 to_copy = torch.ops.aten._to_copy
 """A conversion to another type."""

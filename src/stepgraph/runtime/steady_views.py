@@ -1,0 +1,66 @@
+"""Views of arrays that stay between calls, created once instead of in every call.
+
+A transposed weight or one of the optimizer's numbers refers to the same memory in every call. Creating such a view takes
+as long as computing with few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+from torch import fx
+
+from stepgraph.compiler.program import Part, mutates, operators, storage
+from stepgraph.compiler.step import Key, KeyKind, Step
+
+STAYING = {KeyKind.STATE, KeyKind.NUMBERS}
+
+
+def staying(part: Part, step: Step) -> frozenset[Key]:
+    """The inputs of a part that are the same arrays in every call, as long as they are bound."""
+    held = frozenset(step.held)
+    return frozenset(
+        key for key in part.inputs if key.kind in STAYING or (key.kind == KeyKind.VALUE and key.owner in held)
+    )
+
+
+def move_out(graph: fx.Graph, inputs: Collection[int]) -> fx.Graph:
+    """Moves views of some inputs, by their indices, into a graph of their own, and takes them as further inputs.
+
+    Returns:
+        The graph that creates these views from all inputs.
+    """
+    given = graph.find_nodes(op="placeholder")
+    known = {given[index] for index in inputs}
+    moved: list[fx.Node] = []
+    for node in operators(graph):
+        if _is_view(node) and node.all_input_nodes[0] in known:
+            known.add(node)
+            moved.append(node)
+    before = fx.Graph()
+    copies = {node: before.placeholder(node.name) for node in given}
+    for node in moved:
+        copies[node] = before.node_copy(node, copies.__getitem__)
+    read = [node for node in moved if any(user not in known for user in node.users)]
+    before.output([copies[node] for node in read])
+    for one, other in pairwise(given):  # an input may have been recorded after some operators
+        one.append(other)
+    for node in reversed(read):
+        with graph.inserting_after(given[-1]):
+            node.replace_all_uses_with(graph.placeholder(node.name), lambda user: user not in known)
+    for node in reversed(moved):
+        graph.erase_node(node)
+    return before
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operator only refers to the memory of its one argument."""
+    sources = node.all_input_nodes
+    return (
+        node.op == "call_function"
+        and len(sources) == 1
+        and not mutates(node)
+        and storage(node) is not None
+        and storage(node) == storage(sources[0])
+    )

@@ -1,0 +1,75 @@
+"""Views of arrays that stay between calls: created once per binding, and again when a tensor gets other memory."""
+
+import numpy as np
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import stepgraph as sg
+from stepgraph.compiler.program import PartName, operators
+from stepgraph.runtime import steady_views
+
+DATA = {"x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)}
+LABELS = {"y": np.array([0, 1, 1])}
+
+
+def _training(scale: float = 1.0) -> tuple[sg.TrainingGraph, sg.Tensor]:
+    x, y = sg.Tensor((3, 4)), sg.Tensor((3,), "int64")
+    weights = sg.Tensor((2, 4), data=scale * np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4))
+    graph = sg.Graph()
+    graph.node(sg.FullyConnectedLayer(weights, None, sg.ConvolutionDescriptor(1, 4, 2)), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    return training, weights
+
+
+def test_a_step_creates_no_views_of_what_stays() -> None:
+    training, _ = _training()
+    training.execute(DATA, LABELS)
+    assert training.session is not None
+    binding = training.session.bound(PartName.STEP, 3)
+    assert binding.views is not None
+    memory = {array.untyped_storage().data_ptr() for array in binding.arrays if array is not None}
+    assert binding.views  # the transposed weights, and the step count
+    assert {array.untyped_storage().data_ptr() for array in binding.views} <= memory
+    before = binding.views
+    training.execute(DATA, LABELS)
+    assert training.session.bound(PartName.STEP, 3).views is before
+
+
+def test_a_parameter_in_other_memory_gets_other_views() -> None:
+    training, weights = _training()
+    training.execute(DATA, LABELS)
+    other, others = _training(scale=2.0)
+    weights.bind_and_write_data(np.array(others.numpy()), sg.Device.cpu())
+    assert training.execute(DATA, LABELS).loss == other.execute(DATA, LABELS).loss
+
+
+def test_whole_steps_and_passes_agree_bit_for_bit() -> None:
+    (whole, one), (passes, other) = _training(), _training()
+    for _ in range(3):
+        loss = whole.execute(DATA, LABELS).loss
+        assert passes.execute_forward(DATA, LABELS).loss == loss
+        passes.execute_gradient()
+        passes.execute_optimizer_update()
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_only_views_of_the_chosen_inputs_move() -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        kept = a.t()[0]  # a view of a view
+        return [kept * b.view(-1), a.add_(1).t()]
+
+    given = torch.arange(6.0).reshape(2, 3), torch.ones(2, 1)
+    traced = make_fx(step, tracing_mode="fake")(*(array.clone() for array in given))
+    count = len(operators(traced.graph))
+    expected = step(*(array.clone() for array in given))
+    before = steady_views.move_out(traced.graph, [0])
+    assert len(operators(traced.graph)) < count
+    assert not any(node.args[0] is traced.graph.find_nodes(op="placeholder")[1] for node in operators(before))
+    traced.recompile()
+    create = torch.fx.GraphModule(torch.nn.Module(), before)
+    arrays = [array.clone() for array in given]
+    found = traced(*arrays, *create(*arrays))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
