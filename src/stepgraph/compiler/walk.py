@@ -99,6 +99,7 @@ class _Walk:
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
     drew: bool = False
     notes: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    accepted: torch.Tensor | None = None
 
     # Forward
 
@@ -295,9 +296,10 @@ class _Walk:
         """Whether an update may change anything: gradients are finite, and no index was out of range."""
         if not self.notes:
             return finite
-        # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
-        accepted = guard.accepts(self.arrays[REFUSED])
-        return accepted if finite is None else accepted & finite
+        if self.accepted is None:
+            # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
+            self.accepted = guard.accepts(self.arrays[REFUSED])
+        return self.accepted if finite is None else self.accepted & finite
 
     def _finite(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
         """Whether all gradients that an update uses are finite."""

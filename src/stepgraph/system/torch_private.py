@@ -51,6 +51,12 @@ fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
 """SGD in one pass over memory; the public `torch.optim.SGD` holds its own state."""
 
+
+def compile_cuda(source: str, name: str, **settings: Any) -> Callable[..., None]:
+    """A CUDA kernel from its source, compiled for the current device; publicly that takes a C++ compiler."""
+    return torch.cuda._compile_kernel(source, name, **settings)
+
+
 addmm_activation = torch._addmm_activation
 """A product, a sum and ReLU in one cuBLAS call; publicly they are two operators."""
 
@@ -171,6 +177,9 @@ log_softmax = torch.ops.aten._log_softmax
 
 log_softmax_gradient = torch.ops.aten._log_softmax_backward_data
 """Its gradient, with which the gradient of a cross entropy ends."""
+
+to_copy = torch.ops.aten._to_copy
+"""A conversion to another type."""
 
 unsafe_view = torch.ops.aten._unsafe_view
 """A view of a result that nothing else reads."""

@@ -1,8 +1,9 @@
 """Optimizer updates in place: the reference rule on every device, one pass over memory on the CPU.
 
 The CPU kernels are PyTorch's fused optimizers where their formula can be adapted to ours. To add one, add a function
-to `FUSED` under the optimizer's `rule`. On a GPU an update is recorded as one operator, which is fast to trace, and
-expanded into the rule's own operators for the compiler that fuses them.
+to `FUSED` under the optimizer's `rule`. On a GPU an update is recorded as one operator, which is fast to trace. On
+CUDA it is one kernel made from the rule (`update_kernel.py`); for the compiler that fuses it, it is expanded into the
+rule's own operators.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels.update_kernel import LARGEST, launch, written
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
-from stepgraph.system.torch_private import fused_adam_, fused_adamw_, fused_sgd_
+from stepgraph.system.torch_private import disable_modes, fused_adam_, fused_adamw_, fused_sgd_
 
 Arrays = list[torch.Tensor]
 AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
@@ -63,6 +65,7 @@ def update(
     numbers: torch.Tensor,
     named: Callable[[], SimpleNamespace],
     *,
+    copies: Sequence[torch.Tensor] = (),
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
     expanded: bool = False,
@@ -70,8 +73,9 @@ def update(
     """Updates parameters and states in place, with the fastest implementation for their device.
 
     `states` has one list per optimizer slot; `numbers` are the live numbers, and `named` maps them by
-    name; `norm` is the global norm if the optimizer needs one; if `finite` is False nothing changes. Expanded,
-    it is the reference, for a compiler that turns it into a kernel.
+    name; `copies` in half precision follow the parameters, all of them or none; `norm` is the global norm if the
+    optimizer needs one; if `finite` is False nothing changes. Expanded, it is the reference, for a compiler that turns
+    it into a kernel.
     """
     if numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
         flat = [array for slot in states for array in slot]
@@ -84,14 +88,38 @@ def update(
         torch.ops.stepgraph.update_(
             parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
         )
+        _follow(copies, parameters)
     elif numbers.device.type not in AS_ONE:
-        reference(optimizer, parameters, gradients, states, named(), norm=norm, finite=finite)
+        reference(optimizer, parameters, gradients, states, named(), copies=copies, norm=norm, finite=finite)
     else:
         flat, n = [array for slot in states for array in slot], named()
-        names = ",".join(name for name in vars(n) if name != TOGETHER)
+        live = [name for name in vars(n) if name != TOGETHER]
+        rules = _rules(optimizer, parameters, len(states), live, norm)
         torch.ops.stepgraph.update_by_rule_(
-            parameters, gradients, flat, getattr(n, TOGETHER), norm, finite, _numbered.number(optimizer), names
-        )
+            parameters, gradients, flat, list(copies), getattr(n, TOGETHER), norm, finite,
+            _numbered.number(optimizer), ",".join(live), rules,
+        )  # fmt: skip
+
+
+def _rules(
+    optimizer: Optimizer, parameters: Arrays, states: int, names: Sequence[str], norm: torch.Tensor | None
+) -> list[str]:
+    """The update of each parameter as code for a CUDA kernel; empty if it must run operator by operator."""
+    given = parameters if norm is None else [*parameters, norm]
+    plain = all(one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in given)
+    if not plain or torch.version.hip is not None or max(one.numel() for one in parameters) >= LARGEST:
+        return []
+
+    def rule(p: torch.Tensor, g: torch.Tensor, state: Any, size: torch.Tensor, live: Any) -> Sequence[torch.Tensor]:
+        n = SimpleNamespace(**dict(zip(names, live, strict=True)))
+        new, new_state = optimizer.update(p, optimizer.prepare(p, g, size, n), tuple(state), n)
+        return [new, *new_state]
+
+    with disable_modes():  # the rule runs once more, outside of a recording
+        shapes = {tuple(one.shape) for one in parameters}
+        found = {shape: written(rule, shape, states, len(names)) for shape in shapes}
+    rules = [found[tuple(one.shape)] for one in parameters]
+    return [one for one in rules if one is not None] if None not in rules else []
 
 
 def reference(
@@ -101,6 +129,7 @@ def reference(
     states: Sequence[Arrays],
     n: SimpleNamespace,
     *,
+    copies: Sequence[torch.Tensor] = (),
     norm: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
@@ -111,6 +140,13 @@ def reference(
         new, new_state = optimizer.update(parameter, prepared, tuple(state), n)
         for old, one in zip((parameter, *state), (new, *new_state), strict=True):
             old.copy_(one if finite is None else torch.where(finite, one, old))
+    _follow(copies, parameters)
+
+
+def _follow(copies: Sequence[torch.Tensor], parameters: Arrays) -> None:
+    """Rounds the parameters into their copies, if there are any."""
+    for copy, parameter in zip(copies, parameters, strict=False):
+        copy.copy_(parameter)
 
 
 def named(optimizer: Optimizer, numbers: torch.Tensor) -> SimpleNamespace:
@@ -243,8 +279,7 @@ def update_on_cpu(
     if clips or n.gradient_rescale != 1 or regularization == RegularizationType.L1:
         pairs = zip(parameters, gradients, strict=True)
         gradients = [_prepared(p, g, norm, n, clipping, regularization) for p, g in pairs]
-    count = len(parameters)
-    FUSED[rule](parameters, gradients, [states[i : i + count] for i in range(0, len(states), count)], n)
+    FUSED[rule](parameters, gradients, _slots(states, len(parameters)), n)
 
 
 @torch.library.register_fake("stepgraph::update_", lib=_library)
@@ -253,8 +288,8 @@ def _(*_: object) -> None:
 
 
 _library.define(
-    "update_by_rule_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor numbers, Tensor? norm, "
-    "Tensor? finite, int optimizer, str names) -> ()"
+    "update_by_rule_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor(c!)[] copies, "
+    "Tensor numbers, Tensor? norm, Tensor? finite, int optimizer, str names, str[] rules) -> ()"
 )
 
 
@@ -263,16 +298,47 @@ def update_by_rule(
     parameters: Arrays,
     gradients: Arrays,
     states: Arrays,
+    copies: Arrays,
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     finite: torch.Tensor | None,
     optimizer: int,
     names: str,
+    rules: Sequence[str],
+) -> None:
+    """One pass over memory if the rule was recorded as code, else `reference` for an optimizer by its number."""
+    if not rules or not all(one.is_contiguous() for one in (*parameters, *states, *copies)):
+        expanded_update(parameters, gradients, states, copies, numbers, norm, finite, optimizer, names, rules)
+        return
+    by_value = _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+    norms = [norm] * len(gradients) if norm is not None else [numbers[0]] * len(gradients)  # a number that is not read
+    if norm is None and not by_value:
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    ordered = [gradient.contiguous() for gradient in gradients]
+    launch(rules, parameters, ordered, _slots(states, len(parameters)), copies, numbers, norms, finite)
+
+
+def expanded_update(
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Arrays,
+    copies: Arrays,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+    optimizer: int,
+    names: str,
+    _: Sequence[str],
 ) -> None:
     """`reference` for an optimizer by its number, on any device."""
-    count, n = len(parameters), SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
-    slots = [states[i : i + count] for i in range(0, len(states), count)]
-    reference(_numbered[optimizer], parameters, gradients, slots, n, norm=norm, finite=finite)
+    n = SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
+    slots = _slots(states, len(parameters))
+    reference(_numbered[optimizer], parameters, gradients, slots, n, copies=copies, norm=norm, finite=finite)
+
+
+def _slots(states: Arrays, count: int) -> list[Arrays]:
+    """The buffers of `count` parameters by slot."""
+    return [states[i : i + count] for i in range(0, len(states), count)]
 
 
 @torch.library.register_fake("stepgraph::update_by_rule_", lib=_library)
@@ -282,7 +348,9 @@ def _(*_: object) -> None:
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
-    parameters, optimizer = arguments[0], arguments[6]
+    parameters, gradients, optimizer, rules = arguments[0], arguments[1], arguments[7], arguments[9]
+    if rules:  # only gradients that are in another order are copied
+        return sum(gradient.nbytes for gradient in gradients if not gradient.is_contiguous())
     count = AT_ONCE.get(_numbered[optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in parameters)
 
@@ -291,7 +359,7 @@ def expand_updates(graph: fx.Graph) -> None:
     """Expands updates into the rule's own operators, for a compiler that fuses them."""
     for node in graph.nodes:
         if node.target is torch.ops.stepgraph.update_by_rule_.default:
-            node.target = update_by_rule
+            node.target = expanded_update
 
 
 @cache
