@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,8 +17,9 @@ from torch import fx
 
 from stepgraph.compiler import pipeline
 from stepgraph.compiler.assembly import loses_a_constant
+from stepgraph.compiler.kernels.choices import processor
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, fake
+from stepgraph.compiler.program import Part, fake, fakes
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -47,11 +51,12 @@ def fuse(part: Part, step: Step) -> Function:
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
         module.graph = inductor.without_repeats(module.graph)
-        generated.append(inductor.compile_kernels(module, *arguments, **settings))
+        with torch_private.compiled_for(_fingerprint(module.graph)):
+            generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
-    with recording, torch.no_grad():
+    with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
@@ -60,6 +65,27 @@ def fuse(part: Part, step: Step) -> Function:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return function
+
+
+def _fingerprint(graph: fx.Graph) -> str:
+    """What kernels depend on besides what PyTorch's cache already compares: operators, settings and versions.
+
+    PyTorch knows custom operators by name only, so their results and our source count too; and it assumes that all
+    processors that see the cache are alike.
+    """
+    results = [(one.shape, one.stride(), one.dtype, one.device) for node in graph.nodes for one in fakes(node)]
+    machine = processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return hashlib.sha256(f"{_source()} {machine} {results}".encode()).hexdigest()
+
+
+@cache
+def _source() -> str:
+    """The hash of stepgraph's source."""
+    root = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:

@@ -7,7 +7,7 @@ to import, so it is imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -232,6 +232,34 @@ def inductor() -> Inductor:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return Inductor(compile_fx, compile_fx_inner, fx_graph_cse)
+
+
+@contextmanager
+def kept_between_runs(arrays: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets the compiler keep what it makes for these arrays, on disk, for later runs; no public name asks for it.
+
+    It refuses shapes that cannot be open, although ours never are.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = next((one.fake_mode for one in arrays if isinstance(one, FakeTensor)), None)
+    before = None if mode is None else mode.shape_env
+    if mode is not None:
+        mode.shape_env = before or ShapeEnv()
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.shape_env = before
+
+
+@contextmanager
+def compiled_for(fingerprint: str) -> Iterator[None]:
+    """Takes from the compiler's cache only what was compiled for the same fingerprint."""
+    from torch.compiler import config
+
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} {fingerprint}"):
+        yield
 
 
 def generated_code(compiled: CompiledFxGraph) -> Any:
