@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,8 +22,10 @@ from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
+from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
+logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
 # The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
@@ -44,10 +47,10 @@ class TooLarge(Unusable):
 
 
 class Fused(NamedTuple):
-    """A compiled function, and the memory that the step needs with it."""
+    """A compiled function, and the memory that the step needs with it, if known."""
 
     function: Function
-    plan: MemoryPlan
+    plan: MemoryPlan | None
 
 
 def fuse(part: Part, step: Step) -> Fused:
@@ -90,8 +93,9 @@ def _fused(part: Part, step: Step) -> Fused:
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
     plan = _planned(part, step, module, generated)
-    if step.memory_limit is not None and plan.total > step.memory_limit:
-        raise TooLarge(f"fused, the step would need {size(plan.total)}; the limit is {size(step.memory_limit)}")
+    if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
+        needed = "an unknown amount of memory" if plan is None else size(plan.total)
+        raise TooLarge(f"fused, the step would need {needed}; the limit is {size(step.memory_limit)}")
     if len(generated) == 1:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
@@ -99,12 +103,17 @@ def _fused(part: Part, step: Step) -> Fused:
     return Fused(function, plan)
 
 
-def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan:
-    """The memory plan of the generated code."""
+def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan | None:
+    """The memory plan of the generated code; None if a new version of PyTorch generates code of another kind."""
     known = {node.name: notes(node) for node in module.graph.nodes}
     arrays = [fake(node) for node in part.placeholders]
     codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
-    return memory.plan(step, part, [row for code in codes for row in fused_memory.timeline(code, arrays, known)])
+    try:
+        live = [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
+    except Exception as error:
+        logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
+        return None
+    return memory.plan(step, part, live)
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:

@@ -86,7 +86,10 @@ def _network(levels: dict[fx.Node, int]) -> Network:
             network.connect("given", (node, "in"))
         network.connect((node, "in"), (node, "out"), UNLIMITED if _is_view(node) else _cost(node))
         for user in node.users:
-            network.connect((node, "out"), "gradients" if _is_gradient(user) else (user, "in"))
+            if not _is_gradient(user):
+                network.connect((node, "out"), (user, "in"))
+            elif node.op != "placeholder":  # that an update reads a weight does not make its cast free
+                network.connect((node, "out"), "gradients")
     return network
 
 
