@@ -19,6 +19,7 @@ from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value
@@ -193,12 +194,11 @@ def test_results_that_are_no_buffers_of_their_own_are_left_alone(result: str) ->
 
 def test_who_is_fused_and_when() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert fusion_of(OPTIONS.NONE, cpu, planned=False) is Fusion.NEVER
-    assert fusion_of(OPTIONS.NONE, cuda, planned=False) is Fusion.LATER
-    assert fusion_of(OPTIONS.FUSE_LAYERS, cpu, planned=False) is Fusion.FIRST
+    assert fusion_of(OPTIONS.NONE, cpu) is Fusion.NEVER
+    assert fusion_of(OPTIONS.NONE, cuda) is Fusion.LATER
+    assert fusion_of(OPTIONS.FUSE_LAYERS, cpu) is Fusion.FIRST
     for options in (OPTIONS.DISABLE_LAYER_FUSION, OPTIONS.DETERMINISTIC, OPTIONS.FUSE_LAYERS | OPTIONS.DETERMINISTIC):
-        assert fusion_of(options, cuda, planned=False) is Fusion.NEVER
-    assert fusion_of(OPTIONS.FUSE_LAYERS, cuda, planned=True) is Fusion.NEVER  # a memory limit is a promise
+        assert fusion_of(options, cuda) is Fusion.NEVER
 
 
 def test_the_fused_function_is_taken_between_two_steps(
@@ -209,24 +209,28 @@ def test_the_fused_function_is_taken_between_two_steps(
     training, plain = network(OPTIONS.NONE), network(OPTIONS.NONE)
     (executable,) = training.compilation.programs.executables.values()
 
-    def slow(part: object, step: object) -> fusion.Function:
+    plan = MemoryPlan(activations=7)
+
+    def slow(part: object, step: object) -> fusion.Fused:
         ready.wait(10)
-        return lambda *arrays: calls.append(1) or unfused(*arrays, *executable._code.views(arrays))
+        return fusion.Fused(lambda *arrays: calls.append(1) or unfused(*arrays, *executable._code.views(arrays)), plan)
 
     monkeypatch.setattr(fusion, "fuse", slow)
     executable._fusing = fusion.fuse_in_background(executable.part, executable.step)
     assert losses(training)[:5] == losses(plain)[:5] and not calls  # steps go on meanwhile
+    assert training.memory_plan == plain.memory_plan
     unfused = executable._function
     ready.set()
     executable._fusing.result(10)
     assert losses(training) == losses(plain)
     assert len(calls) == 20 and executable.is_fused and "fused" in caplog.text
+    assert training.memory_plan == plan  # what runs now
 
 
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: object, step: object) -> fusion.Function:
+    def broken(part: object, step: object) -> fusion.Fused:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fusion, "fuse", broken)

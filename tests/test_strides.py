@@ -276,7 +276,7 @@ def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatc
     training.compile(CPU)
     step = replace(training.compilation.step(4, True), channels_last=True, chooses_kernels=False)
     part = phases.split(pipeline.program(step)).forward
-    fused = fusion.fuse(part, replace(step, device=torch.device("cuda")))
+    fused = fusion.fuse(part, replace(step, device=torch.device("cuda"))).function
     given = (fake(node) for node in part.placeholders)
     arrays = [torch.rand(one.shape).to(one.dtype).as_strided(one.shape, one.stride()) for one in given]
     results = fused(*(array.clone() for array in arrays))

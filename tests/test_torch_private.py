@@ -61,6 +61,10 @@ PRIVATE = {
         "efficient_attention_gradient",
         "find the gradient of attention on CUDA in a recorded step",
     ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward": (
+        "flash_attention_gradient",
+        "know the workspace of attention's gradient on CUDA",
+    ),
     "torch.ops.aten._scaled_dot_product_flash_attention": (
         "flash_attention",
         "find attention in half precision in a recorded step",
@@ -100,9 +104,9 @@ PRIVATE = {
         "generated_code",
         "launch the kernels of a fused step directly",
     ),
-    "torch._inductor.output_code.CompiledFxGraph.cache_key": ("kernel_assembly", "find the kernels of a fused step"),
-    "torch._inductor.codecache.PyCodeCache": ("kernel_assembly", "find the kernels of a fused step"),
-    "torch._inductor.codecache.PyCodeCache.modules": ("kernel_assembly", "find the kernels of a fused step"),
+    "torch._inductor.output_code.CompiledFxGraph.cache_key": ("generated_module", "find the kernels of a fused step"),
+    "torch._inductor.codecache.PyCodeCache": ("generated_module", "find the kernels of a fused step"),
+    "torch._inductor.codecache.PyCodeCache.modules": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("kernel_assembly", "find the PTX of a kernel"),
     "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("kernel_assembly", "find the PTX of a kernel"),
 }

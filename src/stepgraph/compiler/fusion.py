@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
-from stepgraph.compiler import pipeline
+from stepgraph.compiler import fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import loses_a_constant
 from stepgraph.compiler.kernels.choices import processor
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, fake, fakes
+from stepgraph.compiler.program import Part, adopt_tags, attach_tags, complete_notes, fake, fakes, notes
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
+from stepgraph.draw import size
+from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
+logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
 # The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
@@ -33,12 +38,40 @@ SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
 ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
 
 
-class Miscompiled(Exception):
+class Unusable(Exception):
+    """The compiled function cannot be used, through no fault of the caller."""
+
+
+class Miscompiled(Unusable):
     """A kernel would not compute the same as the operators it fuses."""
 
 
-def fuse(part: Part, step: Step) -> Function:
-    """The part as a compiled function of its arrays; compilation takes seconds to a minute."""
+class TooLarge(Unusable):
+    """The compiled function needs more memory than the step may."""
+
+
+class Fused(NamedTuple):
+    """A compiled function, and the memory that the step needs with it, if known."""
+
+    function: Function
+    plan: MemoryPlan | None
+
+
+def fuse(part: Part, step: Step) -> Fused:
+    """The part as a compiled function of its arrays; compilation takes seconds to a minute.
+
+    A compiled function needs less memory than operators that run one by one, so a part that recomputes results to stay
+    within a limit is first compiled without that.
+    """
+    if part.unlimited is not None:
+        try:
+            return _fused(part.unlimited, step)
+        except TooLarge:
+            pass
+    return _fused(part, step)
+
+
+def _fused(part: Part, step: Step) -> Fused:
     inductor = torch_private.inductor()
     module = Module(part.module, copy.deepcopy(part.module.graph))
     arrays = [fake(node) for node in part.placeholders]
@@ -46,11 +79,15 @@ def fuse(part: Part, step: Step) -> Function:
     for row in pipeline.rows(pipeline.FUSED, step, None):
         row.run(module, step)
     _keep_strides(module.graph, part)
+    attach_tags(module.graph)
     module.generate()
     generated: list[Any] = []
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
-        module.graph = inductor.without_repeats(module.graph)
+        adopt_tags(module.graph)
+        complete_notes(module.graph)
+        for row in pipeline.rows(pipeline.LOWERED, step, None):
+            row.run(module, step)
         with torch_private.compiled_for(_fingerprint(module.graph)):
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
@@ -60,11 +97,28 @@ def fuse(part: Part, step: Step) -> Function:
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
+    plan = _planned(part, step, module, generated)
+    if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
+        needed = "an unknown amount of memory" if plan is None else size(plan.total)
+        raise TooLarge(f"fused, the step would need {needed}; the limit is {size(step.memory_limit)}")
     if len(generated) == 1:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
-    return function
+    return Fused(function, plan)
+
+
+def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan | None:
+    """The memory plan of the generated code; None if a new version of PyTorch generates code of another kind."""
+    known = {node.name: notes(node) for node in module.graph.nodes}
+    arrays = [fake(node) for node in part.placeholders]
+    codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
+    try:
+        live = [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
+    except Exception as error:
+        logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
+        return None
+    return memory.plan(step, part, live)
 
 
 def _fingerprint(graph: fx.Graph) -> str:
@@ -101,9 +155,9 @@ def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def fuse_in_background(part: Part, step: Step) -> Future[Function]:
+def fuse_in_background(part: Part, step: Step) -> Future[Fused]:
     """The same in a separate thread."""
-    future: Future[Function] = Future()
+    future: Future[Fused] = Future()
 
     def work() -> None:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import call, fake, inherit, writes
+from stepgraph.compiler.program import call, fake, inherit, notes, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -39,7 +39,8 @@ def join_products(graph: fx.Graph) -> None:
     products: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs and _weights(node) is not None:
-            products[node.target, _viewed(node.args[-2]), fake(node).dtype].append(node)
+            again = notes(node).recomputed
+            products[node.target, _viewed(node.args[-2]), fake(node).dtype, again].append(node)
     for members in products.values():
         weights = tuple(filter(None, map(_weights, members)))
         if len(set(weights)) == len(members) > 1:

@@ -13,6 +13,7 @@ from stepgraph.compiler.program import Part, PartName, Phase, fakes, notes, stor
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
 
+Timeline = list[tuple[str, Phase, dict[str, int]]]  # by operator: its layer, its phase, live bytes by kind
 _KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
 
 
@@ -61,9 +62,15 @@ class MemoryPlan:
         return "\n".join(["Memory plan", *(f"  {name:<20}{draw.size(size):>12}" for name, size in rows.items())])
 
 
-def plan(step: Step, part: Part) -> MemoryPlan:
-    """The plan of a part that runs as a whole."""
-    live = timeline(part)
+def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
+    """The plan of a part that runs as a whole.
+
+    Args:
+        step: what it computes.
+        part: the part.
+        live: what it allocates if it does not run operator by operator.
+    """
+    live = timeline(part) if live is None else live
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
@@ -170,12 +177,12 @@ def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, in
         if node.op == "call_function":
             for one, size in sizes(node).items():
                 if one not in entering and one not in births and one not in same:
-                    births[one] = (time, size, _kind(node))
+                    births[one] = (time, size, kind_of(notes(node).phase))
                     deaths[one] = time
     return births, deaths
 
 
-def timeline(part: Part) -> list[tuple[str, Phase, dict[str, int]]]:
+def timeline(part: Part) -> Timeline:
     """Live bytes by kind at each operator. Unused bytes of the arena count as workspace."""
     nodes = list(part.module.graph.nodes)
     births, deaths = lifetimes(part)
@@ -196,8 +203,9 @@ def timeline(part: Part) -> list[tuple[str, Phase, dict[str, int]]]:
     return found
 
 
-def _kind(node: fx.Node) -> str:
-    return _KINDS.get(notes(node).phase, "workspace")
+def kind_of(phase: Phase) -> str:
+    """What results of a phase count as."""
+    return _KINDS.get(phase, "workspace")
 
 
 def sizes(node: fx.Node) -> dict[int, int]:

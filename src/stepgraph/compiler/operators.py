@@ -67,6 +67,16 @@ def _like(position: int) -> Workspace:
     return lambda given, _: given[position].nbytes
 
 
+def _of_flash_attention(given: Sequence[Any], _: int) -> int:
+    """The gradient of the query in float32, and one number per row, for whole blocks of rows and columns."""
+    batch, heads, rows, width = given[1].shape
+    return 4 * batch * heads * _up(rows, 128) * (_up(width, 32) + 1)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
 def _alternative(one: Alternative) -> Operator:
     return Operator(out=Out(one.function) if one.takes_out else None, workspace=one.workspace)
 
@@ -87,6 +97,7 @@ TABLE: dict[Any, Operator] = {
     aten.sigmoid.default: Operator(in_place=aten.sigmoid_.default),
     torch_private.efficient_attention.default: Operator(is_costly=True),
     torch_private.flash_attention.default: Operator(is_costly=True),
+    torch_private.flash_attention_gradient.default: Operator(workspace=_of_flash_attention),
     torch_private.flash_attention_on_cpu.default: Operator(is_costly=True),
     torch_private.softmax.default: Operator(out=Out(torch_private.softmax.out)),
     aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),

@@ -2,7 +2,7 @@
 
 A pass is a function; a row defines the steps it applies to. Nothing else transforms programs. `step` rows decide how
 a step is recorded, `recorded` rows see the whole step once, `part` rows each part of it, `fused` rows the operators
-passed to PyTorch's compiler.
+passed to PyTorch's compiler, `lowered` rows what that compiler has decomposed them into.
 
 To add a pass, add a row here and a function in its own module.
 """
@@ -32,18 +32,19 @@ from stepgraph.compiler import (
     memory,
     operators,
     recompute,
+    recompute_fused,
     simplification,
 )
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pool_first import pool_first
-from stepgraph.compiler.program import Part, PartName, Program, has_notes
+from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
-from stepgraph.system import surroundings
+from stepgraph.system import surroundings, torch_private
 
 WHOLE = (PartName.STEP, PartName.INFERENCE)  # parts that run a whole call
 
@@ -55,6 +56,7 @@ class Stage(StrEnum):
     RECORDED = "recorded"
     PART = "part"
     FUSED = "fused"
+    LOWERED = "lowered"
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ def _on_gpu(step: Step, part: PartName | None) -> bool:
     return not _on_cpu(step, part)
 
 
+def _saves(step: Step, part: PartName | None) -> bool:
+    # On the CPU, kernels take longer for the same arithmetic, and memory is plentiful.
+    return _on_gpu(step, part) or step.memory_limit is not None
+
+
 def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Step], Any]:
     """A pass that needs only the graph."""
     return lambda module, step: function(module.graph)
@@ -130,7 +137,12 @@ def _require_phases(graph: fx.Graph) -> None:
 
 def _fit(part: Part, step: Step) -> Part:
     assert step.memory_limit is not None
-    return recompute.fit(step, part, step.memory_limit)
+    fitted = recompute.fit(step, part, step.memory_limit)
+    return replace(fitted, unlimited=part) if any(notes(node).recomputed for node in fitted.nodes) else fitted
+
+
+def _compute_once(module: fx.GraphModule, step: Step) -> None:
+    module.graph = torch_private.inductor().without_repeats(module.graph)
 
 
 def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
@@ -148,7 +160,7 @@ def _fused(row: Tuned) -> Pass:
     return Pass(row.name, Stage.FUSED, _graph(row.run), lambda step, part: row.applies(step))
 
 
-STEP, RECORDED, PART, FUSED = Stage.STEP, Stage.RECORDED, Stage.PART, Stage.FUSED
+STEP, RECORDED, PART, FUSED, LOWERED = Stage
 TABLE: tuple[Pass, ...] = (
     Pass("choose the layout of images", STEP, _lay_out, lambda step, part: layout.is_open(step)),
     Pass("remove no-ops and duplicates", RECORDED, _simplify, _always),
@@ -178,6 +190,9 @@ TABLE: tuple[Pass, ...] = (
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
+    Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
+    Pass("compute equal operators once", LOWERED, _compute_once, _always),
+    Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
 )
 
 
@@ -263,6 +278,7 @@ def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report
     fuses = step.fusion is not Fusion.NEVER
     module = Module(part.module, copy.deepcopy(part.module.graph))
     found += [_watched(row, module, step, name) if fuses else Ran(row) for row in TABLE if row.stage is FUSED]
+    found += [Ran(row) for row in TABLE if row.stage is LOWERED]  # only PyTorch's compiler can run them
     return Report(tuple(found))
 
 

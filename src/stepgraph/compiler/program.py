@@ -19,6 +19,7 @@ from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
 _FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
+_TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
 
 
@@ -41,6 +42,9 @@ class PartName(StrEnum):
     INFERENCE = "inference"
     EVALUATION = "evaluation"
     TRIAL = "trial"
+
+
+_ORDER = {phase: index for index, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,23 @@ def adopt_tags(graph: fx.Graph) -> None:
     """Creates the notes of every recorded operator."""
     for node in graph.nodes:
         if tagged := node.meta.pop(_TAG, None):
-            note(node, layer=tagged["layer"], phase=Phase(tagged["phase"]))
+            known = {name: tagged[name] for name in _TAGGED if name in tagged}
+            note(node, **known)
+
+
+def attach_tags(graph: fx.Graph) -> None:
+    """Turns notes into tags, which reach the operators that PyTorch's compiler replaces these with."""
+    for node in operators(graph):
+        node.meta[_TAG] = {name: getattr(notes(node), name) for name in _TAGGED}
+
+
+def complete_notes(graph: fx.Graph) -> None:
+    """Notes for operators that a compiler added: layer and phase of the last of what they read."""
+    for node in operators(graph):
+        if not has_notes(node):
+            read = [notes(source) for source in node.all_input_nodes if has_notes(source)]
+            last = max(read, key=lambda one: _ORDER[one.phase], default=_NOTHING)
+            note(node, layer=last.layer, phase=last.phase)
 
 
 def has_notes(node: fx.Node) -> bool:
@@ -195,12 +215,16 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A program's operators of some phases: what it reads, what it returns, and the bytes of its arena."""
+    """A program's operators of some phases: what it reads, what it returns, and the bytes of its arena.
+
+    `unlimited` is the same part before it was made to recompute results for a memory limit.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     held: int = 0
+    unlimited: Part | None = None
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -139,12 +139,9 @@ def limited(memory_limit: int | None) -> int | None:
     return memory_limit
 
 
-def fusion_of(options: GraphCompilationOptions, device: torch.device, *, planned: bool) -> Fusion:
-    """On CUDA a fused step repays its long compilation; on other devices, fusion must be requested.
-
-    A step with a memory limit (`planned`) is not fused: PyTorch's compiler plans its own memory.
-    """
-    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC) or planned:
+def fusion_of(options: GraphCompilationOptions, device: torch.device) -> Fusion:
+    """On CUDA a fused step repays its long compilation; on other devices, fusion must be requested."""
+    if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST

@@ -146,7 +146,7 @@ class Compilation:
             chooses_kernels=settings.chooses_kernels,
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and settings.chooses_kernels,
-            fusion=fusion_of(settings.options, device, planned=settings.memory_limit is not None),
+            fusion=fusion_of(settings.options, device),
             guards=self.guards_indices,
             precision=settings.precision,
             memory_limit=settings.memory_limit,

@@ -24,8 +24,9 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import fusion, operators
-from stepgraph.compiler.fusion import Function
+from stepgraph.compiler.fusion import Function, Fused
 from stepgraph.compiler.held import Allocation, write_into_arena
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
@@ -75,7 +76,8 @@ class Executable:
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = False
-        self._fusing: Future[Function] | None = None
+        self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
+        self._fusing: Future[Fused] | None = None
         self._refused = ""
         if step.fusion is Fusion.FIRST and part.nodes:
             self._fuse_now()
@@ -170,21 +172,24 @@ class Executable:
 
     def _fuse_now(self) -> None:
         try:
-            self._function, self.is_fused = fusion.fuse(self.part, self.step), True
-        except fusion.Miscompiled as error:  # nothing the caller can change
+            self._adopt(fusion.fuse(self.part, self.step))
+        except fusion.Unusable as error:  # nothing the caller can change
             self._stay_unfused(error)
 
     def _stay_unfused(self, error: BaseException) -> None:
         self._refused = reason(error)
         logger.warning("operators remain unfused: %s", self._refused)
 
-    def _take_fused(self, fusing: Future[Function]) -> None:
+    def _adopt(self, fused: Fused) -> None:
+        (self._function, self.fused_plan), self.is_fused = fused, True
+
+    def _take_fused(self, fusing: Future[Fused]) -> None:
         """Switches to the fused operators from this call on."""
         self._fusing, error = None, fusing.exception()
         if error is not None:
             self._stay_unfused(error)
             return
-        self._function, self.is_fused = fusing.result(), True
+        self._adopt(fusing.result())
         self._capture = None if self._capture is None else _Capture(self)
         logger.warning("fused %d operators; steps run faster from now on", len(self.part.nodes))
 

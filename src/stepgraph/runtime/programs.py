@@ -9,7 +9,7 @@ from dataclasses import replace
 from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
-from stepgraph.compiler.step import Key, KeyKind, Step, value
+from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.system.interrupts import Uninterrupted
@@ -108,8 +108,9 @@ class Programs:
 
     @property
     def plan(self) -> MemoryPlan:
-        """The memory that whole calls need: the maximum over everything compiled so far."""
-        return max(self.plans.values(), key=lambda plan: plan.total, default=MemoryPlan())
+        """The memory that whole calls need: the maximum over everything compiled so far, fused or not yet."""
+        plans = (self.executables[key].fused_plan or plan for key, plan in self.plans.items())
+        return max(plans, key=lambda plan: plan.total, default=MemoryPlan())
 
     def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
         """The memory that a part would need for a batch size; no executable is built."""
@@ -152,6 +153,8 @@ class Programs:
         step, parts = self.settled(part, batch)
         plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
         self._require_fit(plan, part, batch, call)
+        if step.memory_limit is not None and part not in pipeline.WHOLE:
+            step = replace(step, fusion=Fusion.NEVER)  # what one pass leaves for the next is not in its own plan
         made = {(name, batch): Executable(one, step, self._arena) for name, one in parts.items()}
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan

@@ -166,6 +166,9 @@ efficient_attention_gradient = torch.ops.aten._scaled_dot_product_efficient_atte
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 """Attention on CUDA in half precision."""
 
+flash_attention_gradient = torch.ops.aten._scaled_dot_product_flash_attention_backward
+"""Its gradient."""
+
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Attention on the CPU."""
 
@@ -267,18 +270,24 @@ def generated_code(compiled: CompiledFxGraph) -> Any:
     return compiled.current_callable
 
 
+def generated_module(compiled: CompiledFxGraph) -> Any:
+    """The module that was generated for a graph, with its kernels; None for a graph without operators."""
+    from torch._inductor.codecache import PyCodeCache
+
+    if not hasattr(compiled, "cache_key"):  # a graph without operators is returned as it is
+        return None
+    return next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
+
+
 def kernel_assembly(compiled: CompiledFxGraph) -> Iterator[str]:
     """The PTX of a graph's kernels, in all block sizes that may be tried; no public name provides it.
 
     Triton keeps it in its cache, in a folder named after the kernel.
     """
-    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
 
-    if not hasattr(compiled, "cache_key"):  # a graph without operators is returned as it is
-        return
-    module = next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
-    for kernel in vars(module).values():
+    module = generated_module(compiled)
+    for kernel in vars(module).values() if module is not None else ():
         for result in getattr(kernel, "compile_results", ()):
             cache = triton_cache_dir(kernel.triton_meta["device"])
             for path in Path(cache, triton_hash_to_path_key(result.kernel.hash)).glob("*.ptx"):
