@@ -69,7 +69,7 @@ def wide(training: TrainingGraph, shape: tuple[int, ...]) -> int:
     return sum(one.dtype is torch.float32 and tuple(one.shape) == shape for one in found)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float16", marks=pytest.mark.deep)])
 def test_layer_normalization_keeps_every_bit_without_wide_copies(kind: str, everywhere: None) -> None:
     with pytest.MonkeyPatch.context() as before:
         before.setattr(half_normalization, "DEVICES", set[str]())

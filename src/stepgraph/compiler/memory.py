@@ -22,8 +22,8 @@ class MemoryPlan:
     """The bytes that a compiled graph needs.
 
     `activations`, `gradients` and `workspace` are the live bytes at the peak; parameters (with their copies in the
-    compute type), optimizer state and statistics live as long as the graph. `timeline` has the live bytes of intermediates at each operator,
-    with its layer and phase.
+    compute type), optimizer state and statistics live as long as the graph. `timeline` has the live bytes of
+    intermediates at each operator, with its layer and phase.
     """
 
     parameters: int = 0

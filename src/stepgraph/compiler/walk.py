@@ -5,8 +5,8 @@ walk autograd differentiates that one node. A node's source gradient is therefor
 
 In mixed precision, layers compute in the step's compute type; parameters, statistics, losses and what a caller reads
 keep their declared type. Casts are inside the differentiated node, so gradients have the type of the array they
-belong to. Layers may read copies of parameters in the compute type, which the update writes (`Step.rounded`). In float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not
-finite.
+belong to. Layers may read copies of parameters in the compute type, which the update writes (`Step.rounded`). In
+float16 the reverse walk starts from a scaled loss, and an update is skipped if a gradient is not finite.
 
 Where a step guards its indices (`guard.py`), it changes nothing if one of them is out of range.
 """

@@ -144,13 +144,11 @@ class TrainingState:
         if not tensors and not before:
             return
         known = {key: array for key, array in before.items() if array.dtype is dtype}
-        device = self.device.torch
-        made = {
-            rounded(t): torch.empty(t.shape, dtype=dtype, device=device) for t in tensors if rounded(t) not in known
-        }
+        new = (tensor for tensor in tensors if rounded(tensor) not in known)
+        known |= {rounded(t): torch.empty(t.shape, dtype=dtype, device=self.device.torch) for t in new}
         self._rounded, self.rounded_at = tensors, None
         others = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.ROUNDED}
-        self.arrays = others | {rounded(t): (known | made)[rounded(t)] for t in tensors}
+        self.arrays = others | {rounded(tensor): known[rounded(tensor)] for tensor in tensors}
 
     @property
     def rounds(self) -> bool:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import itertools
 
 _numbers = itertools.count(1)  # unique, even if several threads write
-_latest = 0
+_last = [0]
 
 
 def note() -> int:
     """Notes that arrays are written to; returns the number of the note."""
-    global _latest
-    _latest = next(_numbers)
-    return _latest
+    _last[0] = number = next(_numbers)
+    return number
 
 
 def latest() -> int:
     """The number of the last note."""
-    return _latest
+    return _last[0]

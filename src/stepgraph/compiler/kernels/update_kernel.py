@@ -148,6 +148,7 @@ class _Noted(DispatchMode):
 Rule = Callable[[Array, Array, Sequence[Array], Array, Sequence[Array]], Sequence[Array]]
 
 
+@torch.inference_mode(False)  # in inference mode, PyTorch would not decompose operators
 def written(rule: Rule, shape: Sequence[int], states: int, numbers: int) -> str | None:
     """A rule as C code for one element, or None if it does more than elementwise arithmetic in float32.
 
@@ -166,7 +167,7 @@ def written(rule: Rule, shape: Sequence[int], states: int, numbers: int) -> str 
     own = [array(f"s{i}", *shape) for i in range(states)]
     live = [array(f"n{i}") for i in range(numbers)]
     try:
-        with torch.inference_mode(False), torch.no_grad(), noted:  # inference mode would not decompose operators
+        with torch.no_grad(), noted:
             results = rule(p, g, own, norm, live)
         if len(results) != 1 + states or any(one.shape != p.shape for one in results):
             return None
