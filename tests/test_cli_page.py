@@ -14,7 +14,7 @@ from stepgraph.cli.main import COMMANDS, EXAMPLES
 from tests.cli_graphs import Called
 
 PAGE = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
-MACHINE = ("devices",)  # what these print is another thing on another machine
+MACHINE = ("devices", "cache")  # what these print is another thing on another machine
 
 
 def masked(text: str) -> list[str]:
