@@ -228,9 +228,7 @@ class Executable:
         now = self.is_fused or self.step.fusion is not Fusion.LATER
         return now and self.step.chooses_kernels
 
-    def run(
-        self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None
-    ) -> Sequence[torch.Tensor]:
+    def run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
         if self._views is not None:
             self._views.prepare()

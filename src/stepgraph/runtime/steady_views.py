@@ -1,7 +1,7 @@
 """Views of arrays that stay between calls, created once instead of in every call.
 
-A transposed weight or one of the optimizer's numbers refers to the same memory in every call. Creating such a view takes
-as long as computing with few numbers.
+A transposed weight or one of the optimizer's numbers refers to the same memory in every call. Creating such a view
+takes as long as computing with few numbers.
 """
 
 from __future__ import annotations
