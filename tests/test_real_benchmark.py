@@ -211,6 +211,7 @@ def test_the_program_measures_small_models_and_goes_on_with_its_file(tmp_path: A
     assert first["fastest_peer"] == "eager" and len(first["rows"]["eager"]["rounds"]) == 2
     assert all(one["loss_distance"] < 1e-5 for one in first["contenders"].values())
     assert first["rows"][OURS]["warm"]["ready"] > 0
+    assert "--warm --models gpt2" in first["command"]  # without the file
     main([*arguments, "--models", "gpt2,unet", "--peers", "eager"])
     found = json.loads(path.read_text())["models"]
     assert found["gpt2"] == first and list(found) == ["gpt2", "unet"]

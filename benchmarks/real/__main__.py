@@ -153,7 +153,9 @@ def main(arguments: list[str] | None = None) -> None:
         report = {"program": "real", **where, **report}
         result = summed_up(model, rows, report["device"])
         facts = {"batch_size": model.batch_size, "parameters": model.parameter_count, "flops": model.flops}
-        settings = {"command": " ".join(["python -m benchmarks.real", *(arguments or sys.argv[1:])])}
+        asked = " ".join(sys.argv[1:] if arguments is None else arguments)
+        where_to = f" --json {given.json}" if given.json else ""  # does not matter to the numbers
+        settings = {"command": f"python -m benchmarks.real {asked}".replace(where_to, "")}
         settings |= {"at_once": given.at_once, "minutes": round((time.monotonic() - began) / 60, 2)}
         report["models"][name] = {**facts, **settings, **result, "rows": rows}
         console.print(table(name, model, rows, result), "")
