@@ -1,0 +1,214 @@
+"""Contenders as processes: they get ready, one at a time or several at once, and then take turns."""
+
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real.worker import MARK
+
+LONG = 120.0  # seconds for what takes seconds: importing, some steps
+TURN_SECONDS, FEWEST_STEPS, MOST_STEPS = 0.5, 3, 50
+CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+
+
+class Failed(Exception):
+    """A contender could not do what it was asked for."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all contenders are to do.
+
+    Args:
+        model: its name.
+        device: `cpu` or `cuda`.
+        small: whether the small model of that name is meant.
+        batch: another batch size than the model's own.
+        losses: the number of losses to record.
+        patience: seconds after which a contender that is not ready is given up.
+    """
+
+    model: str
+    device: str
+    small: bool
+    batch: int | None
+    losses: int
+    patience: float
+
+
+class Process:
+    """A contender in a new process, with caches in a folder of its own.
+
+    Args:
+        task: what to do.
+        contender: its name.
+        caches: the folder; empty, or that of an earlier process.
+        cores: CPU cores it may use; all if None.
+    """
+
+    def __init__(self, task: Task, contender: str, caches: Path, cores: Sequence[int] | None = None) -> None:
+        self.task, self.contender = task, contender
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until the process ends)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.real.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | {name: str(caches / name.lower()) for name in CACHES},
+        )
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, cores)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def ask(self, within: float, /, **request: Any) -> dict[str, Any]:
+        """The answer to a request, within some seconds.
+
+        Raises:
+            Failed: if the contender says so, ends, or does not answer in time.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise Failed(self._last_words()) from error
+        until = time.monotonic() + within
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                raise Failed(f"no answer within {within:.0f} s") from None
+            if line is None:
+                raise Failed(self._last_words())
+            if line.startswith(MARK):
+                found = json.loads(line.removeprefix(MARK))
+                if "failed" in found:
+                    raise Failed(found["failed"])
+                return found
+
+    def load(self) -> None:
+        """Imports, weights and a batch."""
+        task = self.task
+        who = {"model": task.model, "contender": self.contender, "device": task.device}
+        self.ask(LONG, **who, small=task.small, batch=task.batch)
+
+    def begin(self) -> dict[str, Any]:
+        """Everything until steps have their final form."""
+        task = self.task
+        found = self.ask(task.patience, do="start")
+        return found | self.ask(task.patience + LONG, do="settle", seconds=task.patience)
+
+    def prepare(self) -> dict[str, Any]:
+        """Everything but taking turns."""
+        self.load()
+        found = {"where": self.ask(LONG, do="where"), **self.begin(), **self.ask(LONG, do="memory")}
+        return found | self.ask(LONG + self.task.losses, do="losses", count=self.task.losses)
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self._process.kill()
+        self._reader.join(LONG)
+        with self._process:  # closes its pipes and waits
+            self.log.close()
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self.log.seek(0)
+        lines = [line for line in self.log.read().splitlines() if line.strip()]
+        return f"ended with {self._process.returncode}: {lines[-1][:200] if lines else 'no message'}"
+
+
+def prepared(
+    task: Task, caches: Mapping[str, Path], said: Callable[[str], None]
+) -> dict[str, tuple[Process | None, dict[str, Any]]]:
+    """Processes that are ready, with what they say; None, with the reason, for those that failed.
+
+    Several get ready at the same time, each with its share of the cores.
+
+    Args:
+        task: what to do.
+        caches: the contenders, each with the folder for its caches.
+        said: told when one is ready.
+    """
+    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    share = max(1, len(known) // len(caches))
+    shares = [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(len(caches))]
+
+    def one(name: str, cores: Sequence[int]) -> tuple[Process | None, dict[str, Any]]:
+        process = Process(task, name, caches[name], cores)
+        try:
+            row = process.prepare()
+        except Failed as error:
+            process.end()
+            said(f"{task.model}, {name}: {error}")
+            return None, {"cores": share, "failed": str(error)}
+        said(f"{task.model}, {name}: {in_short(row)}")
+        return process, {"cores": share, **row}
+
+    with ThreadPoolExecutor(len(caches)) as pool:
+        return dict(zip(caches, pool.map(one, caches, shares), strict=True))
+
+
+def in_short(row: Mapping[str, Any]) -> str:
+    """What is known of a contender before it takes turns, for a run that is ended early."""
+    words = [f"first step after {row['first_step']:.1f} s", f"ready after {row['ready']:.1f} s"]
+    words += [] if row["settled"] else ["not in its final form"]
+    if row["peak"]:
+        words.append(
+            f"peak {row['peak']['allocated'] / 2**30:.2f} GiB of {row['peak']['reserved'] / 2**30:.2f} reserved"
+        )
+    words += [f"plan {row['plan'] / 2**30:.2f} GiB"] if "plan" in row else []
+    return ", ".join([*words, f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"])
+
+
+def rounds(
+    processes: Mapping[str, Process], count: int, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of a step in each round, in which every process has a turn; and why some could not go on.
+
+    Args:
+        processes: who takes turns; all of them take as many steps as take the first about half a second.
+        count: rounds at most.
+        seconds: when no further round begins.
+    """
+    alive, failed, shuffled = dict(processes), dict[str, str](), random.Random(0)
+
+    def one(steps: int) -> dict[str, float]:
+        found = {}
+        for name in shuffled.sample(list(alive), len(alive)):  # so that nobody always follows the same one
+            try:
+                found[name] = alive[name].ask(LONG, do="turn", count=steps)["seconds"]
+            except Failed as error:
+                failed[name] = str(error)
+                del alive[name]
+        return found
+
+    first = one(FEWEST_STEPS)
+    steps = max(
+        FEWEST_STEPS,
+        min(MOST_STEPS, round(TURN_SECONDS / next((first[name] for name in processes if name in first), 1.0))),
+    )
+    found, until = list[dict[str, float]](), time.monotonic() + seconds
+    while alive and len(found) < count and (not found or time.monotonic() < until):
+        found.append(one(steps))
+    return {name: [times[name] for times in found] for name in alive}, failed
