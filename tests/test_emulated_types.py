@@ -118,6 +118,28 @@ def test_products_that_fail_are_computed_in_float32(
     assert losses(training) == pytest.approx(in_float32(), rel=0.02) and training.memory_plan.workspace > 0
 
 
+@pytest.mark.parametrize("layer", ["lstm", "gru"])
+def test_recurrent_layers_are_too(
+    layer: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(kind: str | None) -> list[float]:
+        sg.set_seed(1)
+        x, y, graph = sg.Tensor((16, 3, 16)), sg.Tensor((16, 3, 12)), sg.Graph()
+        graph.node({"lstm": sg.LSTMLayer, "gru": sg.GRULayer}[layer].create(16, 12), x)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu", Options.DETERMINISTIC, compute_type=kind)
+        random = np.random.default_rng(0)
+        data = [random.standard_normal(one.shape).astype(np.float32) for one in (x, y)]
+        return [float(training.execute({"x": data[0]}, {"y": data[1]}).loss) for _ in range(3)]
+
+    wanted = trained(None)
+    monkeypatch.setattr(emulated, "fails", lambda kind: True)
+    monkeypatch.setattr(emulated, "warn_once", lambda kind: None)
+    assert trained("bfloat16") == pytest.approx(wanted, rel=0.02)
+    assert torch.backends.mkldnn.enabled and capfd.readouterr() == ("", "")
+
+
 def test_scaled_sums_are_too() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(2, 6, 6, generator=generator).to(torch.bfloat16) for _ in range(3))

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import emulated, half
-from stepgraph.compiler.program import fake, inherit, same_order
+from stepgraph.compiler.program import fake, fakes, inherit, same_order
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *half.RECURRENT}
 
 
 def correct(graph: fx.Graph, device: torch.device) -> None:
@@ -71,7 +71,7 @@ def _correct_product(node: fx.Node) -> None:
 
     Both happen only for some sizes and layouts, but PyTorch's other way is hundreds of times slower than float32.
     """
-    kind = fake(node).dtype
+    kind = fakes(node)[0].dtype
     if kind in half.HALF and emulated.fails(kind):
         half.compute_in_float32(node)
 

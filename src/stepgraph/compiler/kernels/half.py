@@ -7,7 +7,7 @@ To add an implementation, add a function and an entry in `IMPLEMENTATIONS`; `mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,8 @@ from torch import fx
 
 from stepgraph.compiler.kernels.measure import fastest
 from stepgraph.compiler.program import fake, note
+from stepgraph.layers.gru_kernel import gru, gru_gradient
+from stepgraph.layers.lstm_kernel import lstm, lstm_gradient
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -41,8 +43,8 @@ def choose(node: fx.Node) -> None:
 
 
 def compute_in_float32(node: fx.Node) -> None:
-    """Replaces an operator of `IMPLEMENTATIONS` with the one that computes in float32."""
-    node.target = IMPLEMENTATIONS[cast(Any, node.target)]
+    """Replaces an operator of `IMPLEMENTATIONS` or `RECURRENT` with the one that computes in float32."""
+    node.target = (IMPLEMENTATIONS | RECURRENT)[cast(Any, node.target)]
     arrays = [fake(one) for one in node.all_input_nodes] + _arrays(fake(node))
     note(node, workspace=2 * sum(one.nbytes for one in arrays))  # a copy of each, twice as wide
 
@@ -76,6 +78,29 @@ def _convolution_backward(g: Array, x: Array, w: Array, *settings: Any) -> tuple
     return tuple(None if one is None else one.to(g.dtype) for one in found)
 
 
+def _lstm(*given: Any) -> tuple[Array, ...]:
+    return _rounded(lstm, given)
+
+
+def _lstm_gradient(*given: Any) -> tuple[Array, ...]:
+    return _rounded(lstm_gradient, given)
+
+
+def _gru(*given: Any) -> tuple[Array, ...]:
+    return _rounded(gru, given)
+
+
+def _gru_gradient(*given: Any) -> tuple[Array, ...]:
+    return _rounded(gru_gradient, given)
+
+
+def _rounded(operator: Callable[..., Any], given: Sequence[Any]) -> tuple[Array, ...]:
+    """The results of an operator in float32, rounded to the type of its first array."""
+    kind = given[0].dtype
+    wide = (one.float() if isinstance(one, Array) and one.dtype in HALF else one for one in given)
+    return tuple(one.to(kind) for one in operator(*wide))
+
+
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product,
     aten.addmm.default: _product_and_sum,
@@ -83,4 +108,12 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _products_and_sum,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+}
+
+# Operators with products inside. They are replaced only where these fail.
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.ops.stepgraph.lstm.default: _lstm,
+    torch.ops.stepgraph.lstm_gradient.default: _lstm_gradient,
+    torch.ops.stepgraph.gru.default: _gru,
+    torch.ops.stepgraph.gru_gradient.default: _gru_gradient,
 }
