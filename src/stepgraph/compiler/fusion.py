@@ -59,6 +59,8 @@ def fuse(part: Part, step: Step) -> Function:
     with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
+        for one in generated:
+            torch_private.drop(one)
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
     if len(generated) == 1:
         for tuned in MANIFEST:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -73,6 +74,7 @@ class Executable:
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = False
         self._fusing: Future[Function] | None = None
+        self.fusion_seconds = 0.0
         self._refused = ""
         if step.fusion is Fusion.FIRST and part.nodes:
             self._fuse_now()
@@ -156,13 +158,20 @@ class Executable:
     def fuse_later(self) -> None:
         """Starts fusing operators while calls continue unfused."""
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
+            began = time.perf_counter()
             self._fusing = fusion.fuse_in_background(self.part, self.step)
+            self._fusing.add_done_callback(lambda _: self._note_fusion(began))
 
     def _fuse_now(self) -> None:
+        began = time.perf_counter()
         try:
             self._function, self.is_fused = fusion.fuse(self.part, self.step), True
+            self._note_fusion(began)
         except fusion.Miscompiled as error:  # nothing the caller can change
             self._stay_unfused(error)
+
+    def _note_fusion(self, began: float) -> None:
+        self.fusion_seconds = time.perf_counter() - began
 
     def _stay_unfused(self, error: BaseException) -> None:
         self._refused = reason(error)
@@ -176,7 +185,8 @@ class Executable:
             return
         self._function, self.is_fused = fusing.result(), True
         self._capture = None if self._capture is None else _Capture(self)
-        logger.warning("fused %d operators; steps run faster from now on", len(self.part.nodes))
+        count, seconds = len(self.part.nodes), self.fusion_seconds
+        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
 
     def _explained(self, error: Exception) -> ExecutionError:
         """The error to raise for what a kernel raised."""
