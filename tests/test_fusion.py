@@ -108,13 +108,14 @@ def test_a_fused_phase_hands_on_what_the_next_expects(monkeypatch: pytest.Monkey
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
-def tiny(options: OPTIONS) -> sg.TrainingGraph:
+def tiny(options: OPTIONS, optimizer: sg.Optimizer | None = None) -> sg.TrainingGraph:
     sg.set_seed(3)
     x, y = sg.Tensor((2, 6)), sg.Tensor((2,), "int64")
     graph = sg.Graph()
     hidden = graph.node(sg.ActivationLayer.relu(), graph.node(sg.FullyConnectedLayer.create(6, 8), x))
     graph.node(sg.FullyConnectedLayer.create(8, 3), hidden)
-    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-2))
+    optimizer = optimizer or sg.AdamOptimizer(learning_rate=1e-2)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), optimizer)
     training.add_inputs({"x": x}, {"y": y})
     training.compile(sg.Device.cpu(), options)
     return training
@@ -358,3 +359,48 @@ def test_gradients_that_were_rotated_are_not_taken_for_those_of_the_attention(pl
     targets = [str(node.target) for node in graph.nodes]
     assert targets.count("stepgraph.attend_gradients.default") == 2
     assert "stepgraph.attend_joint_gradients.default" not in targets
+
+
+def test_many_parameters_keep_their_update_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = sys.modules[update.__module__]
+    monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
+    monkeypatch.setattr(kernels, "FUSED", {})
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, parameters, *_: ["P[i] = p - g;"] * len(parameters))
+
+    def targets(most: int) -> list[Any]:
+        monkeypatch.setattr(kernels, "MANY", most)
+        training = tiny(OPTIONS.DETERMINISTIC)
+        (executable,) = training.compilation.programs.executables.values()
+        graph = copy.deepcopy(executable.part.module.graph)
+        kernels.expand_updates(graph)
+        return [(node.target, node.args[-1]) for node in graph.nodes if "update" in node.name]
+
+    (kept,), (again,), (expanded,) = targets(3), targets(3), targets(4)
+    assert kept[0] is torch.ops.stepgraph.update_by_kernel_.default
+    assert kept == again  # the number of a kernel does not depend on what was compiled before
+    assert expanded[0] is kernels.expanded_update
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_a_fused_step_calls_update_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, launched = sys.modules[update.__module__], []
+
+    def launch(rules: Any, parameters: Any, gradients: Any, *_: Any) -> None:
+        launched.append(len(parameters))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(0.1 * gradient)
+
+    monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
+    monkeypatch.setattr(kernels, "FUSED", {})
+    monkeypatch.setattr(kernels, "MANY", 3)
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, parameters, *_: ["P[i] = p - 0.1 * g;"] * len(parameters))
+    monkeypatch.setattr(kernels, "launch", launch)
+    found = []
+    for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):
+        training = tiny(options, sg.SGDOptimizer(0.1))
+        batch = {"x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)}, {"y": np.array([2, 1])}
+        found.append([training.execute(*batch).loss for _ in range(4)])
+        assert launched == [4] * len(launched)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert len(launched) >= 8 and found[0][-1] < found[0][0]

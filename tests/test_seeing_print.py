@@ -107,7 +107,7 @@ def test_how_far_fusing_has_come_shows() -> None:
     executable._fusing = object()  # type: ignore[assignment]
     assert "being fused in the background" in said()
     executable._fusing, executable.is_fused = None, True
-    assert said().endswith("operators, by PyTorch's compiler, in the background")
+    assert re.search(r"operators, by PyTorch's compiler, in the background, in \d+\.\d s$", said())
     executable.is_fused, executable._refused = False, "no compiler was found"
     assert said() == "nothing: no compiler was found"
     assert "fused" not in dict(described(program, None))

@@ -96,6 +96,8 @@ def _fused(part: Part, step: Step) -> Fused:
     with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
+        for one in generated:
+            torch_private.drop(one)
         raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
     plan = _planned(part, step, module, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):

@@ -109,7 +109,7 @@ def _fused(executable: Executable) -> str:
     match state:
         case "done":
             when = "before the first step" if executable.step.fusion is Fusion.FIRST else "in the background"
-            return f"{count} operators, by PyTorch's compiler, {when}"
+            return f"{count} operators, by PyTorch's compiler, {when}, in {executable.fusion_seconds:.1f} s"
         case "under way":
             return f"nothing yet: {count} operators are being fused in the background for later steps"
         case "not yet":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -78,6 +79,7 @@ class Executable:
         self.is_fused = False
         self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
         self._fusing: Future[Fused] | None = None
+        self.fusion_seconds = 0.0
         self._refused = ""
         if step.fusion is Fusion.FIRST and part.nodes:
             self._fuse_now()
@@ -168,13 +170,20 @@ class Executable:
     def fuse_later(self) -> None:
         """Starts fusing operators while calls continue unfused."""
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
+            began = time.perf_counter()
             self._fusing = fusion.fuse_in_background(self.part, self.step)
+            self._fusing.add_done_callback(lambda _: self._note_fusion(began))
 
     def _fuse_now(self) -> None:
+        began = time.perf_counter()
         try:
             self._adopt(fusion.fuse(self.part, self.step))
+            self._note_fusion(began)
         except fusion.Unusable as error:  # nothing the caller can change
             self._stay_unfused(error)
+
+    def _note_fusion(self, began: float) -> None:
+        self.fusion_seconds = time.perf_counter() - began
 
     def _stay_unfused(self, error: BaseException) -> None:
         self._refused = reason(error)
@@ -191,7 +200,8 @@ class Executable:
             return
         self._adopt(fusing.result())
         self._capture = None if self._capture is None else _Capture(self)
-        logger.warning("fused %d operators; steps run faster from now on", len(self.part.nodes))
+        count, seconds = len(self.part.nodes), self.fusion_seconds
+        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
 
     def _explained(self, error: Exception) -> ExecutionError:
         """The error to raise for what a kernel raised."""

@@ -7,6 +7,7 @@ to import, so it is imported on first use.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -259,10 +260,17 @@ def kept_between_runs(arrays: Sequence[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def compiled_for(fingerprint: str) -> Iterator[None]:
     """Takes from the compiler's cache only what was compiled for the same fingerprint."""
-    from torch.compiler import config
-
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} {fingerprint}"):
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag} {fingerprint}"):
         yield
+
+
+def drop(compiled: CompiledFxGraph) -> None:
+    """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
+    from torch._inductor.codecache import FxGraphCache
+
+    if hasattr(compiled, "cache_key") and compiled._fx_graph_cache_key is not None:
+        shutil.rmtree(FxGraphCache._get_tmp_dir_for_key(compiled._fx_graph_cache_key), ignore_errors=True)
 
 
 def generated_code(compiled: CompiledFxGraph) -> Any:

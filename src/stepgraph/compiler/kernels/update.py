@@ -2,12 +2,13 @@
 
 The CPU kernels are PyTorch's fused optimizers where their formula can be adapted to ours. To add one, add a function
 to `FUSED` under the optimizer's `rule`. On a GPU an update is recorded as one operator, which is fast to trace. On
-CUDA it is one kernel made from the rule (`update_kernel.py`); for the compiler that fuses it, it is expanded into the
-rule's own operators.
+CUDA it is one kernel made from the rule (`update_kernel.py`); for the compiler that fuses the step, updates of few
+parameters are expanded into the rule's own operators.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import operator
@@ -33,6 +34,7 @@ AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
     **{"lion": 7, "muon": 9, "muon nesterov": 10},
 }
 MOST_AT_ONCE = 7  # for other rules
+MANY = 64  # parameters that a fused step updates with kernels of their own
 
 
 class _Numbered:
@@ -311,6 +313,20 @@ def update_by_rule(
         expanded_update(parameters, gradients, states, copies, numbers, norm, finite, optimizer, names, rules)
         return
     by_value = _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+    _launch(parameters, gradients, states, copies, numbers, norm, finite, rules, by_value)
+
+
+def _launch(
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Arrays,
+    copies: Arrays,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+    rules: Sequence[str],
+    by_value: bool,
+) -> None:
     norms = [norm] * len(gradients) if norm is not None else [numbers[0]] * len(gradients)  # a number that is not read
     if norm is None and not by_value:
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
@@ -355,11 +371,56 @@ def workspace(arguments: Sequence[Any], _: int) -> int:
     return count * max(parameter.nbytes for parameter in parameters)
 
 
+_library.define(
+    "update_by_kernel_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor(c!)[] copies, "
+    "Tensor numbers, Tensor? norm, Tensor? finite, int kernel) -> ()"
+)
+# By a number made from what they do, which is the same in every run: compiled steps are kept between runs.
+_kernels: dict[int, tuple[tuple[str, ...], bool]] = {}
+
+
+@torch.library.impl(_library, "update_by_kernel_", "CompositeExplicitAutograd")
+def update_by_kernel(
+    parameters: Arrays,
+    gradients: Arrays,
+    states: Arrays,
+    copies: Arrays,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+    kernel: int,
+) -> None:
+    """`update_by_rule` in a fused step, if the rule was recorded as code."""
+    _launch(parameters, gradients, states, copies, numbers, norm, finite, *_kernels[kernel])
+
+
+@torch.library.register_fake("stepgraph::update_by_kernel_", lib=_library)
+def _(*_: object) -> None:
+    return None
+
+
 def expand_updates(graph: fx.Graph) -> None:
-    """Expands updates into the rule's own operators, for a compiler that fuses them."""
-    for node in graph.nodes:
-        if node.target is torch.ops.stepgraph.update_by_rule_.default:
+    """Expands updates into the rule's own operators, for a compiler that fuses them with what precedes them.
+
+    Many parameters keep their kernel, if the rule has one: compiling twenty operators for each would take longer than
+    the rest of the step.
+    """
+    updates = [node for node in graph.nodes if node.target is torch.ops.stepgraph.update_by_rule_.default]
+    many = sum(len(node.args[0]) for node in updates) > MANY
+    for node in updates:
+        *arrays, optimizer, _, rules = node.args
+        if many and rules:
+            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*arrays, _kept(rules, optimizer))
+        else:
             node.target = expanded_update
+
+
+def _kept(rules: Sequence[str], optimizer: int) -> int:
+    """The number of a kernel."""
+    kernel = tuple(rules), _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+    number = int(hashlib.sha256(repr(kernel).encode()).hexdigest()[:15], 16)
+    _kernels[number] = kernel
+    return number
 
 
 @cache
