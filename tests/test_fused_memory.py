@@ -22,7 +22,8 @@ from torch import fx
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import SMALL
-from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline, recompute_fused
+from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline, recompute, recompute_fused
+from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.law import check
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
@@ -75,6 +76,7 @@ def lowered(part: Part, step: Step) -> Part:
     """The part after the rows for what a GPU's compiler gets; they only look at the graph."""
     part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
     step = replace(step, device=torch.device("cuda"))
+    out_of_place(part.module.graph)
     for row in pipeline.rows(pipeline.LOWERED, step, None):
         row.run(part.module, step)
     return part
@@ -87,12 +89,12 @@ def settled(training: sg.TrainingGraph) -> tuple[Part, Step]:
     return part, step
 
 
-def block(rows: int = 32, width: int = 16) -> sg.TrainingGraph:
-    """A block of a transformer without its attention: a sum, a normalization, two products with GELU between them."""
+def blocks(rows: int = 32, width: int = 16, depth: int = 2) -> sg.TrainingGraph:
+    """A transformer without attention: each block a sum, a normalization, two products with GELU between them."""
     sg.set_seed(0)
     x, y, graph = sg.Tensor((rows, width)), sg.Tensor((rows, width)), sg.Graph()
     hidden = graph.node(sg.FullyConnectedLayer.create(width, width), x)
-    for _ in range(2):
+    for _ in range(depth):
         inner = graph.node(sg.LayerNormalizationLayer.create((width,)), hidden)
         inner = graph.node(
             sg.ActivationLayer.gelu(), graph.node(sg.FullyConnectedLayer.create(width, 4 * width), inner)
@@ -117,7 +119,7 @@ def crossing(part: Part) -> int:
 
 def test_activations_are_recomputed_and_residual_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
-    training = block()
+    training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
     after = lowered(part, step)
@@ -132,7 +134,7 @@ def test_activations_are_recomputed_and_residual_sums_are_kept(monkeypatch: pyte
 
 
 def test_small_arrays_are_not_worth_it() -> None:
-    training = block()
+    training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
     assert not any(notes(node).recomputed for node in lowered(part, step).nodes)
@@ -167,7 +169,7 @@ def _like(array: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 def test_recomputation_for_a_limit_stays_apart_from_the_originals() -> None:
-    training = block()
+    training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
     limited = replace(step, memory_limit=int(0.8 * training.memory_plan.total))
@@ -177,6 +179,9 @@ def test_recomputation_for_a_limit_stays_apart_from_the_originals() -> None:
     after = lowered(fitted, step)
     check(after, part.results)
     assert sum(notes(node).recomputed for node in after.nodes) >= again
+    assert any(node.target is later for node in after.nodes)
+    segments = recompute.fit(step, part, 1)  # as little memory as possible: products are recomputed, too
+    assert crossing(lowered(segments, step)) == crossing(segments) < crossing(fitted)
 
 
 # The plan of generated code
@@ -245,7 +250,7 @@ def test_the_memory_of_generated_code_is_what_it_allocates(tmp_path: Path) -> No
 def test_code_of_another_kind_leaves_the_plan_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training = block()
+    training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
     monkeypatch.setattr(torch_private, "generated_module", lambda one: one)
@@ -268,7 +273,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, needed: Callable[[Part], int]) -> t
         return fusion.Fused(lambda *arrays: fx.Interpreter(part.module).run(*arrays), MemoryPlan(activations=5))
 
     monkeypatch.setattr(fusion, "_fused", compiled)
-    training = block()
+    training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     training.compile(sg.Device.cpu(), OPTIONS.FUSE_LAYERS, memory_limit=int(0.9 * training.memory_plan.total))
     return training, tried
@@ -303,7 +308,7 @@ def test_a_fused_step_that_never_fits_stays_unfused_and_says_so(
     assert len(tried) == 2 and not executable.is_fused
     assert "operators remain unfused: fused, it would need too much" in caplog.text
     assert training.memory_plan.total <= (training.compilation.settings.memory_limit or 0)
-    plain = block()
+    plain = blocks()
     plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     assert first_loss(training) == pytest.approx(first_loss(plain), rel=1e-5)
 
@@ -323,18 +328,18 @@ def test_passes_with_a_limit_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.deep
 @needs_compiler
 def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PyTorch's compiler: the plan of its code is smaller, and recomputation survives it."""
+    """With PyTorch's compiler: what is recomputed stays recomputed in the code that it generates."""
     monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
-    plain, free, small = block(512), block(512), block(512)
+    shape = 256, 64, 5
+    plain, free, small = blocks(*shape), blocks(*shape), blocks(*shape)
     plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
-    free.compile(sg.Device.cpu(), OPTIONS.FUSE_LAYERS)
-    limit = (free.memory_plan.total + plain.memory_plan.total) // 2 - (free.memory_plan.intermediates // 4)
+    free.compile(sg.Device.cpu(), OPTIONS.FUSE_LAYERS)  # without a limit, nothing is recomputed on the CPU
+    limit = free.memory_plan.total - int(0.3 * free.memory_plan.intermediates)
     small.compile(sg.Device.cpu(), OPTIONS.FUSE_LAYERS, memory_limit=limit)
     (executable,) = small.compilation.programs.executables.values()
     assert executable.is_fused and small.memory_plan.total <= limit
-    assert small.memory_plan.intermediates < free.memory_plan.intermediates
     draw = np.random.default_rng(0)
-    x, y = (draw.standard_normal((512, 16)).astype(np.float32) for _ in range(2))
+    x, y = (draw.standard_normal((256, 64)).astype(np.float32) for _ in range(2))
     losses = [[float(one.execute({"x": x}, {"y": y}).loss) for _ in range(10)] for one in (plain, free, small)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-4)
@@ -344,7 +349,7 @@ def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_the_plan_of_a_fused_step_is_what_the_allocator_measures(dropout: float) -> None:
     sg.set_seed(0)
-    rows, width = 8192, 1024
+    rows, width = 1 << 15, 1024
     x, y, graph = sg.Tensor((rows, width)), sg.Tensor((rows, width)), sg.Graph()
     hidden = x
     for _ in range(4):
@@ -362,8 +367,9 @@ def test_the_plan_of_a_fused_step_is_what_the_allocator_measures(dropout: float)
     unfused = training.memory_plan.total
     plain = [float(training.execute(*data).loss) for _ in range(3)]
     training.compile("cuda", compute_type="bfloat16", fuse=True)
+    fused = [float(training.execute(*data).loss)]  # Triton tries block sizes in this call, with arrays of its own
     torch.cuda.reset_peak_memory_stats()
-    fused = [float(training.execute(*data).loss) for _ in range(3)]
+    fused += [float(training.execute(*data).loss) for _ in range(2)]
     measured = torch.cuda.max_memory_allocated() - before
     assert training.memory_plan.total == pytest.approx(measured, rel=0.05)
     assert training.memory_plan.total < 0.75 * unfused

@@ -167,7 +167,7 @@ def test_the_pipeline_of_a_graph_is_printed() -> None:
 
 def test_the_page_on_the_architecture_has_the_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
-    told = re.findall(r"^\| (step|recorded|part|fused) \| (.*?) \|", page, re.MULTILINE)
+    told = re.findall(r"^\| (step|recorded|part|fused|lowered) \| (.*?) \|", page, re.MULTILINE)
     assert told == [(row.stage, row.name) for row in pipeline.TABLE]
 
 

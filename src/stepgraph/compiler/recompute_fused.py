@@ -44,12 +44,33 @@ def _(kept: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 def separate(graph: fx.Graph) -> None:
     """Keeps operators that were noted as recomputed apart from the originals; merged, they would save nothing."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    barriers: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     again = _Again(graph)
-    for node in list(graph.nodes):
-        if notes(node).recomputed:
-            for source in node.all_input_nodes:
-                if not notes(source).recomputed and not _is_gradient(source):
-                    node.replace_input_with(source, again.later(source, node))
+    for node in [one for one in graph.nodes if notes(one).recomputed]:
+        reader = min(_readers(node), key=order.__getitem__, default=node)
+        after = next((one for one in _products_before(reader) if order[one] < order[node]), None)
+        for source in node.all_input_nodes:
+            if _is_gradient(source) or not again.can_wait(source) or after is None:
+                continue
+            if (source, reader) not in barriers:
+                barriers[source, reader] = again.barrier(source, after, node)
+            node.replace_input_with(source, barriers[source, reader])
+    graph.lint()
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators of the gradient pass for which a result is recomputed, directly or through others."""
+    seen, waiting = {node}, [node]
+    for current in waiting:
+        for user in current.users:
+            if user in seen or user.op == "output":
+                continue
+            seen.add(user)
+            if notes(user).recomputed:
+                waiting.append(user)
+            else:
+                yield user
 
 
 def recompute_cheap(graph: fx.Graph) -> None:
@@ -199,12 +220,20 @@ class _Again:
         if node in self.barriers:
             return self.barriers[node]
         after = next(_products_before(user), None)
-        if after is None or node in self.written or not isinstance(fake(node), torch.Tensor):
+        if after is None or not self.can_wait(node):
             return node
+        self.barriers[node] = self.barrier(node, after, user)
+        return self.barriers[node]
+
+    def can_wait(self, node: fx.Node) -> bool:
+        """Whether nothing overwrites an array before the gradient pass reads it."""
+        return node not in self.written and isinstance(fake(node), torch.Tensor)
+
+    def barrier(self, node: fx.Node, after: fx.Node, user: fx.Node) -> fx.Node:
+        """An array that is there only after another, just before `user`."""
         with self.graph.inserting_before(user):
-            barrier = self.graph.call_function(torch.ops.stepgraph.later.default, (node, after))
-        self.barriers[node] = inherit(barrier, node, layer=notes(user).layer, phase=notes(user).phase)
-        return barrier
+            found = self.graph.call_function(torch.ops.stepgraph.later.default, (node, after))
+        return inherit(found, node, layer=notes(user).layer, phase=notes(user).phase)
 
 
 def _products_before(node: fx.Node) -> Iterator[fx.Node]:
@@ -212,7 +241,7 @@ def _products_before(node: fx.Node) -> Iterator[fx.Node]:
     seen, waiting = {node}, [node]
     for current in waiting:
         for source in current.all_input_nodes:
-            if source in seen or not _is_gradient(source):
+            if source in seen or not _is_gradient(source) or notes(source).recomputed:
                 continue
             if not _is_absorbed(source) and isinstance(fake(source), torch.Tensor):
                 yield source
