@@ -181,7 +181,7 @@ def test_recomputation_for_a_limit_stays_apart_from_the_originals() -> None:
     assert sum(notes(node).recomputed for node in after.nodes) >= again
     assert any(node.target is later for node in after.nodes)
     segments = recompute.fit(step, part, 1)  # as little memory as possible: products are recomputed, too
-    assert crossing(lowered(segments, step)) == crossing(segments) < crossing(fitted)
+    assert crossing(lowered(segments, step)) == crossing(segments) < crossing(part)
 
 
 # The plan of generated code
@@ -343,6 +343,10 @@ def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: 
     losses = [[float(one.execute({"x": x}, {"y": y}).loss) for _ in range(10)] for one in (plain, free, small)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-4)
+    part, step = settled(small)
+    segments = recompute.fit(step, part, 1)  # as little memory as possible: products are recomputed, too
+    tight = fusion.fuse(segments, replace(step, memory_limit=1 << 40)).plan
+    assert tight is not None and tight.intermediates < small.memory_plan.intermediates
 
 
 @pytest.mark.gpu

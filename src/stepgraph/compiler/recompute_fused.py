@@ -11,7 +11,6 @@ makes it available only when the gradient pass has got that far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import getitem
 
 import torch
@@ -44,33 +43,12 @@ def _(kept: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 def separate(graph: fx.Graph) -> None:
     """Keeps operators that were noted as recomputed apart from the originals; merged, they would save nothing."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    barriers: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     again = _Again(graph)
     for node in [one for one in graph.nodes if notes(one).recomputed]:
-        reader = min(_readers(node), key=order.__getitem__, default=node)
-        after = next((one for one in _products_before(reader) if order[one] < order[node]), None)
         for source in node.all_input_nodes:
-            if _is_gradient(source) or not again.can_wait(source) or after is None:
-                continue
-            if (source, reader) not in barriers:
-                barriers[source, reader] = again.barrier(source, after, node)
-            node.replace_input_with(source, barriers[source, reader])
+            if not _is_gradient(source):
+                node.replace_input_with(source, again.later(source, node))
     graph.lint()
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators of the gradient pass for which a result is recomputed, directly or through others."""
-    seen, waiting = {node}, [node]
-    for current in waiting:
-        for user in current.users:
-            if user in seen or user.op == "output":
-                continue
-            seen.add(user)
-            if notes(user).recomputed:
-                waiting.append(user)
-            else:
-                yield user
 
 
 def recompute_cheap(graph: fx.Graph) -> None:
@@ -189,7 +167,8 @@ class _Again:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.barriers: dict[fx.Node, fx.Node] = {}
+        self.barriers: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.products = _products_before(graph)
         self.written = {one for node in graph.nodes if node.target is aten.copy_.default for one in node.args[:1]}
 
     def copy(self, node: fx.Node, user: fx.Node, repeated: set[fx.Node]) -> fx.Node:
@@ -217,33 +196,23 @@ class _Again:
 
     def later(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """An array of the forward pass that cannot be read before the gradient pass has got to `user`."""
-        if node in self.barriers:
-            return self.barriers[node]
-        after = next(_products_before(user), None)
-        if after is None or not self.can_wait(node):
+        after = self.products[user]
+        if after is None or node in self.written or not isinstance(fake(node), torch.Tensor):
             return node
-        self.barriers[node] = self.barrier(node, after, user)
-        return self.barriers[node]
-
-    def can_wait(self, node: fx.Node) -> bool:
-        """Whether nothing overwrites an array before the gradient pass reads it."""
-        return node not in self.written and isinstance(fake(node), torch.Tensor)
-
-    def barrier(self, node: fx.Node, after: fx.Node, user: fx.Node) -> fx.Node:
-        """An array that is there only after another, just before `user`."""
-        with self.graph.inserting_before(user):
-            found = self.graph.call_function(torch.ops.stepgraph.later.default, (node, after))
-        return inherit(found, node, layer=notes(user).layer, phase=notes(user).phase)
+        if (node, after) not in self.barriers:
+            with self.graph.inserting_before(user):
+                found = self.graph.call_function(torch.ops.stepgraph.later.default, (node, after))
+            inherit(found, node, layer=notes(user).layer, phase=notes(user).phase)
+            self.barriers[node, after] = found
+        return self.barriers[node, after]
 
 
-def _products_before(node: fx.Node) -> Iterator[fx.Node]:
-    """Results of the gradient pass that an operator depends on and that are in memory anyway, the nearest first."""
-    seen, waiting = {node}, [node]
-    for current in waiting:
-        for source in current.all_input_nodes:
-            if source in seen or not _is_gradient(source) or notes(source).recomputed:
-                continue
-            if not _is_absorbed(source) and isinstance(fake(source), torch.Tensor):
-                yield source
-            seen.add(source)
-            waiting.append(source)
+def _products_before(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """For each operator, the last result of the gradient pass before it that is in memory anyway."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    last = None
+    for node in graph.nodes:
+        found[node] = last
+        computed = _is_gradient(node) and not notes(node).recomputed and not _is_absorbed(node)
+        last = node if computed and isinstance(fake(node), torch.Tensor) else last
+    return found
