@@ -75,7 +75,7 @@ def test_edges_without_limit_are_not_cut() -> None:
 def lowered(part: Part, step: Step) -> Part:
     """The part after the rows for what a GPU's compiler gets; they only look at the graph."""
     part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
-    step = replace(step, device=torch.device("cuda"))
+    step = replace(step, device=torch.device("cuda"), memory_limit=1 << 40)
     out_of_place(part.module.graph)
     for row in pipeline.rows(pipeline.LOWERED, step, None):
         row.run(part.module, step)
@@ -370,7 +370,7 @@ def test_the_plan_of_a_fused_step_is_what_the_allocator_measures(dropout: float)
     training.compile("cuda", compute_type="bfloat16", fuse=False)
     unfused = training.memory_plan.total
     plain = [float(training.execute(*data).loss) for _ in range(3)]
-    training.compile("cuda", compute_type="bfloat16", fuse=True)
+    training.compile("cuda", compute_type="bfloat16", fuse=True, memory_limit=unfused)
     fused = [float(training.execute(*data).loss)]  # Triton tries block sizes in this call, with arrays of its own
     torch.cuda.reset_peak_memory_stats()
     fused += [float(training.execute(*data).loss) for _ in range(2)]
