@@ -47,6 +47,7 @@ def _kill_again_and_again(processes: multiprocessing.context.ForkServerContext, 
     assert state(resumed) == state(uninterrupted)
 
 
+@pytest.mark.deep
 def test_killed_at_random_moments(processes: multiprocessing.context.ForkServerContext, tmp_path: Path) -> None:
     _kill_again_and_again(processes, tmp_path, 4)
 
