@@ -122,7 +122,7 @@ class Draw:
         """Adds a node and its results; None, and nothing added, where its results are not fit for further use."""
         row = self.table[kind]
         made = [Parameter(self.number(), shape, what) for shape, what in drawn.parameters.values()]
-        chosen = [self._shared(one) for one in made]
+        chosen = [self._shared(one, row.packs) for one in made]
         arrays = {
             name: torch.from_numpy(parameter_data(self.recipe, one)).double().reshape(drawn.parameters[name][0])
             for name, one in zip(drawn.parameters, chosen, strict=True)
@@ -140,10 +140,11 @@ class Draw:
         self.ops.append(Op(kind, drawn.sources, numbers, drawn.settings, held))
         return numbers
 
-    def _shared(self, one: Parameter) -> Parameter:
+    def _shared(self, one: Parameter, packs: bool) -> Parameter:
         """Now and then a parameter that another layer has already, of as many elements and the same kind."""
         size = torch.Size(one.shape).numel()
         fitting = [p for p in self.parameters if torch.Size(p.shape).numel() == size and p.kind == one.kind]
+        fitting = [p for p in fitting if packs or p.shape == one.shape]
         return self.choose(fitting) if fitting and one.kind in ("weight", "bias") and self.chance(0.15) else one
 
 

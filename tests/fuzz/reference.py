@@ -99,7 +99,8 @@ def forward(
             # A frozen layer may share a tensor with one that is not: one parameter, with the sum over all its uses.
             arrays[name] = _noisy(leaf if number in trained else leaf.detach(), noise, generator)
         context = Context(training, before.rows, recipe.batch, dropped.get(op.results[0]))
-        sources = [values[n] for n in op.sources]
+        rounded = set(before.inputs) if recipe.compute_type is not None else set()  # a layer converts what it reads
+        sources = [_noisy(values[n], noise, generator) if n in rounded else values[n] for n in op.sources]
         if is_loss(op):  # gradients flow to the prediction only
             sources[1:] = [array.detach() for array in sources[1:]]
         found = row.evaluate(context, op.settings, arrays, *sources)

@@ -62,6 +62,7 @@ class Row:
         image: whether graphs of images are made of it.
         weight: how often it is drawn.
         statistics: parameters that the forward pass changes and no optimizer does.
+        packs: whether its tensors may have other shapes with as many elements.
     """
 
     layer: type[sg.Layer]
@@ -71,6 +72,7 @@ class Row:
     image: bool = False
     weight: float = 1.0
     statistics: tuple[str, ...] = ()
+    packs: bool = True
 
 
 def several(tensors: Mapping[str, Any], name: str) -> list[Any] | None:

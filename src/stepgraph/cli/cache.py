@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ examples:
   stepgraph cache --json | jq '.choices[].chosen'
 """
 SECONDS = 60  # for --measure
+WIDEST = 48  # characters of shapes in the table; JSON has all of them
 DISTURBED = """\
 Something else that ran may have decided a disturbed choice. The next process that needs it measures it again; after the
 third time, it is accepted. --measure --disturbed does so now."""
@@ -145,7 +147,15 @@ def _table(choices: Sequence[Choice]) -> Any:
         row = kept.described(one)
         second = "" if row["second"] is None else f"{row['second']} ×{row['ratio']:.2f}"
         taken, when = _time(one.seconds.get(one.chosen)), one.measured[:16].replace("T", " ")
-        cells = row["operator"], row["shapes"], str(row["threads"]), one.chosen, taken, second, when
+        cells = (
+            row["operator"],
+            shorten(row["shapes"], WIDEST, placeholder=" …"),
+            str(row["threads"]),
+            one.chosen,
+            taken,
+            second,
+            when,
+        )
         table.add_row(*map(readable, cells), row["state"] if one.disturbed else "")
     return table
 

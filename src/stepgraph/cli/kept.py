@@ -55,7 +55,7 @@ def look(selection: Selection) -> dict[str, Any]:
             "choices": len(every),
             "disturbed": sum(one.disturbed for one in every),
             "damaged": CHOICES.damaged(),
-            "state": _state(own),
+            "state": "kept" if every else _state(own),
         },
         "others": [{"file": str(one), "bytes": _bytes(one)} for one in other_files()],
         "compiler": {"folder": str(compiler), "exists": compiler.is_dir(), "bytes": _bytes(compiler)},
