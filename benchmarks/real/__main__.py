@@ -19,9 +19,10 @@ from rich.console import Console
 from benchmarks.real.contenders import CONTENDERS, OURS
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
-from benchmarks.real.turns import Failed, Process, Task, prepared, rounds
+from benchmarks.real.turns import LONG, Failed, Process, Task, prepared, rounds
 from benchmarks.real.worker import MEMORY
 
+PROFILED = 5  # steps
 MODES = ("reduce", "autotune", "stream")
 
 
@@ -41,6 +42,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     made.add_argument("--patience", type=float, default=300, help="seconds to get ready in, each (%(default)s)")
     made.add_argument("--minutes", type=float, default=None, help="begin no model after so many minutes")
     made.add_argument("--warm", action="store_true", help="time getting ready again, with the caches of the first time")
+    made.add_argument("--profile", action="store_true", help="add the kernels of a step to the file")
     made.add_argument("--json", type=Path, default=None, help="a file for all numbers; what is in it already is kept")
     found = made.parse_args(arguments)
     known = SMALL if found.small else MODELS
@@ -99,6 +101,8 @@ def _in_groups(
         ours = alive.pop(OURS, ours)
         times, failed = rounds(({OURS: ours} if ours else {}) | alive, given.rounds, given.seconds)
         _note(rows, times, failed)
+        if given.profile:
+            _profile(rows, ({OURS: ours} if ours and not groups else {}) | alive)
         for process in alive.values():
             process.end()
         if len(group) > 1:  # beside stepgraph alone it may find the memory it needs
@@ -117,6 +121,15 @@ def _note(rows: dict[str, dict[str, Any]], times: dict[str, list[float]], failed
             rows[name]["rounds"] = rows[name].get("rounds", []) + found
         else:
             rows[name] |= {"rounds": found, "ours": times.get(OURS, [])}
+
+
+def _profile(rows: dict[str, dict[str, Any]], processes: dict[str, Process]) -> None:
+    """Adds the kernels of a step to the rows."""
+    for name, process in processes.items():
+        try:
+            rows[name] |= process.ask(LONG, do="kernels", count=PROFILED)
+        except Failed as error:
+            rows[name]["kernels"] = str(error)
 
 
 def _again(task: Task, name: str, caches: Path) -> dict[str, Any]:

@@ -33,6 +33,11 @@ def distance(losses: list[float], others: list[float]) -> float:
     return max((abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False)), default=0.0)
 
 
+def needed(row: dict[str, Any]) -> int:
+    """The memory of a step: the most that was allocated, or what a CUDA graph keeps for itself if that is more."""
+    return max(row["peak"]["allocated"], row.get("kept", 0))
+
+
 def summed_up(model: Model, rows: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
     """What follows from the rows of a model: per contender, and the ratios to the best peer.
 
@@ -68,7 +73,7 @@ def _best(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> 
         return {}
     fastest = min(peers, key=lambda name: found[name]["ratio"][1])
     best: dict[str, Any] = {"fastest_peer": fastest, "ratio_to_fastest": found[fastest]["ratio"]}
-    sizes = {name: rows[name]["peak"]["allocated"] for name in (OURS, *peers) if rows[name].get("peak")}
+    sizes = {name: needed(rows[name]) for name in (OURS, *peers) if rows[name].get("peak")}
     if len(sizes) > 1 and OURS in sizes:
         smallest = min((name for name in sizes if name != OURS), key=lambda name: sizes[name])
         best |= {"smallest_peer": smallest, "memory_to_smallest": round(sizes[OURS] / sizes[smallest], 3)}
@@ -115,7 +120,7 @@ def _speed(one: dict[str, Any]) -> list[str]:
 
 def _memory(row: dict[str, Any]) -> list[str]:
     peak, before = row.get("peak") or {}, row.get("peak_until_ready") or {}
-    sizes = peak.get("allocated"), peak.get("reserved"), before.get("allocated"), row.get("plan")
+    sizes = needed(row) if peak else None, peak.get("reserved"), before.get("allocated"), row.get("plan")
     return [f"{size / GIB:.2f}" if size is not None else "" for size in sizes]
 
 

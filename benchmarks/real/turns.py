@@ -175,7 +175,7 @@ def in_short(row: Mapping[str, Any]) -> str:
     words += [] if row["settled"] else ["not in its final form"]
     if row["peak"]:
         words.append(
-            f"peak {row['peak']['allocated'] / 2**30:.2f} GiB of {row['peak']['reserved'] / 2**30:.2f} reserved"
+            f"peak {max(row['peak']['allocated'], row['kept']) / 2**30:.2f} GiB of {row['peak']['reserved'] / 2**30:.2f} reserved"
         )
     words += [f"plan {row['plan'] / 2**30:.2f} GiB"] if "plan" in row else []
     return ", ".join([*words, f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"])

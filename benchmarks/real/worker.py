@@ -19,6 +19,7 @@ from benchmarks.real.models import MODELS, SMALL
 MARK = "answer: "  # libraries print, too
 MEMORY = "out of memory"
 PEAK_STEPS, SETTLING = 3, 2
+KERNELS = 100  # the longest that a profile names
 
 
 class Worker:
@@ -84,6 +85,19 @@ class Worker:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return {"seconds": seconds}
+
+    def kernels(self, count: int) -> dict[str, Any]:
+        """What a step consists of: each kernel with calls and milliseconds per step, the longest first."""
+        activity = torch.profiler.ProfilerActivity
+        kinds = [activity.CUDA] if self.device == "cuda" else [activity.CPU]
+        with torch.profiler.profile(activities=kinds) as profile:
+            for _ in range(count):
+                self._step()
+        found = [
+            (one.key, one.count / count, (one.self_device_time_total or one.self_cpu_time_total) / count / 1e3)
+            for one in profile.key_averages()
+        ]
+        return {"kernels": sorted(found, key=lambda row: -row[2])[:KERNELS]}
 
     def where(self) -> dict[str, Any]:
         """What the numbers depend on."""
