@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.fx_passes import pad_mm
 
 import stepgraph as sg
 from stepgraph.compiler import law, phases, pipeline
-from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels import emulated, half, label_losses
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import Fusion
 
@@ -144,14 +145,22 @@ def test_huge_predictions_and_gradients(device: str) -> None:
     assert overflowing[1].isinf().any() and overflowing[0].isfinite().all()  # the loss scale is too large
 
 
-def network(shape: tuple[int, ...], axis: int, compute_type: str | None, *, weighted: bool = False, **loss: Any) -> Any:
+def network(
+    shape: tuple[int, ...],
+    axis: int,
+    compute_type: str | None,
+    *,
+    weighted: bool = False,
+    width: int = 16,
+    **loss: Any,
+) -> Any:
     """A product in front of a softmax cross entropy, and data for it. The classes end up along `axis`."""
     sg.set_seed(1)
     labels = shape[:axis] + shape[axis + 1 :]
     last = (*labels, shape[axis])
-    x, y, w = sg.Tensor((*labels, 16)), sg.Tensor(labels, "int64"), sg.Tensor(labels)
+    x, y, w = sg.Tensor((*labels, width)), sg.Tensor(labels, "int64"), sg.Tensor(labels)
     graph = sg.Graph()
-    logits = graph.node(sg.FullyConnectedLayer.create(16, shape[axis]), x)
+    logits = graph.node(sg.FullyConnectedLayer.create(width, shape[axis]), x)
     order = list(range(len(last) - 1))
     order.insert(axis, len(last) - 1)
     if order != sorted(order):
@@ -163,7 +172,7 @@ def network(shape: tuple[int, ...], axis: int, compute_type: str | None, *, weig
     classes = random.integers(0, shape[axis], labels)
     if loss.get("ignored_label") is not None:
         classes[random.random(labels) < 0.4] = loss["ignored_label"]
-    data = [{"x": random.standard_normal((*labels, 16)).astype(np.float32)}, {"y": classes}]
+    data = [{"x": random.standard_normal((*labels, width)).astype(np.float32)}, {"y": classes}]
     weights = [{"w": random.random(labels).astype(np.float32)}] if weighted else []
     return training, logits, (*data, *weights)
 
@@ -225,12 +234,12 @@ def test_every_variant_in_a_graph(
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_training_in_half_precision_follows_float32(kind: str) -> None:
-    half, _, data = network((8, 5, 300), 2, kind, ignored_label=IGNORED)
+    rounded, _, data = network((8, 5, 300), 2, kind, ignored_label=IGNORED)
     full, *_ = network((8, 5, 300), 2, None, ignored_label=IGNORED)
     if kind == "float16":
-        half.loss_scale = 8.0  # no update is skipped
+        rounded.loss_scale = 8.0  # no update is skipped
     for _ in range(6):
-        assert half.execute(*data).loss == pytest.approx(full.execute(*data).loss, rel=0.02)
+        assert rounded.execute(*data).loss == pytest.approx(full.execute(*data).loss, rel=0.02)
 
 
 def test_small_and_deterministic_losses_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,15 +304,45 @@ def test_fused_steps_compute_the_same() -> None:
         assert fused.execute(*data).loss == pytest.approx(plain.execute(*data).loss, rel=1e-2)
 
 
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_the_gradient_is_written_to_predictions_that_the_compiler_has_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs it pads products whose rows are not aligned; the predictions are then a view with other strides."""
+    monkeypatch.setattr(label_losses, "_stays_one", lambda y: True)
+    monkeypatch.setattr(half, "applies", lambda node: False)  # the product itself has to be in half precision
+    monkeypatch.setattr(emulated, "fails", lambda kind: False)
+    padded = []
+    for name in ("should_pad", "_should_pad"):
+        monkeypatch.setattr(pad_mm, name, lambda *given, **more: padded.append(given) or True)
+    monkeypatch.setattr(pad_mm, "get_alignment_size", lambda array: 8)
+    plain, _, data = network((65, 301), 1, "bfloat16", ignored_label=IGNORED, width=30)
+    fused, *_ = network((65, 301), 1, "bfloat16", ignored_label=IGNORED, width=30)
+    fused.compile("cpu", fuse=True, compute_type="bfloat16")
+    assert padded
+    for _ in range(3):
+        assert fused.execute(*data).loss == pytest.approx(plain.execute(*data).loss, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [5003, 30522])
+def test_fused_losses_of_classes_that_are_not_aligned(classes: int) -> None:
+    plain, _, data = network((64, 128, classes), 2, "bfloat16", ignored_label=IGNORED, width=512)
+    fused, *_ = network((64, 128, classes), 2, "bfloat16", ignored_label=IGNORED, width=512)
+    plain.compile("cuda", compute_type="bfloat16", fuse=False)
+    fused.compile("cuda", compute_type="bfloat16", fuse=True)
+    for _ in range(4):
+        assert fused.execute(*data).loss == pytest.approx(plain.execute(*data).loss, rel=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("classes", [10, 5000])
+@pytest.mark.parametrize("classes", [10, 5000, 5003])
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_on_cuda(classes: int, fuse: bool, kind: str) -> None:
-    half, _, data = network((32, 64, classes), 2, kind, ignored_label=IGNORED, label_smoothing=0.1)
+    rounded, _, data = network((32, 64, classes), 2, kind, ignored_label=IGNORED, label_smoothing=0.1)
     full, *_ = network((32, 64, classes), 2, None, ignored_label=IGNORED, label_smoothing=0.1)
-    half.compile("cuda", compute_type=kind, fuse=fuse)
+    rounded.compile("cuda", compute_type=kind, fuse=fuse)
     if kind == "float16":
-        half.loss_scale = 8.0
+        rounded.loss_scale = 8.0
     for _ in range(6):
-        assert half.execute(*data).loss == pytest.approx(full.execute(*data).loss, rel=0.02)
+        assert rounded.execute(*data).loss == pytest.approx(full.execute(*data).loss, rel=0.02)

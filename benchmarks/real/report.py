@@ -16,6 +16,7 @@ SHEETS = {  # dense operations a second in bfloat16, by PyTorch's name of the de
 }
 OURSELVES = (OURS, "unfused", "imported", "transformers")
 GIB = 2**30
+FAR = 0.02  # relative distance between losses that rounding does not explain
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -99,6 +100,9 @@ def table(name: str, model: Model, rows: dict[str, dict[str, Any]], result: dict
 def _headline(result: dict[str, Any]) -> str | None:
     """The ratios to the best peers, and who could not be measured."""
     notes = [f"{name}: {one['failed']}" for name, one in result["contenders"].items() if "failed" in one]
+    for name, one in result["contenders"].items():
+        if one.get("loss_distance", 0.0) > FAR:
+            notes.append(f"{name} does not train the same: its losses are up to {one['loss_distance']:.0%} away")
     if "fastest_peer" in result:
         low, middle, high = result["ratio_to_fastest"]
         notes.append(f"step, to the fastest peer, {result['fastest_peer']}: {middle:.3f} ({low:.3f} to {high:.3f})")

@@ -33,8 +33,13 @@ logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
 # The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
-# launched together.
-SETTINGS: dict[str, Any] = {"triton.cudagraphs": False, "combo_kernels": True}
+# launched together. Operators that write to views take the views themselves: version 2 would take their base with the
+# recorded strides, although the compiler may pad the product that the base is.
+SETTINGS: dict[str, Any] = {
+    "triton.cudagraphs": False,
+    "combo_kernels": True,
+    "enable_auto_functionalized_v2": False,
+}
 ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
 
 
