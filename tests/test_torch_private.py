@@ -28,6 +28,8 @@ PRIVATE = {
     "torch._C._InferenceMode": ("InferenceMode", "enter inference mode in every call"),
     "torch._C._len_torch_function_stack": ("function_mode_count", "see whether a default device is set"),
     "torch._C._cuda_getCurrentRawStream": ("raw_stream", "know the stream that a call runs on"),
+    "torch._C._cuda_endAllocateToPool": ("end_allocations", "capture a step again after another thread broke it"),
+    "torch._C._cuda_releasePool": ("end_allocations", "capture a step again after another thread broke it"),
     "torch.Tensor._version": ("version", "know whether fed indices have changed since they were checked"),
     "torch.Tensor._base": ("base", "know the array that fed indices are a part of"),
     "torch._foreach_add_": ("foreach_add_", "accumulate gradients"),

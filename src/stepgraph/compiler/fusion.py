@@ -27,7 +27,7 @@ from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import reason
-from stepgraph.system import torch_private
+from stepgraph.system import captures, torch_private
 
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -168,7 +168,13 @@ def fuse_in_background(part: Part, step: Step) -> Future[Fused]:
 
     def work() -> None:
         try:
-            future.set_result(fuse(part, step))
+            try:
+                fused = fuse(part, step)
+            except RuntimeError as error:
+                if not captures.met_capture(error):
+                    raise
+                fused = fuse(part, step)  # kernels were being measured while another thread captured
+            future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
 

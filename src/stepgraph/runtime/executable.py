@@ -35,7 +35,7 @@ from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
-from stepgraph.system import surroundings, torch_private
+from stepgraph.system import captures, surroundings, torch_private
 
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
@@ -395,13 +395,16 @@ class _Capture:
         self.lending.call_in()
         self._note(binding, others)
         arrays = binding.filled({**others, **self.copied})
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (a loader that pins memory, a completion handler) can continue while this one captures.
-        with self.executable.settings(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+        def run() -> Sequence[torch.Tensor]:
             results = self.executable.run(arrays)
             for slots, index in zip(self.losses, self.executable.loss_indices, strict=True):
                 if slots is not None:
                     slots.capture(results[index])
+            return results
+
+        with self.executable.settings():
+            graph, results = captures.capture(run, self.executable.step.device)
         # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results
         logger.info("captured %d operators as a CUDA graph", len(self.executable.part.nodes))

@@ -265,6 +265,13 @@ def compiled_for(fingerprint: str) -> Iterator[None]:
         yield
 
 
+def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends the use of a memory pool by a capture that has failed; no public name does."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
+
+
 def drop(compiled: CompiledFxGraph) -> None:
     """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
     from torch._inductor.codecache import FxGraphCache

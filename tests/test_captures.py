@@ -1,0 +1,116 @@
+"""Captures of CUDA graphs that another thread breaks."""
+
+import threading
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.compiler import fusion
+from stepgraph.system import captures, torch_private
+
+BROKEN = "CUDA error: operation failed due to a previous error during capture"
+
+
+class Graph:
+    """Stands for a CUDA graph."""
+
+    was_reset = False
+
+    def reset(self) -> None:
+        self.was_reset = True
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Captures without a GPU; the pools whose use has ended."""
+    found: list[Any] = []
+    monkeypatch.setattr(captures, "PAUSE", 0)
+    monkeypatch.setattr(captures, "_kept", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **more: nullcontext())
+    monkeypatch.setattr(torch_private, "end_allocations", lambda device, pool: found.append(pool))
+    return found
+
+
+def failing(*errors: Exception) -> Any:
+    """A function that raises these errors, one per call, and then returns 7."""
+    left = list(errors)
+
+    def run() -> int:
+        if left:
+            raise left.pop(0)
+        return 7
+
+    return run
+
+
+def test_a_capture_that_another_thread_breaks_is_repeated(ended: list[Any]) -> None:
+    graph, found = captures.capture(failing(RuntimeError(BROKEN), RuntimeError(BROKEN)), torch.device("cuda"))
+    assert found == 7 and not graph.was_reset and len(ended) == 2
+    assert all(one.was_reset for one in captures._kept) and len(captures._kept) == 2
+
+
+def test_other_errors_are_raised_at_once(ended: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        captures.capture(
+            failing(RuntimeError("operation not permitted when stream is capturing")), torch.device("cuda")
+        )
+    with pytest.raises(ValueError, match="wrong"):
+        captures.capture(failing(ValueError("wrong")), torch.device("cuda"))
+    assert len(ended) == 2
+
+
+def test_a_capture_that_is_always_broken_fails(ended: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        captures.capture(failing(*[RuntimeError(BROKEN)] * captures.ATTEMPTS), torch.device("cuda"))
+    assert len(ended) == captures.ATTEMPTS
+
+
+@pytest.mark.parametrize(("count", "error"), [(1, None), (2, RuntimeError)])
+def test_fusion_that_meets_a_capture_is_repeated_once(
+    monkeypatch: pytest.MonkeyPatch, count: int, error: type[Exception] | None
+) -> None:
+    run = failing(*[RuntimeError("operation not permitted when stream is capturing")] * count)
+    monkeypatch.setattr(fusion, "fuse", lambda part, step: run())
+    future: Future[Any] = fusion.fuse_in_background(None, None)  # type: ignore[arg-type]
+    assert type(future.exception(timeout=10)) is (type(None) if error is None else error)
+    assert error is not None or future.result() == 7
+
+
+@pytest.mark.gpu
+def test_steps_are_captured_while_a_thread_waits_for_the_device() -> None:
+    stop, failures = threading.Event(), 0
+
+    def disturb() -> None:
+        nonlocal failures
+        while not stop.wait(0.002):
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # it met a capture
+                failures += 1
+
+    x, y, graph = sg.Tensor((8, 16)), sg.Tensor((8, 4)), sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(16, 4), x)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(20):  # until a capture was met, as a rule
+            training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+            training.add_inputs({"x": x}, {"y": y})
+            training.compile("cuda", fuse=False)
+            data = {"x": np.ones((8, 16), np.float32)}, {"y": np.ones((8, 4), np.float32)}
+            losses = [float(training.execute(*data).loss) for _ in range(4)]
+            assert losses == sorted(losses, reverse=True)
+            (executable,) = training.compilation.programs.executables.values()
+            assert "CUDA graph" in executable.mode
+            graph = sg.Graph()
+            graph.node(sg.FullyConnectedLayer.create(16, 4), x)
+    finally:
+        stop.set()
+        thread.join()
