@@ -188,6 +188,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
+    Pass("expand GELUs in half precision", FUSED, _graph(kernels.expand_gelus), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),

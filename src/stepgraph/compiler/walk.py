@@ -338,8 +338,9 @@ class _Walk:
         gradients = [self.found[gradient(t)] for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(self.step.slots_of(tensors[0])))]
         copies = [self.arrays[rounded(t)] for t in tensors if t in self.step.rounded_set]
-        # PyTorch's compiler fuses small updates with what precedes them; large ones have a kernel.
-        expanded = self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
+        # PyTorch's compiler fuses a few small updates with what precedes them; others have a kernel.
+        few = len(self.step.trainable) <= kernels.MANY
+        expanded = few and self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
         with _tagged(name, Phase.UPDATE), torch.no_grad():
             if optimizer.groups:
                 changes = ~self._frozen(group)

@@ -1,8 +1,10 @@
 """Faster implementations of what a step computes, besides the reference; tests compare the two."""
 
 from stepgraph.compiler.kernels.choose import choose_kernels
+from stepgraph.compiler.kernels.gelu import expand_gelus
 from stepgraph.compiler.kernels.layer_norm import expand_layer_norms
 from stepgraph.compiler.kernels.update import (
+    MANY,
     named,
     number_type,
     expand_updates,
@@ -10,9 +12,11 @@ from stepgraph.compiler.kernels.update import (
 )
 
 __all__ = [
+    "MANY",
     "choose_kernels",
     "named",
     "number_type",
+    "expand_gelus",
     "expand_layer_norms",
     "expand_updates",
     "update",
