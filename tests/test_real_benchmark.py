@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from benchmarks.real.__main__ import chosen, main, options
+from benchmarks.real.__main__ import Wanted, main, options
 from benchmarks.real.contenders import OURS, Contender, Eager, FromTransformers, Imported, Stepgraph
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
@@ -196,9 +196,10 @@ def test_wrong_options_are_refused(arguments: list[str], words: str, capsys: pyt
 
 def test_a_model_has_its_usual_peers_and_those_that_are_asked_for() -> None:
     usual = [OURS, "unfused", "eager", "compile"]
-    assert list(chosen("vit", MODELS["vit"], options([]))) == usual
-    assert {"imported", "transformers"} < set(chosen("gpt2", MODELS["gpt2"], options([])))
-    found = chosen("unet", MODELS["unet"], options(["--peers", "eager,stream", "--modes", "reduce", "--device", "cpu"]))
+    assert list(Wanted.of("vit", options([])).problems) == usual
+    assert {"imported", "transformers"} < set(Wanted.of("gpt2", options([])).problems)
+    given = options(["--peers", "eager,stream", "--modes", "reduce", "--device", "cpu"])
+    found = Wanted.of("unet", given).problems
     assert found == {OURS: "", "eager": "", "stream": "not for unet", "reduce": "not for cpu"}
 
 
@@ -212,6 +213,8 @@ def test_the_program_measures_small_models_and_goes_on_with_its_file(tmp_path: A
     assert all(one["loss_distance"] < 1e-5 for one in first["contenders"].values())
     assert first["rows"][OURS]["warm"]["ready"] > 0
     assert "--warm --models gpt2" in first["command"]  # without the file
-    main([*arguments, "--models", "gpt2,unet", "--peers", "eager"])
+    main([*arguments, "--models", "gpt2,unet,bert", "--peers", "eager", "--together", "--profile"])
     found = json.loads(path.read_text())["models"]
-    assert found["gpt2"] == first and list(found) == ["gpt2", "unet"]
+    assert found["gpt2"] == first and list(found) == ["gpt2", "unet", "bert"]
+    assert found["bert"]["at_once"] == 4 and found["bert"]["contenders"]["eager"]["ratio"]
+    assert all(calls > 0 and ms >= 0 for _, calls, ms in found["unet"]["rows"][OURS]["kernels"])

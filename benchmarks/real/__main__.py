@@ -5,12 +5,15 @@
 A contender that fails is a row with the reason. What is in the file already is kept: run the rest another time.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from rich.console import Console
 from benchmarks.real.contenders import CONTENDERS, OURS
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
-from benchmarks.real.turns import LONG, Failed, Process, Task, prepared, rounds
+from benchmarks.real.turns import LONG, Failed, Process, Task, Who, prepared, rounds
 from benchmarks.real.worker import MEMORY
 
 PROFILED = 5  # steps
@@ -39,6 +42,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     made.add_argument("--seconds", type=float, default=30, help="begin no round after so many seconds (%(default)s)")
     made.add_argument("--losses", type=int, default=50, help="steps whose losses are compared (%(default)s)")
     made.add_argument("--at-once", type=int, default=1, help="contenders that get ready at once (%(default)s)")
+    made.add_argument("--together", action="store_true", help="all models and contenders get ready at once")
     made.add_argument("--patience", type=float, default=300, help="seconds to get ready in, each (%(default)s)")
     made.add_argument("--minutes", type=float, default=None, help="begin no model after so many minutes")
     made.add_argument("--warm", action="store_true", help="time getting ready again, with the caches of the first time")
@@ -64,11 +68,33 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def chosen(name: str, model: Model, given: argparse.Namespace) -> dict[str, str]:
-    """Contenders of a model, stepgraph first, each with the reason why it is left out, or nothing."""
-    usual = [one for one, row in CONTENDERS.items() if row.usual is None or name in row.usual]
-    wanted = dict.fromkeys([OURS, *(given.peers if given.peers is not None else usual), *given.modes])
-    return {one: CONTENDERS[one].problem(model, given.device) for one in wanted}
+@dataclass(frozen=True)
+class Wanted:
+    """A model to measure.
+
+    Args:
+        model: its sizes.
+        task: what its contenders are to do.
+        problems: all contenders, stepgraph first, each with the reason why it is left out, or nothing.
+    """
+
+    model: Model
+    task: Task
+    problems: dict[str, str]
+
+    @classmethod
+    def of(cls, name: str, given: argparse.Namespace) -> Wanted:
+        """What the command line asks for."""
+        model = (SMALL if given.small else MODELS)[name].of_batch(given.batch)
+        task = Task(name, given.device, given.small, given.batch, given.losses, given.patience)
+        usual = [one for one, row in CONTENDERS.items() if row.usual is None or name in row.usual]
+        asked = dict.fromkeys([OURS, *(given.peers if given.peers is not None else usual), *given.modes])
+        return cls(model, task, {one: CONTENDERS[one].problem(model, given.device) for one in asked})
+
+    @property
+    def contenders(self) -> list[str]:
+        """Those that can train it here."""
+        return [name for name, problem in self.problems.items() if not problem]
 
 
 def measured(
@@ -95,9 +121,9 @@ def _in_groups(
     groups = [names[i : i + size] for i in range(0, len(names), size)]
     while groups:
         group = groups.pop(0)
-        ready = prepared(task, {name: caches[name] for name in group}, said)
-        rows |= {name: row for name, (_, row) in ready.items()}
-        alive = {name: process for name, (process, _) in ready.items() if process is not None}
+        ready = prepared({Who(task.model, name): (task, caches[name]) for name in group}, said)
+        rows |= {who.contender: row for who, (_, row) in ready.items()}
+        alive = {who.contender: process for who, (process, _) in ready.items() if process is not None}
         ours = alive.pop(OURS, ours)
         times, failed = rounds(({OURS: ours} if ours else {}) | alive, given.rounds, given.seconds)
         _note(rows, times, failed)
@@ -109,6 +135,26 @@ def _in_groups(
             groups += [[name] for name in group if name != OURS and MEMORY in rows[name].get("failed", "")]
     if ours is not None:
         ours.end()
+    return rows
+
+
+def together(
+    wanted: dict[str, Wanted], given: argparse.Namespace, said: Callable[[str], None]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of several models whose contenders all get ready at once; each model then has its own rounds."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in wanted}
+    with tempfile.TemporaryDirectory() as folder:
+        everybody = [Who(model, name) for model, one in wanted.items() for name in one.contenders]
+        ready = prepared({who: (wanted[who.model].task, Path(folder, *who)) for who in everybody}, said)
+        for who, (_, row) in ready.items():
+            rows[who.model][who.contender] = row
+        for model in wanted:
+            alive = {who.contender: one for who, (one, _) in ready.items() if one is not None and who.model == model}
+            _note(rows[model], *rounds(alive, given.rounds, given.seconds))
+            if given.profile:
+                _profile(rows[model], alive)
+            for process in alive.values():
+                process.end()
     return rows
 
 
@@ -144,32 +190,44 @@ def _again(task: Task, name: str, caches: Path) -> dict[str, Any]:
         process.end()
 
 
+def measured_models(
+    wanted: dict[str, Wanted], given: argparse.Namespace, said: Callable[[str], None]
+) -> Iterator[tuple[str, dict[str, dict[str, Any]], float]]:
+    """The rows of each model and the minutes they took, as soon as they are there."""
+    started = time.monotonic()
+    if given.together:
+        for name, rows in together(wanted, given, said).items():
+            yield name, rows, (time.monotonic() - started) / 60
+        return
+    for name, one in wanted.items():
+        if given.minutes is not None and time.monotonic() - started > 60 * given.minutes:
+            said(f"{name} is left for another time")
+            continue
+        began = time.monotonic()
+        rows = measured(one.task, one.contenders, given, said)
+        yield name, rows, (time.monotonic() - began) / 60
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures what the command line asks for, and writes each model to the file when it is done."""
-    given, started = options(arguments), time.monotonic()
+    given = options(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    known = SMALL if given.small else MODELS
     report = json.loads(given.json.read_text()) if given.json and given.json.exists() else {"models": {}}
-    for name in given.models:
-        if name in report["models"]:
-            console.print(f"{name} is in the file already", style="yellow")
-            continue
-        if given.minutes is not None and time.monotonic() - started > 60 * given.minutes:
-            console.print(f"{name} is left for another time", style="yellow")
-            continue
-        model, began = known[name].of_batch(given.batch), time.monotonic()
-        task = Task(name, given.device, given.small, given.batch, given.losses, given.patience)
-        problems = chosen(name, model, given)
-        rows = measured(task, [one for one, problem in problems.items() if not problem], given, console.print)
-        rows |= {one: {"failed": problem} for one, problem in problems.items() if problem}
+    for name in report["models"].keys() & given.models:
+        console.print(f"{name} is in the file already", style="yellow")
+    wanted = {name: Wanted.of(name, given) for name in given.models if name not in report["models"]}
+    asked = " ".join(sys.argv[1:] if arguments is None else arguments)
+    where_to = f" --json {given.json}" if given.json else ""  # does not matter to the numbers
+    command = f"python -m benchmarks.real {asked}".replace(where_to, "")
+    count = sum(len(one.contenders) for one in wanted.values()) if given.together else given.at_once
+    for name, rows, minutes in measured_models(wanted, given, console.print):
+        model = wanted[name].model
+        rows |= {one: {"failed": problem} for one, problem in wanted[name].problems.items() if problem}
         where = next((row.pop("where") for row in rows.values() if "where" in row), {"device": "unknown"})
         report = {"program": "real", **where, **report}
         result = summed_up(model, rows, report["device"])
         facts = {"batch_size": model.batch_size, "parameters": model.parameter_count, "flops": model.flops}
-        asked = " ".join(sys.argv[1:] if arguments is None else arguments)
-        where_to = f" --json {given.json}" if given.json else ""  # does not matter to the numbers
-        settings = {"command": f"python -m benchmarks.real {asked}".replace(where_to, "")}
-        settings |= {"at_once": given.at_once, "minutes": round((time.monotonic() - began) / 60, 2)}
+        settings = {"command": command, "at_once": count, "minutes": round(minutes, 2)}
         report["models"][name] = {**facts, **settings, **result, "rows": rows}
         console.print(table(name, model, rows, result), "")
         if given.json:

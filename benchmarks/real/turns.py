@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.real.worker import MARK
 
@@ -45,6 +45,13 @@ class Task:
     batch: int | None
     losses: int
     patience: float
+
+
+class Who(NamedTuple):
+    """A contender of a model."""
+
+    model: str
+    contender: str
 
 
 class Process:
@@ -139,34 +146,34 @@ class Process:
 
 
 def prepared(
-    task: Task, caches: Mapping[str, Path], said: Callable[[str], None]
-) -> dict[str, tuple[Process | None, dict[str, Any]]]:
+    wanted: Mapping[Who, tuple[Task, Path]], said: Callable[[str], None]
+) -> dict[Who, tuple[Process | None, dict[str, Any]]]:
     """Processes that are ready, with what they say; None, with the reason, for those that failed.
 
     Several get ready at the same time, each with its share of the cores.
 
     Args:
-        task: what to do.
-        caches: the contenders, each with the folder for its caches.
+        wanted: models and contenders, each with what to do and the folder for its caches.
         said: told when one is ready.
     """
     known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    share = max(1, len(known) // len(caches))
-    shares = [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(len(caches))]
+    share = max(1, len(known) // len(wanted))
+    shares = [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(len(wanted))]
 
-    def one(name: str, cores: Sequence[int]) -> tuple[Process | None, dict[str, Any]]:
-        process = Process(task, name, caches[name], cores)
+    def one(who: Who, cores: Sequence[int]) -> tuple[Process | None, dict[str, Any]]:
+        task, caches = wanted[who]
+        process = Process(task, who.contender, caches, cores)
         try:
             row = process.prepare()
         except Failed as error:
             process.end()
-            said(f"{task.model}, {name}: {error}")
+            said(f"{who.model}, {who.contender}: {error}")
             return None, {"cores": share, "failed": str(error)}
-        said(f"{task.model}, {name}: {in_short(row)}")
+        said(f"{who.model}, {who.contender}: {in_short(row)}")
         return process, {"cores": share, **row}
 
-    with ThreadPoolExecutor(len(caches)) as pool:
-        return dict(zip(caches, pool.map(one, caches, shares), strict=True))
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return dict(zip(wanted, pool.map(one, wanted, shares), strict=True))
 
 
 def in_short(row: Mapping[str, Any]) -> str:
