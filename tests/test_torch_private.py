@@ -104,6 +104,21 @@ PRIVATE = {
         "generated_code",
         "launch the kernels of a fused step directly",
     ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode": ("combined_up_to", "launch small kernels together"),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.combinable_nodes": (
+        "combined_up_to",
+        "launch small kernels together",
+    ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels": (
+        "combined_up_to",
+        "restore how kernels are chosen",
+    ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels": (
+        "combined_up_to",
+        "choose the kernels to launch together",
+    ),
+    "torch._inductor.codegen.simd.SIMDScheduling": ("combined_up_to", "launch kernels over tiles alone"),
+    "torch._inductor.codegen.simd.SIMDScheduling.select_tiling": ("combined_up_to", "launch kernels over tiles alone"),
     "torch._inductor.codecache.FxGraphCache": ("drop", "forget a miscompiled step"),
     "torch._inductor.codecache.FxGraphCache._get_tmp_dir_for_key": ("drop", "forget a miscompiled step"),
     "torch._inductor.output_code.CompiledFxGraph._fx_graph_cache_key": ("drop", "forget a miscompiled step"),

@@ -32,14 +32,15 @@ from stepgraph.system import torch_private
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
-# The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
-# launched together. Operators that write to views take the views themselves: version 2 would take their base with the
-# recorded strides, although the compiler may pad the product that the base is.
+# The executable captures the step as a CUDA graph. Small independent kernels (updates, statistics) are launched
+# together. Operators that write to views take the views themselves: version 2 would take their base with the recorded
+# strides, although the compiler may pad the product that the base is.
 SETTINGS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
+SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
 ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
 
 
@@ -93,7 +94,7 @@ def _fused(part: Part, step: Step) -> Fused:
         complete_notes(module.graph)
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
-        with torch_private.compiled_for(_fingerprint(module.graph)):
+        with torch_private.compiled_for(_fingerprint(module.graph)), torch_private.combined_up_to(SMALL):
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -263,6 +264,33 @@ def compiled_for(fingerprint: str) -> Iterator[None]:
     settings: Any = torch.compiler.config
     with settings.patch(cache_key_tag=f"{settings.cache_key_tag} {fingerprint}"):
         yield
+
+
+@contextmanager
+def combined_up_to(elements: int) -> Iterator[None]:
+    """Lets the compiler launch kernels together only if each has at most so many elements, in one range of indices.
+
+    Its own choice has no public name. It would also combine kernels over tiles of two ranges: those share one grid, of
+    the sum of their blocks in one direction by the most in the other, in which nearly all blocks can be empty.
+    """
+    from torch._inductor.codegen.simd import SIMDScheduling
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combined
+
+    def is_small(kernel: Any) -> bool:
+        nodes = kernel.get_nodes()
+        ranges, reduced = max(nodes, key=lambda node: node.is_reduction()).get_ranges()
+        results, terms = prod(ranges), prod(reduced)
+        return results * terms <= elements and "y" not in SIMDScheduling.select_tiling(nodes, results, terms)
+
+    def groups(scheduler: Any) -> list[list[Any]]:
+        return [list(filter(is_small, Combined.combinable_nodes(group))) for group in before(scheduler)]
+
+    before = Combined.group_algorithm_for_combo_kernels
+    Combined.set_group_algorithm_for_combo_kernels(groups)
+    try:
+        yield
+    finally:
+        Combined.set_group_algorithm_for_combo_kernels(before)
 
 
 def drop(compiled: CompiledFxGraph) -> None:
