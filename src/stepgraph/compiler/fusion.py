@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -101,10 +100,8 @@ def _fused(part: Part, step: Step) -> Fused:
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
-    if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
-        for one in generated:
-            torch_private.drop(one)
-        raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
+    if not on_cpu:
+        _require_right(generated)
     plan = _planned(part, step, module, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
         needed = "an unknown amount of memory" if plan is None else size(plan.total)
@@ -114,6 +111,15 @@ def _fused(part: Part, step: Step) -> Fused:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(function, plan)
+
+
+def _require_right(generated: Sequence[Any]) -> None:
+    """Keeps the block sizes of each kernel that NVIDIA's assembler compiles right; raises if a kernel has none."""
+    hopeless = [name for one in generated for name in torch_private.drop_variants(one, loses_a_constant)]
+    if hopeless:
+        for one in generated:
+            torch_private.drop(one)
+        raise Miscompiled(f"NVIDIA's assembler would miscompile {', '.join(hopeless)}")
 
 
 def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan | None:
