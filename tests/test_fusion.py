@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import fusion, pipeline
@@ -26,6 +27,7 @@ from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
 from stepgraph.compiler.tuned.replay import Replay
 from stepgraph.compiler.tuned.small_products import expand_small_products
+from stepgraph.system import torch_private
 
 OPTIONS = sg.GraphCompilationOptions
 aten = torch.ops.aten
@@ -48,6 +50,51 @@ def network(options: OPTIONS) -> sg.TrainingGraph:
 def losses(training: sg.TrainingGraph) -> list[float]:
     images = np.random.default_rng(1).standard_normal((16, 1, 8, 8)).astype(np.float32)
     return [training.execute({"x": images}, {"y": np.arange(16) % 10}).loss for _ in range(20)]
+
+
+INDEPENDENT = (999,), (1000,), (1001,), (2, 4, 4, 3), (2, 5, 6, 7), (9, 100), (10, 101), ()
+
+
+def independent(*arrays: torch.Tensor) -> list[torch.Tensor]:
+    """Transposed images, sums over rows, and other arrays, each plus one: a kernel per array."""
+    transposed = [one.permute(0, 3, 1, 2).contiguous() if one.ndim == 4 else one for one in arrays]
+    return [one.sum(1) if one.ndim == 2 else one + 1 for one in transposed]
+
+
+def test_only_small_kernels_over_one_range_of_indices_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode, Scheduler
+
+    found: list[tuple[int, ...]] = []
+
+    def groups(scheduler: Any) -> list[list[Any]]:
+        return [list(scheduler.nodes)]  # PyTorch's own function leaves out what is on the CPU
+
+    def see(scheduler: Any, num_ck_nodes: int | None = None) -> None:
+        (group,) = ForeachKernelSchedulerNode.group_nodes_for_combo_kernels(scheduler)
+        found.extend(tuple(map(int, node.node.get_size())) for node in group)
+        raise RuntimeError("seen")  # nothing need be compiled
+
+    monkeypatch.setattr(Scheduler, "create_combo_kernel_nodes", see)
+    monkeypatch.setattr(ForeachKernelSchedulerNode, "group_algorithm_for_combo_kernels", groups)
+    arrays = [torch.ones(shape) for shape in INDEPENDENT]
+    compile_graph = torch_private.inductor().compile_graph
+    with pytest.raises(Exception, match="seen"), torch_private.combined_up_to(1000):
+        compile_graph(make_fx(independent)(*arrays), arrays, config_patches={"combo_kernels": True})
+    assert found == [(999,), (1000,), (9,), ()]
+    assert ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels is groups, "restored"
+
+
+@pytest.mark.gpu
+def test_small_kernels_are_launched_together_on_a_gpu() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    arrays = [torch.rand(shape, device="cuda") for shape in INDEPENDENT]
+    with torch_private.combined_up_to(1000):
+        compiled = torch.compile(independent, options={"combo_kernels": True})
+        results, (code,) = run_and_get_code(compiled, *arrays)
+    assert code.count("'num_kernels'") == code.count("'num_kernels': 3") == 1, "the arrays of 999, 1000 and 1 elements"
+    for found, expected in zip(results, independent(*arrays), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.deep

@@ -1,10 +1,12 @@
 """What PyTorch's compiler made for a fused step is there for the next run, and only for the same step."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +94,68 @@ def test_a_miscompiled_step_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monk
     torch_private.drop(SimpleNamespace(cache_key="", _fx_graph_cache_key=None))  # type: ignore[arg-type]
     torch_private.drop(len)  # type: ignore[arg-type]
     assert [folder.exists() for folder in folders] == [False, True]
+
+
+# Block sizes that NVIDIA's assembler gets wrong
+
+
+def key_of(text: str) -> str:
+    """The folder in which Triton keeps a kernel."""
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+
+    return triton_hash_to_path_key(hashed(text))
+
+
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def kernel(folder: Path, *texts: str, launched: slice = slice(None)) -> SimpleNamespace:
+    """A kernel of generated code with a block size for each text, which stands for its PTX."""
+    for text in texts:
+        (folder / key_of(text)).mkdir()
+        (folder / key_of(text) / "kernel.ptx").write_text(text)
+    results = [SimpleNamespace(kernel=SimpleNamespace(hash=hashed(text))) for text in texts]
+    launchers = [SimpleNamespace(cache_hash=key_of(text)) for text in texts][launched]
+    return SimpleNamespace(triton_meta={"device": 0}, compile_results=results, launchers=launchers)
+
+
+@pytest.fixture
+def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a compiled graph of kernels."""
+    from torch._inductor.codecache import PyCodeCache
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def make(**kernels: SimpleNamespace) -> Any:
+        monkeypatch.setattr(PyCodeCache, "modules", [SimpleNamespace(key="code", other=5, **kernels)])
+        return SimpleNamespace(cache_key="code", _fx_graph_cache_key=None)
+
+    return make
+
+
+def test_only_the_wrong_block_sizes_of_a_kernel_are_dropped(tmp_path: Path, generated: Callable[..., Any]) -> None:
+    mixed, right = kernel(tmp_path, "wrong 1", "right 1", "wrong 2", "right 2"), kernel(tmp_path, "right 3", "right 4")
+    expected = mixed.compile_results[1::2], mixed.launchers[1::2]
+    graph = generated(mixed=mixed, right=right)
+    assert torch_private.drop_variants(graph, lambda ptx: "wrong" in ptx) == []
+    assert (mixed.compile_results, mixed.launchers) == expected
+    assert len(right.compile_results) == len(right.launchers) == 2
+    fusion._require_right([graph])
+
+
+def test_a_kernel_without_a_right_block_size_is_named(tmp_path: Path, generated: Callable[..., Any]) -> None:
+    wrong = kernel(tmp_path, "wrong 1", "wrong 2")
+    graph = generated(triton_a=kernel(tmp_path, "right"), triton_b=wrong)
+    assert torch_private.drop_variants(graph, lambda ptx: "wrong" in ptx) == ["triton_b"]
+    assert len(wrong.compile_results) == len(wrong.launchers) == 2
+    # The right one needs more memory than the GPU has, so that it has no launcher.
+    graph = generated(triton_c=kernel(tmp_path, "right 5", "wrong 5", launched=slice(1, None)))
+    assert torch_private.drop_variants(graph, lambda ptx: "wrong" in ptx) == ["triton_c"]
+
+
+def test_a_step_with_a_kernel_that_cannot_be_right_stays_unfused(tmp_path: Path, generated: Callable[..., Any]) -> None:
+    lines = "mov.b32 \t%r3, 20;", "add.s16x2 \t%r4, %r2, %r3;", "mov.b32 \t{%rs3, _}, %r4;", "cvt.u32.u16 \t%r9, %rs3;"
+    graph = generated(triton_a=kernel(tmp_path, "\n".join(lines)))
+    with pytest.raises(fusion.Miscompiled, match="triton_a"):
+        fusion._require_right([graph])

@@ -106,14 +106,29 @@ PRIVATE = {
         "generated_code",
         "launch the kernels of a fused step directly",
     ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode": ("combined_up_to", "launch small kernels together"),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.combinable_nodes": (
+        "combined_up_to",
+        "launch small kernels together",
+    ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels": (
+        "combined_up_to",
+        "restore how kernels are chosen",
+    ),
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels": (
+        "combined_up_to",
+        "choose the kernels to launch together",
+    ),
+    "torch._inductor.codegen.simd.SIMDScheduling": ("combined_up_to", "launch kernels over tiles alone"),
+    "torch._inductor.codegen.simd.SIMDScheduling.select_tiling": ("combined_up_to", "launch kernels over tiles alone"),
     "torch._inductor.codecache.FxGraphCache": ("drop", "forget a miscompiled step"),
     "torch._inductor.codecache.FxGraphCache._get_tmp_dir_for_key": ("drop", "forget a miscompiled step"),
     "torch._inductor.output_code.CompiledFxGraph._fx_graph_cache_key": ("drop", "forget a miscompiled step"),
     "torch._inductor.output_code.CompiledFxGraph.cache_key": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache.modules": ("generated_module", "find the kernels of a fused step"),
-    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("kernel_assembly", "find the PTX of a kernel"),
-    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("kernel_assembly", "find the PTX of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("drop_variants", "find the PTX of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("drop_variants", "find the PTX of a kernel"),
 }
 ATTRIBUTES = {path.rpartition(".")[2] for path in PRIVATE}
 

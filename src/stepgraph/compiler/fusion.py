@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -32,14 +31,15 @@ from stepgraph.system import captures, torch_private
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
-# The executable captures the step as a CUDA graph. Small independent kernels (the update of each parameter) are
-# launched together. Operators that write to views take the views themselves: version 2 would take their base with the
-# recorded strides, although the compiler may pad the product that the base is.
+# The executable captures the step as a CUDA graph. Small independent kernels (updates, statistics) are launched
+# together. Operators that write to views take the views themselves: version 2 would take their base with the recorded
+# strides, although the compiler may pad the product that the base is.
 SETTINGS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
+SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
 ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
 
 
@@ -93,17 +93,15 @@ def _fused(part: Part, step: Step) -> Fused:
         complete_notes(module.graph)
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
-        with torch_private.compiled_for(_fingerprint(module.graph)):
+        with torch_private.compiled_for(_fingerprint(module.graph)), torch_private.combined_up_to(SMALL):
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
-    if not on_cpu and any(map(loses_a_constant, chain(*map(torch_private.kernel_assembly, generated)))):
-        for one in generated:
-            torch_private.drop(one)
-        raise Miscompiled("NVIDIA's assembler would miscompile a kernel")
+    if not on_cpu:
+        _require_right(generated)
     plan = _planned(part, step, module, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
         needed = "an unknown amount of memory" if plan is None else size(plan.total)
@@ -113,6 +111,15 @@ def _fused(part: Part, step: Step) -> Fused:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(function, plan)
+
+
+def _require_right(generated: Sequence[Any]) -> None:
+    """Keeps the block sizes of each kernel that NVIDIA's assembler compiles right; raises if a kernel has none."""
+    hopeless = [name for one in generated for name in torch_private.drop_variants(one, loses_a_constant)]
+    if hopeless:
+        for one in generated:
+            torch_private.drop(one)
+        raise Miscompiled(f"NVIDIA's assembler would miscompile {', '.join(hopeless)}")
 
 
 def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan | None:

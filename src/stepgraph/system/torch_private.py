@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -272,6 +273,33 @@ def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(index, pool)
 
 
+@contextmanager
+def combined_up_to(elements: int) -> Iterator[None]:
+    """Lets the compiler launch kernels together only if each has at most so many elements, in one range of indices.
+
+    Its own choice has no public name. It would also combine kernels over tiles of two ranges: those share one grid, of
+    the sum of their blocks in one direction by the most in the other, in which nearly all blocks can be empty.
+    """
+    from torch._inductor.codegen.simd import SIMDScheduling
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combined
+
+    def is_small(kernel: Any) -> bool:
+        nodes = kernel.get_nodes()
+        ranges, reduced = max(nodes, key=lambda node: node.is_reduction()).get_ranges()
+        results, terms = prod(ranges), prod(reduced)
+        return results * terms <= elements and "y" not in SIMDScheduling.select_tiling(nodes, results, terms)
+
+    def groups(scheduler: Any) -> list[list[Any]]:
+        return [list(filter(is_small, Combined.combinable_nodes(group))) for group in before(scheduler)]
+
+    before = Combined.group_algorithm_for_combo_kernels
+    Combined.set_group_algorithm_for_combo_kernels(groups)
+    try:
+        yield
+    finally:
+        Combined.set_group_algorithm_for_combo_kernels(before)
+
+
 def drop(compiled: CompiledFxGraph) -> None:
     """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
     from torch._inductor.codecache import FxGraphCache
@@ -294,16 +322,30 @@ def generated_module(compiled: CompiledFxGraph) -> Any:
     return next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
 
 
-def kernel_assembly(compiled: CompiledFxGraph) -> Iterator[str]:
-    """The PTX of a graph's kernels, in all block sizes that may be tried; no public name provides it.
+def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[str], bool]) -> list[str]:
+    """Drops the block sizes of a graph's kernels that are wrong by their PTX, before the compiler times them.
 
-    Triton keeps it in its cache, in a folder named after the kernel.
+    No public name provides them. Triton keeps PTX in its cache, in a folder named after the kernel.
+
+    Args:
+        compiled: the graph.
+        is_wrong: whether a kernel may not run, from its PTX.
+
+    Returns:
+        The kernels of which every block size is wrong; they are left as they are.
     """
     from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
 
-    module = generated_module(compiled)
-    for kernel in vars(module).values() if module is not None else ():
-        for result in getattr(kernel, "compile_results", ()):
-            cache = triton_cache_dir(kernel.triton_meta["device"])
-            for path in Path(cache, triton_hash_to_path_key(result.kernel.hash)).glob("*.ptx"):
-                yield path.read_text()
+    module, hopeless = generated_module(compiled), []
+    for name, kernel in vars(module).items() if module is not None else ():
+        if not hasattr(kernel, "compile_results"):
+            continue
+        folder = Path(triton_cache_dir(kernel.triton_meta["device"]))
+        variants = {triton_hash_to_path_key(one.kernel.hash): one for one in kernel.compile_results}
+        right = [key for key in variants if not any(is_wrong(one.read_text()) for one in (folder / key).glob("*.ptx"))]
+        launchers = [one for one in kernel.launchers if one.cache_hash in right]
+        if not right or (kernel.launchers and not launchers):
+            hopeless.append(name)
+        elif len(right) < len(variants):
+            kernel.compile_results, kernel.launchers = [variants[key] for key in right], launchers
+    return hopeless
