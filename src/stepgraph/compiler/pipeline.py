@@ -34,6 +34,7 @@ from stepgraph.compiler import (
     recompute,
     recompute_fused,
     simplification,
+    stored,
 )
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -193,6 +194,8 @@ TABLE: tuple[Pass, ...] = (
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
+    Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
+    Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
 )
 
 
