@@ -17,7 +17,7 @@ from stepgraph.compiler.program import fake, fakes, inherit, mutates
 from stepgraph.compiler.recompute_fused import is_view
 from stepgraph.system import torch_private
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 # Functions that take longer than reading their result from memory.
 _COSTLY = {
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "logit", "pow", "sigmoid"),
@@ -25,11 +25,13 @@ _COSTLY = {
     *("asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh"),
     *("erf", "erfc", "erfinv", "lgamma", "digamma", "polygamma"),
 }
+_SPREAD = 2  # how much larger than its costly operators a stored constant may be: it is not broadcast to a whole batch
 # Operators that only move elements: kernels read the right element instead.
 _MOVES = {
     aten.cat.default,
     aten.constant_pad_nd.default,
     aten.flip.default,
+    prims.rev.default,
     aten.gather.default,
     aten.index.Tensor,
     aten.index_select.default,
@@ -71,11 +73,12 @@ def _constants(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 
 
 def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
-    """What to store of a constant: itself, or costly results that it is made of if it is larger than those."""
+    """What to store of a constant: itself, or what it is made of if it is much larger than that."""
     found, pending = set(), [node]
     while pending:
         one = pending.pop()
-        if not is_view(one) and _size(one) <= sum(map(_size, constants[one])) and len(fakes(one)) == 1:
+        is_table = isinstance(fake(one), torch.Tensor) and not is_view(one)
+        if is_table and _size(one) <= _SPREAD * sum(map(_size, constants[one])):
             found.add(one)
         else:
             pending += [source for source in one.all_input_nodes if constants[source]]
