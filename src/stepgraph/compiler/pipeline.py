@@ -22,6 +22,7 @@ from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler import (
+    constants,
     corrections,
     half_normalization,
     held,
@@ -165,6 +166,7 @@ STEP, RECORDED, PART, FUSED, LOWERED = Stage
 TABLE: tuple[Pass, ...] = (
     Pass("choose the layout of images", STEP, _lay_out, lambda step, part: layout.is_open(step)),
     Pass("remove no-ops and duplicates", RECORDED, _simplify, _always),
+    Pass("compute equal constants once", RECORDED, _graph(constants.compute_once), _always),
     Pass(
         "work around incorrect operators",
         RECORDED,

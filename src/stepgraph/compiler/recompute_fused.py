@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
-from stepgraph.compiler.program import Phase, fake, fakes, inherit, notes
+from stepgraph.compiler.program import Phase, fake, fakes, inherit, is_view, notes
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -146,16 +146,6 @@ def _is_reduction(node: fx.Node) -> bool:
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
     return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a result is a view of what the operator reads, by the operator's schema."""
-    maker = node.args[0] if node.target is getitem else node
-    target = maker.target if isinstance(maker, fx.Node) else None
-    if not isinstance(target, torch_private.OpOverload):
-        return False
-    returned = torch_private.schema(target).returns
-    return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -8,13 +8,12 @@ because it makes a copy for each of these operators.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from operator import getitem
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, fakes, inherit, mutates
-from stepgraph.compiler.recompute_fused import is_view
+from stepgraph.compiler.constants import find
+from stepgraph.compiler.program import fake, fakes, inherit, is_view
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -42,8 +41,11 @@ _MOVES = {
 
 
 def store_constants(graph: fx.Graph) -> None:
-    """Stores results that depend on no input, if they are costly to compute and some result depends on both."""
-    constants = _constants(graph)
+    """Stores constants that are costly to compute, if results that are not constant read them."""
+    constants = dict[fx.Node, frozenset[fx.Node]]()  # each with the costly operators that it is computed with
+    for node in find(graph):
+        before = frozenset[fx.Node]().union(*(constants[source] for source in node.all_input_nodes))
+        constants[node] = before | {node} if _name(node) in _COSTLY else before
     read = [node for node in constants if any(user not in constants for user in node.users)]
     _store(graph, {one for node in read for one in _tables(node, constants)})
 
@@ -60,16 +62,6 @@ def _store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
             stored = graph.call_function(torch_private.written_to_memory(), (node, fake(node).stride()))
         node.replace_all_uses_with(inherit(stored, node), lambda user, stored=stored: user is not stored)
     graph.lint()
-
-
-def _constants(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The results that depend on no input, each with the costly operators that it was computed with."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        if _is_pure(node) and all(source in found for source in node.all_input_nodes):
-            before = frozenset[fx.Node]().union(*(found[source] for source in node.all_input_nodes))
-            found[node] = before | {node} if _name(node) in _COSTLY else before
-    return found
 
 
 def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
@@ -104,15 +96,6 @@ def _is_inlined(node: fx.Node) -> bool:
 
 def _is_called(node: fx.Node) -> bool:
     return isinstance(node.target, torch_private.OpOverload) and torch_private.is_called(node.target)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Whether an operator returns the same whenever it reads the same."""
-    target = node.target
-    if not isinstance(target, torch_private.OpOverload):
-        return target is getitem
-    is_random = torch.Tag.nondeterministic_seeded in target.tags
-    return target.namespace in ("aten", "prims") and not is_random and not mutates(node)
 
 
 def _name(node: fx.Node) -> str:
