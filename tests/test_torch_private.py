@@ -102,6 +102,12 @@ PRIVATE = {
     "torch._functorch.compile_utils.fx_graph_cse": ("inductor", "compute equal operators of a fused step once"),
     "torch._inductor.compile_fx.compile_fx": ("inductor", "fuse a recorded step"),
     "torch._inductor.compile_fx.compile_fx_inner": ("inductor", "compile the kernels of a fused step"),
+    "torch._inductor.inductor_prims.force_stride_order": (
+        "written_to_memory",
+        "compute constants of a fused step once, and store what several operators read once",
+    ),
+    "torch._inductor.lowering.fallbacks": ("is_called", "know which operators of a fused step copy what they read"),
+    "torch._inductor.lowering.lowerings": ("is_called", "know which operators of a fused step copy what they read"),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": (
         "generated_code",
         "launch the kernels of a fused step directly",

@@ -22,6 +22,7 @@ from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler import (
+    constants,
     corrections,
     half_normalization,
     held,
@@ -34,6 +35,7 @@ from stepgraph.compiler import (
     recompute,
     recompute_fused,
     simplification,
+    stored,
 )
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -164,6 +166,7 @@ STEP, RECORDED, PART, FUSED, LOWERED = Stage
 TABLE: tuple[Pass, ...] = (
     Pass("choose the layout of images", STEP, _lay_out, lambda step, part: layout.is_open(step)),
     Pass("remove no-ops and duplicates", RECORDED, _simplify, _always),
+    Pass("compute equal constants once", RECORDED, _graph(constants.compute_once), _always),
     Pass(
         "work around incorrect operators",
         RECORDED,
@@ -194,6 +197,8 @@ TABLE: tuple[Pass, ...] = (
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
+    Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
+    Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 import torch
@@ -173,6 +174,16 @@ def mutates(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments in place."""
     target = node.target
     return isinstance(target, torch_private.OpOverload) and torch_private.schema(target).is_mutable
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator returns views of what it reads, or one of several such views."""
+    maker = node.args[0] if node.target is getitem else node
+    target = maker.target if isinstance(maker, fx.Node) else None
+    if not isinstance(target, torch_private.OpOverload):
+        return False
+    returned = torch_private.schema(target).returns
+    return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

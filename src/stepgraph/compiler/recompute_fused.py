@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
-from stepgraph.compiler.program import Phase, fake, fakes, inherit, notes
+from stepgraph.compiler.program import Phase, fake, fakes, inherit, is_view, notes
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -70,7 +70,7 @@ def _repeated(graph: fx.Graph) -> set[fx.Node]:
     behind = _network(levels).behind_cut()
     found: set[fx.Node] = set()
     for node in levels:
-        if (node, "in") in behind and (not _is_view(node) or any(source in found for source in node.all_input_nodes)):
+        if (node, "in") in behind and (not is_view(node) or any(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -79,11 +79,11 @@ def _network(levels: dict[fx.Node, int]) -> Network:
     """What can be computed from what in the forward pass; capacities are the cost of keeping a result."""
     network = Network("given", "gradients")
     for node in levels:
-        if not isinstance(fake(node), torch.Tensor) and not _is_view(node):
+        if not isinstance(fake(node), torch.Tensor) and not is_view(node):
             continue
         if not _may_repeat(node) or any(_is_distant(source, node, levels) for source in node.all_input_nodes):
             network.connect("given", (node, "in"))
-        network.connect((node, "in"), (node, "out"), UNLIMITED if _is_view(node) else _cost(node))
+        network.connect((node, "in"), (node, "out"), UNLIMITED if is_view(node) else _cost(node))
         for user in node.users:
             if not _is_gradient(user):
                 network.connect((node, "out"), (user, "in"))
@@ -126,7 +126,7 @@ def _may_repeat(node: fx.Node) -> bool:
     """Whether an operator costs nothing inside the kernel that reads its result."""
     if node.op != "call_function" or not _is_absorbed(node) or _is_reduction(node):
         return False
-    return _is_view(node) or not _is_small(node)
+    return is_view(node) or not _is_small(node)
 
 
 def _is_absorbed(node: fx.Node) -> bool:
@@ -139,22 +139,13 @@ def _is_absorbed(node: fx.Node) -> bool:
     if not isinstance(target, torch_private.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     plain = torch.Tag.pointwise in target.tags or target in _CREATED
-    return plain or _is_view(node) or _is_reduction(node)
+    return plain or is_view(node) or _is_reduction(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
     return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
-
-
-def _is_view(node: fx.Node) -> bool:
-    maker = node.args[0] if node.target is getitem else node
-    target = maker.target if isinstance(maker, fx.Node) else None
-    if not isinstance(target, torch_private.OpOverload):
-        return False
-    returned = torch_private.schema(target).returns
-    return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
 
 
 def _is_small(node: fx.Node) -> bool:

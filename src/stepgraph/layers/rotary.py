@@ -11,19 +11,14 @@ def rotate(x: torch.Tensor, *, heads: int, base: float, dimension: int, interlea
     The first `dimension` features of a head are rotated; the others stay. A pair is `(i, i + dimension / 2)`, or
     `(2 i, 2 i + 1)` if interleaved. Angles and products have at least float32 precision.
     """
-    a, b, rest = _pairs(x.unflatten(-1, (heads, -1)), dimension, interleaved)
+    rotated, rest = x.unflatten(-1, (heads, -1)).tensor_split((dimension,), -1)
+    member = -1 if interleaved else -2  # the axis of a pair's two members
+    pairs = rotated.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     angles = _angles(x, base=base, dimension=dimension)[:, None]
-    cosine, sine = angles.cos(), angles.sin()
-    turned = a * cosine - b * sine, b * cosine + a * sine
-    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([joined.to(x.dtype), rest], -1).flatten(-2)
-
-
-def _pairs(x: torch.Tensor, dimension: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both members of every pair, and the features that are not rotated."""
-    rotated, rest = x.tensor_split((dimension,), -1)
-    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
-    return a, b, rest
+    cosine, sine = angles.cos().unsqueeze(member), angles.sin()
+    turned = pairs * cosine + pairs.flip(member) * torch.stack([-sine, sine], member)
+    joined = turned.flatten(-2).to(x.dtype)
+    return (torch.cat([joined, rest], -1) if rest.shape[-1] else joined).flatten(-2)
 
 
 def _angles(x: torch.Tensor, *, base: float, dimension: int) -> torch.Tensor:

@@ -239,6 +239,20 @@ def inductor() -> Inductor:
     return Inductor(compile_fx, compile_fx_inner, fx_graph_cse)
 
 
+def written_to_memory() -> OpOverload:
+    """An operator that makes the compiler write its source to memory, with these strides; a public one may be fused."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
+def is_called(operator: OpOverload) -> bool:
+    """Whether the compiler calls an operator as it is, on arrays with the recorded strides; no public name says so."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    return operator in fallbacks or operator not in lowerings
+
+
 @contextmanager
 def kept_between_runs(arrays: Sequence[torch.Tensor]) -> Iterator[None]:
     """Lets the compiler keep what it makes for these arrays, on disk, for later runs; no public name asks for it.

@@ -1,0 +1,108 @@
+"""Results that a fused step writes to memory once, where PyTorch's compiler would compute or copy them repeatedly.
+
+The compiler computes elementwise results inside every kernel that reads them. Two kinds are cheaper to read: constants
+such as tables of sines, and what several operators outside of its kernels read, such as attention and its gradient,
+because it makes a copy for each of these operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.constants import find
+from stepgraph.compiler.program import fake, fakes, inherit, is_view
+from stepgraph.system import torch_private
+
+aten, prims = torch.ops.aten, torch.ops.prims
+# Functions that take longer than reading their result from memory.
+_COSTLY = {
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "logit", "pow", "sigmoid"),
+    *("sin", "cos", "tan", "sinc", "sinh", "cosh", "tanh"),
+    *("asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh"),
+    *("erf", "erfc", "erfinv", "lgamma", "digamma", "polygamma"),
+}
+_SPREAD = 2  # how much larger than its costly operators a stored constant may be: it is not broadcast to a whole batch
+# Operators that only move elements: kernels read the right element instead.
+_MOVES = {
+    aten.cat.default,
+    aten.constant_pad_nd.default,
+    aten.flip.default,
+    prims.rev.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.repeat.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
+
+
+def store_constants(graph: fx.Graph) -> None:
+    """Stores constants that are costly to compute, if results that are not constant read them."""
+    constants = dict[fx.Node, frozenset[fx.Node]]()  # each with the costly operators that it is computed with
+    for node in find(graph):
+        before = frozenset[fx.Node]().union(*(constants[source] for source in node.all_input_nodes))
+        constants[node] = before | {node} if _name(node) in _COSTLY else before
+    read = [node for node in constants if any(user not in constants for user in node.users)]
+    _store(graph, {one for node in read for one in _tables(node, constants)})
+
+
+def store_sources(graph: fx.Graph) -> None:
+    """Stores results of which operators outside of generated kernels would copy more than there is."""
+    _store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
+
+
+def _store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
+    """Lets everything that reads these results read them from memory, where they are laid out as recorded."""
+    for node in [one for one in graph.nodes if one in chosen]:
+        with graph.inserting_after(node):
+            stored = graph.call_function(torch_private.written_to_memory(), (node, fake(node).stride()))
+        node.replace_all_uses_with(inherit(stored, node), lambda user, stored=stored: user is not stored)
+    graph.lint()
+
+
+def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    """What to store of a constant: itself, or what it is made of if it is much larger than that."""
+    found, pending = set(), [node]
+    while pending:
+        one = pending.pop()
+        is_table = isinstance(fake(one), torch.Tensor) and not is_view(one)
+        if is_table and _size(one) <= _SPREAD * sum(map(_size, constants[one])):
+            found.add(one)
+        else:
+            pending += [source for source in one.all_input_nodes if constants[source]]
+    return found
+
+
+def _copied(node: fx.Node) -> int:
+    """How many elements of a result operators outside of generated kernels read, directly or through views."""
+    count, pending = 0, [node]
+    while pending:
+        one = pending.pop()
+        views = [user for user in one.users if is_view(user)]
+        count += sum(_size(one) for user in one.users if user not in views and _is_called(user))
+        pending += views
+    return count
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether the compiler computes a result inside the kernels that read it."""
+    target = node.target
+    return isinstance(target, torch_private.OpOverload) and (torch.Tag.pointwise in target.tags or target in _MOVES)
+
+
+def _is_called(node: fx.Node) -> bool:
+    return isinstance(node.target, torch_private.OpOverload) and torch_private.is_called(node.target)
+
+
+def _name(node: fx.Node) -> str:
+    """An operator's name without namespace and overload."""
+    target = node.target
+    return target.name().split("::")[1].split(".")[0] if isinstance(target, torch_private.OpOverload) else ""
+
+
+def _size(node: fx.Node) -> int:
+    return sum(array.numel() for array in fakes(node))

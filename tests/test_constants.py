@@ -1,0 +1,215 @@
+"""Constants of a step are computed once, and fused steps store once what PyTorch's compiler would compute repeatedly."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import stepgraph as sg
+from stepgraph.compiler import constants, stored
+from stepgraph.compiler.program import fake
+from stepgraph.system import torch_private
+
+aten = torch.ops.aten
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler")
+
+
+def recorded(function: Callable[..., Any], *arrays: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*arrays)
+
+
+def check_kept(function: Callable[..., Any], module: fx.GraphModule, *arrays: torch.Tensor) -> None:
+    """The changed graph computes the same."""
+    module.recompile()
+    for found, expected in zip(module(*arrays), function(*arrays), strict=True):
+        assert torch.equal(found, expected)
+
+
+def count(graph: fx.Graph, *targets: Any) -> list[int]:
+    return [len(graph.find_nodes(op="call_function", target=target)) for target in targets]
+
+
+# Equal constants
+
+
+def test_equal_constants_are_computed_once() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        first, second, other = ((torch.arange(n, dtype=torch.float32)[:, None] * 0.1).cos() for n in (4, 4, 1))
+        return [x * first, x - second, x + other]
+
+    x = torch.rand(4, 3)
+    module = recorded(function, x)
+    constants.compute_once(module.graph)
+    assert count(module.graph, aten.cos.default, aten.arange.default, aten.unsqueeze.default) == [2, 2, 2]
+    check_kept(function, module, x)
+
+
+def test_filled_written_and_random_arrays_are_not_merged() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        zeros = [torch.zeros(3) for _ in range(2)]
+        written = [torch.arange(3.0).neg() for _ in range(2)]
+        written[0].add_(x)
+        random = [torch.rand(3).neg() for _ in range(2)]
+        return [x + one for one in (*zeros, *written, *random)]
+
+    module = recorded(function, torch.rand(3))
+    before = [node.target for node in module.graph.nodes]
+    constants.compute_once(module.graph)
+    assert [node.target for node in module.graph.nodes] == before
+
+
+def attention(depth: int = 2, **settings: Any) -> sg.TrainingGraph:
+    """Blocks of causal attention with grouped heads and rotary positions."""
+    sg.set_seed(1)
+    x, y, graph = sg.Tensor((2, 8, 16)), sg.Tensor((2, 8, 16)), sg.Graph()
+    hidden = x
+    for _ in range(depth):
+        shared = {"key_value_head_count": 1, "causal": True, "rotary_base": 100.0, "has_biases": False}
+        layer = sg.MultiheadAttentionLayer.create(16, 2, **shared, **settings)
+        hidden = graph.add(hidden, graph.node(layer, hidden, hidden, hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=1e-2))
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def losses(training: sg.TrainingGraph) -> list[float]:
+    rows = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    return [training.execute({"x": rows}, {"y": np.roll(rows, 1, 1)}).loss for _ in range(5)]
+
+
+def test_layers_share_tables_and_masks() -> None:
+    training = attention(window=4)
+    training.compile("cpu")
+    graph = training.compilation.programs.program(2).module.graph
+    assert count(graph, aten.cos.default, aten.sin.default, aten.masked_fill.Scalar) == [1, 1, 1]
+    assert len(graph.find_nodes(op="call_function", target=torch_private.flash_attention_on_cpu.default)) == 2
+
+
+# What is stored
+
+
+def stored_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node.args[0] for node in graph.find_nodes(op="call_function", target=torch_private.written_to_memory())]
+
+
+def test_costly_constants_are_stored_where_they_are_small() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        angles = torch.arange(6.0)[:, None] / torch.arange(1.0, 4.0)
+        wide = angles.cos().expand(5, 6, 3) + torch.zeros(5, 6, 3)  # as large as what reads it
+        halves = torch.cat([-angles.sin(), angles.sin()], -1)
+        return [x * wide, torch.cat([x, x], -1) + halves, x - angles]
+
+    x = torch.rand(5, 6, 3)
+    module = recorded(function, x)
+    stored.store_constants(module.graph)
+    found = stored_nodes(module.graph)
+    assert [node.target for node in found] == [
+        aten.cos.default,
+        aten.cat.default,
+    ]  # reading angles saves only divisions
+    assert not any(user.target is aten.mul.Tensor for node in found for user in node.users)
+    check_kept(function, module, x)
+
+
+def attended(q: torch.Tensor) -> torch.Tensor:
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[0]
+
+
+def test_sources_of_several_operators_are_stored() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        twice = x.sin().transpose(1, 2)
+        once, few = x.cos(), x.tan()[:1]
+        return [attended(twice), attended(2 * attended(twice)), attended(once), attended(few), attended(few + 1), once]
+
+    x = torch.rand(4, 2, 3, 8)
+    module = recorded(function, x)
+    stored.store_sources(module.graph)
+    (found,) = stored_nodes(module.graph)
+    assert found.target is aten.sin.default and len(found.users) == 1
+    (one,) = found.users
+    assert fake(one).stride() == fake(found).stride()
+    check_kept(function, module, x)
+
+
+# The code of fused steps
+
+
+class Waves(sg.Layer):
+    """Adds a table of sines to every row."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        return x + torch.arange(x.shape[-1], dtype=x.dtype, device=x.device).sin()
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The code that PyTorch's compiler generates."""
+    found: list[str] = []
+    original = torch_private.generated_module
+
+    def generated_module(compiled: Any) -> Any:
+        module = original(compiled)
+        found.append(Path(module.__file__).read_text())
+        return module
+
+    monkeypatch.setattr(torch_private, "generated_module", generated_module)
+    return found
+
+
+@needs_compiler
+def test_a_table_is_computed_in_a_loop_of_its_own(code: list[str]) -> None:
+    x, rows = sg.Tensor((6, 40)), np.random.default_rng(0).standard_normal((6, 40)).astype(np.float32)
+    inference = sg.InferenceGraph()
+    inference.node(Waves(), x)
+    inference.add_inputs({"x": x})
+    inference.compile("cpu", fuse=True)
+    found = inference.execute({"x": rows}).result
+    np.testing.assert_allclose(found, rows + np.sin(np.arange(40)), rtol=1e-5, atol=1e-6)
+    (source,) = set(code)
+    assert "empty_strided_cpu((40, ), (1, ), torch.float32)" in source
+
+
+def arguments(source: str, name: str) -> list[set[str]]:
+    """The buffers passed to each call of an operator."""
+    return [set(re.findall(r"\bbuf\d+\b", call)) for call in re.findall(rf"{name}\.default\((.*)\)", source)]
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_fused_attention_stores_tables_and_rotated_rows_once(code: list[str]) -> None:
+    training = attention()
+    training.compile("cpu", fuse=True)
+    plain = attention()
+    plain.compile("cpu", fuse=False)
+    np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4)
+    (source,) = set(code)
+    assert len(re.findall(r"\bcos\(", source)) == 1  # vectors of one length, and no rest
+    forward = arguments(source, "_scaled_dot_product_flash_attention_for_cpu")
+    gradient = arguments(source, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    assert len(forward) == len(gradient) == 2
+    assert all(read <= again for read, again in zip(forward, reversed(gradient), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "bfloat16"])
+def test_fused_attention_on_a_gpu_stores_tables_and_rotated_rows_once(code: list[str], kind: str | None) -> None:
+    training, plain = attention(), attention()
+    training.compile("gpu", fuse=True, compute_type=kind, tf32=False)
+    plain.compile("gpu", fuse=False, compute_type=kind, tf32=False)
+    np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4 if kind is None else 3e-2)
+    (source,) = set(code)
+    assert len(re.findall(r"\bcos\(", source)) == 1
+    called = re.findall(r"(\w*attention\w*)\.default\(", source)
+    forward, gradient = ({name for name in called if name.endswith("_backward") is after} for after in (False, True))
+    assert len(forward) == len(gradient) == 1
+    pairs = zip(arguments(source, *forward), reversed(arguments(source, *gradient)), strict=True)
+    assert all(read <= again for read, again in pairs)
