@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import stepgraph as sg
-from tests.fuzz.recipe import Settings, Shape
+from tests.fuzz.recipe import Op, Settings, Shape
 
 if TYPE_CHECKING:
     from tests.fuzz.draw import Draw
@@ -73,6 +73,11 @@ class Row:
     weight: float = 1.0
     statistics: tuple[str, ...] = ()
     packs: bool = True
+
+
+def shaped(op: Op, name: str, array: Array) -> Array:
+    """A parameter with the extents that the layer of an op gives it."""
+    return array.reshape(op.shapes.get(name, array.shape))
 
 
 def several(tensors: Mapping[str, Any], name: str) -> list[Any] | None:
