@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -99,6 +100,7 @@ def forward(
             # A frozen layer may share a tensor with one that is not: one parameter, with the sum over all its uses.
             arrays[name] = shaped(op, name, _noisy(leaf if number in trained else leaf.detach(), noise, generator))
         context = Context(training, before.rows, recipe.batch, dropped.get(op.results[0]))
+        context.rounded = partial(_noisy, noise=noise, generator=generator)
         rounded = set(before.inputs) if recipe.compute_type is not None else set()  # a layer converts what it reads
         sources = [_noisy(values[n], noise, generator) if n in rounded else values[n] for n in op.sources]
         if is_loss(op):  # gradients flow to the prediction only

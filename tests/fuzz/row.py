@@ -38,6 +38,7 @@ class Context:
         batch: the declared one.
         mask: of a dropout layer, taken from the run that is checked.
         updates: new values of statistics and rewritten dictionaries, by field.
+        rounded: what rounding may make of an array inside a layer, and of its gradient.
     """
 
     training: bool
@@ -45,6 +46,7 @@ class Context:
     batch: int
     mask: Array | None = None
     updates: dict[str, Array] = field(default_factory=dict)
+    rounded: Callable[[Array], Array] = lambda array: array
 
 
 Results = Array | tuple[Array, ...]
