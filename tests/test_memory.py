@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import stepgraph as sg
@@ -69,6 +70,47 @@ def test_the_plan_counts_the_workspace_of_chosen_kernels(monkeypatch: pytest.Mon
     network = Stepgraph(MODELS[name], "cpu", dropout=True)
     network.step()
     assert network.training.memory_plan.intermediates == pytest.approx(measured_peak(network.step), rel=0.15)
+
+
+class Reduced(sg.Layer):
+    """A number computed by one of PyTorch's loss functions."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return self.function(x)[None]
+
+
+REDUCED = {
+    "squares": lambda x: F.mse_loss(x, x.detach() / 2),
+    "sum of squares": lambda x: F.mse_loss(x, x.detach() / 2, reduction="sum"),
+    "smooth": lambda x: F.smooth_l1_loss(x, x.detach() / 2, beta=0.3),
+    "entropies": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
+    "weighted entropies": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid(), x.detach().cos(), None),
+    "margins": lambda x: F.soft_margin_loss(x, x.detach().sign(), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_reduced_loss_does_not_keep_the_losses_of_all_elements(name: str) -> None:
+    """PyTorch's own result does: it is one number at the beginning of their memory."""
+    x, graph, function = sg.Tensor((64, 16)), sg.Graph(), REDUCED[name]
+    layer = sg.FullyConnectedLayer.create(16, 16, biases=False)
+    first = layer.parameters["weights"].torch().clone()
+    result = graph.node(Reduced(function), graph.node(layer, x))
+    training = sg.TrainingGraph([graph], optimizer=sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x})
+    training.compile(sg.Device.cpu(), deterministic=True)
+    data = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    training.execute({"x": data})
+    leaf = first.clone().requires_grad_()
+    exact = function(data @ leaf.T)
+    exact.backward()
+    assert exact.untyped_storage().nbytes() > 4 == result.torch().untyped_storage().nbytes()
+    assert torch.equal(result.torch()[0], exact)
+    torch.testing.assert_close(first - layer.parameters["weights"].torch(), 0.1 * leaf.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_thousand_steps_leave_memory_flat() -> None:
