@@ -3,7 +3,8 @@
 import gc
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,17 @@ def measured_peak(run: Callable[[], object], since: str | None = None) -> int:
             live += event.nbytes()
             peak = max(peak, live) if event.start_ns() >= began else live
     return peak
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Frees garbage now and none until the end, so that only what loses its last reference is freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["demo", "cnn", "mlp"])
@@ -111,6 +123,30 @@ def test_a_reduced_loss_does_not_keep_the_losses_of_all_elements(name: str) -> N
     assert exact.untyped_storage().nbytes() > 4 == result.torch().untyped_storage().nbytes()
     assert torch.equal(result.torch()[0], exact)
     torch.testing.assert_close(first - layer.parameters["weights"].torch(), 0.1 * leaf.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_compiling_again_releases_a_captured_graph() -> None:
+    x, y, graph = sg.Tensor((1 << 15, 512)), sg.Tensor((1 << 15, 512)), sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.gelu(), graph.node(sg.FullyConnectedLayer.create(512, 2048), x))
+    graph.node(sg.FullyConnectedLayer.create(2048, 512), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    data = {"x": torch.randn(1 << 15, 512, device="cuda")}, {"y": torch.randn(1 << 15, 512, device="cuda")}
+    kept = []
+    with nothing_collected():
+        for _ in range(2):
+            training.compile("cuda", fuse=False)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            kept.append(torch.cuda.memory_reserved())
+            for _ in range(3):
+                training.execute(*data).wait()
+    (one,) = training.compilation.programs.executables.values()
+    assert "CUDA graph" in one.mode
+    workspaces = 128 << 20  # of cuBLAS, which stay
+    assert training.memory_plan.intermediates > 4 * workspaces
+    assert kept[1] - kept[0] < training.memory_plan.intermediates / 2
 
 
 def test_a_thousand_steps_leave_memory_flat() -> None:
