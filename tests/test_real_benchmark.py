@@ -132,12 +132,12 @@ def test_the_headline_compares_with_the_fastest_and_with_the_smallest_peer() -> 
 def test_a_table_shows_memory_and_times_and_what_did_not_become_ready() -> None:
     sizes = {"allocated": 3 << 30, "reserved": 4 << 30}
     ours = row(1.0) | {"peak": sizes, "kept": 1 << 30, "peak_until_ready": {"allocated": 5 << 30}, "plan": 2 << 30}
-    ours["settled"] = False
+    ours |= {"data": 1 << 29, "settled": False}
     ours["warm"] = {"first_step": 0.5, "ready": 0.7, "settled": True}
     found = summed_up(SMALL["gpt2"], {OURS: ours}, "NVIDIA H200")
     drawn = table("gpt2", SMALL["gpt2"], {OURS: ours}, found)
     cells = [next(iter(column.cells)) for column in drawn.columns]
-    assert cells[5:12] == ["3.00", "4.00", "1.00", "5.00", "2.00", "1.0 s, warm 0.5 s", "> 2.0 s, warm 0.7 s"]
+    assert cells[5:12] == ["3.00", "4.00", "1.00", "5.00", "2.50", "1.0 s, warm 0.5 s", "> 2.0 s, warm 0.7 s"]
     assert in_short(ours) == (
         "first step after 1.0 s, ready after 2.0 s, not in its final form, peak 3.00 GiB of 4.00 reserved, "
         "1.00 kept, plan 2.00 GiB, loss 2.0000 to 1.0000"
@@ -200,11 +200,11 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture(monkeypatch: pytest.
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     worker: Any = object.__new__(Worker)
-    vars(worker).update(device="cuda", contender=contender, inputs={}, labels=None)
+    vars(worker).update(device="cuda", contender=contender, inputs={"x": torch.empty(2)}, labels=torch.empty(1))
     worker.start()
     found = worker.settle(60)
     assert found["steps_until_ready"] == 5 and found["peak_until_ready"] == {"allocated": 9, "reserved": 90}
-    assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "plan": 5}
+    assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "data": 12, "plan": 5}
 
 
 def test_an_error_is_an_answer() -> None:

@@ -82,7 +82,7 @@ def table(name: str, model: Model, rows: dict[str, dict[str, Any]], result: dict
     drawn = Table(title=title, caption=_headline(result), show_edge=False, pad_edge=False)
     drawn.title_justify = drawn.caption_justify = "left"
     drawn.add_column("")
-    memory = ("GiB", "reserved", "kept", "until ready", "plan")
+    memory = ("GiB", "reserved", "kept", "until ready", "plan, data")
     for column in ("step, ms", "ratio", f"{model.unit}/s", "of sheet", *memory, "first step", "ready", "loss distance"):
         drawn.add_column(column, justify="right")
     for contender, row in rows.items():
@@ -119,7 +119,8 @@ def _speed(one: dict[str, Any]) -> list[str]:
 
 def _memory(row: dict[str, Any]) -> list[str]:
     peak, before = row.get("peak") or {}, row.get("peak_until_ready") or {}
-    sizes = *map(peak.get, ("allocated", "reserved")), row.get("kept"), before.get("allocated"), row.get("plan")
+    plan = row["plan"] + row.get("data", 0) if "plan" in row else None
+    sizes = *map(peak.get, ("allocated", "reserved")), row.get("kept"), before.get("allocated"), plan
     return [f"{size / GIB:.2f}" if size is not None else "" for size in sizes]
 
 

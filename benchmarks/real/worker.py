@@ -64,7 +64,8 @@ class Worker:
         self._forget_peak()
         for _ in range(PEAK_STEPS):
             self._step()
-        found: dict[str, Any] = {"peak": _larger(self.last_peak, self._peak())}
+        data = sum(one.nbytes for one in (*self.inputs.values(), self.labels))  # in the peak, but in no plan
+        found: dict[str, Any] = {"peak": _larger(self.last_peak, self._peak()), "data": data}
         if self.device == "cuda":
             torch.cuda.empty_cache()
             found["kept"] = torch.cuda.memory_reserved()
