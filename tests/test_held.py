@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import stepgraph as sg
 from stepgraph.compiler import held
 from stepgraph.compiler.program import PartName, notes
-from tests.test_memory import measured_peak
+from tests.test_memory import measured_peak, nothing_collected
 
 OPTIONS = sg.GraphCompilationOptions
 BATCH, WIDTH = 256, 512
@@ -126,6 +126,18 @@ def test_there_are_never_two_of_it() -> None:
     is_free = small() is None  # not in the assertion, which would write out all its numbers
     assert is_free
     assert training.compilation.programs._arena.of(0).nbytes == bytes_held(training, 2 * BATCH)
+
+
+def test_compiling_again_releases_it() -> None:
+    training = network()
+    step(training)
+    with nothing_collected():
+        memory = weakref.ref(training.compilation.programs._arena.of(0))
+        assert memory() is not None
+        training.compile()
+        assert memory() is None
+    step(training)
+    assert training.compilation.programs._arena.of(0).nbytes == bytes_held(training)
 
 
 def test_the_plan_counts_it() -> None:

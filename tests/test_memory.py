@@ -3,12 +3,14 @@
 import gc
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import stepgraph as sg
@@ -53,6 +55,17 @@ def measured_peak(run: Callable[[], object], since: str | None = None) -> int:
     return peak
 
 
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Frees garbage now and none until the end, so that only what loses its last reference is freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("name", ["demo", "cnn", "mlp"])
 def test_the_plan_is_within_15_percent_of_the_measured_peak(name: str) -> None:
     network = Stepgraph(MODELS[name], "cpu", dropout=True)
@@ -69,6 +82,71 @@ def test_the_plan_counts_the_workspace_of_chosen_kernels(monkeypatch: pytest.Mon
     network = Stepgraph(MODELS[name], "cpu", dropout=True)
     network.step()
     assert network.training.memory_plan.intermediates == pytest.approx(measured_peak(network.step), rel=0.15)
+
+
+class Reduced(sg.Layer):
+    """A number computed by one of PyTorch's loss functions."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return self.function(x)[None]
+
+
+REDUCED = {
+    "squares": lambda x: F.mse_loss(x, x.detach() / 2),
+    "sum of squares": lambda x: F.mse_loss(x, x.detach() / 2, reduction="sum"),
+    "smooth": lambda x: F.smooth_l1_loss(x, x.detach() / 2, beta=0.3),
+    "entropies": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
+    "weighted entropies": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid(), x.detach().cos(), None),
+    "margins": lambda x: F.soft_margin_loss(x, x.detach().sign(), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_reduced_loss_does_not_keep_the_losses_of_all_elements(name: str) -> None:
+    """PyTorch's own result does: it is one number at the beginning of their memory."""
+    x, graph, function = sg.Tensor((64, 16)), sg.Graph(), REDUCED[name]
+    layer = sg.FullyConnectedLayer.create(16, 16, biases=False)
+    first = layer.parameters["weights"].torch().clone()
+    result = graph.node(Reduced(function), graph.node(layer, x))
+    training = sg.TrainingGraph([graph], optimizer=sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x})
+    training.compile(sg.Device.cpu(), deterministic=True)
+    data = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    training.execute({"x": data})
+    leaf = first.clone().requires_grad_()
+    exact = function(data @ leaf.T)
+    exact.backward()
+    assert exact.untyped_storage().nbytes() > 4 == result.torch().untyped_storage().nbytes()
+    assert torch.equal(result.torch()[0], exact)
+    torch.testing.assert_close(first - layer.parameters["weights"].torch(), 0.1 * leaf.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_compiling_again_releases_a_captured_graph() -> None:
+    x, y, graph = sg.Tensor((1 << 15, 512)), sg.Tensor((1 << 15, 512)), sg.Graph()
+    hidden = graph.node(sg.ActivationLayer.gelu(), graph.node(sg.FullyConnectedLayer.create(512, 2048), x))
+    graph.node(sg.FullyConnectedLayer.create(2048, 512), hidden)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    data = {"x": torch.randn(1 << 15, 512, device="cuda")}, {"y": torch.randn(1 << 15, 512, device="cuda")}
+    kept = []
+    with nothing_collected():
+        for _ in range(2):
+            training.compile("cuda", fuse=False)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            kept.append(torch.cuda.memory_reserved())
+            for _ in range(3):
+                training.execute(*data).wait()
+    (one,) = training.compilation.programs.executables.values()
+    assert "CUDA graph" in one.mode
+    workspaces = 128 << 20  # of cuBLAS, which stay
+    assert training.memory_plan.intermediates > 4 * workspaces
+    assert kept[1] - kept[0] < training.memory_plan.intermediates / 2
 
 
 def test_a_thousand_steps_leave_memory_flat() -> None:

@@ -12,7 +12,7 @@ from benchmarks.real.contenders import OURS, Contender, Eager, FromTransformers,
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
 from benchmarks.real.turns import Failed, in_short, rounds
-from benchmarks.real.worker import MEMORY, answer
+from benchmarks.real.worker import MEMORY, Worker, answer
 
 SLOW = {"resnet50": pytest.mark.deep}  # 53 convolutions to record and compile
 STEPS = 3
@@ -131,15 +131,16 @@ def test_the_headline_compares_with_the_fastest_and_with_the_smallest_peer() -> 
 
 def test_a_table_shows_memory_and_times_and_what_did_not_become_ready() -> None:
     sizes = {"allocated": 3 << 30, "reserved": 4 << 30}
-    ours = row(1.0) | {"peak": sizes, "peak_until_ready": {"allocated": 5 << 30}, "plan": 2 << 30, "settled": False}
+    ours = row(1.0) | {"peak": sizes, "kept": 1 << 30, "peak_until_ready": {"allocated": 5 << 30}, "plan": 2 << 30}
+    ours |= {"data": 1 << 29, "settled": False}
     ours["warm"] = {"first_step": 0.5, "ready": 0.7, "settled": True}
     found = summed_up(SMALL["gpt2"], {OURS: ours}, "NVIDIA H200")
     drawn = table("gpt2", SMALL["gpt2"], {OURS: ours}, found)
     cells = [next(iter(column.cells)) for column in drawn.columns]
-    assert cells[5:11] == ["3.00", "4.00", "5.00", "2.00", "1.0 s, warm 0.5 s", "> 2.0 s, warm 0.7 s"]
+    assert cells[5:12] == ["3.00", "4.00", "1.00", "5.00", "2.50", "1.0 s, warm 0.5 s", "> 2.0 s, warm 0.7 s"]
     assert in_short(ours) == (
         "first step after 1.0 s, ready after 2.0 s, not in its final form, peak 3.00 GiB of 4.00 reserved, "
-        "plan 2.00 GiB, loss 2.0000 to 1.0000"
+        "1.00 kept, plan 2.00 GiB, loss 2.0000 to 1.0000"
     )
 
 
@@ -164,6 +165,46 @@ def test_rounds_go_on_without_a_contender_that_fails() -> None:
     assert ours.counts == [3, 10, 10, 10]  # half a second of the first
     times, _ = rounds({OURS: Turns(1.0, 1.0)}, count=3, seconds=0)  # type: ignore[dict-item]
     assert times == {OURS: [1.0]}  # one round at least
+
+
+class Captured:
+    """A contender whose steps allocate known amounts: the fifth is captured, later ones are replays of it."""
+
+    amounts = (9, 7, 7, 8, 5, 1)
+
+    def __init__(self) -> None:
+        self.steps, self.most = 0, 0
+
+    def step(self, *_: Any) -> None:
+        self.most = max(self.most, self.amounts[min(self.steps, 5)])
+        self.steps += 1
+
+    @property
+    def settled(self) -> bool:
+        return self.steps >= 5
+
+    def make(self) -> None: ...
+
+    remember = wait = make
+
+    def facts(self) -> dict[str, Any]:
+        return {"plan": 5}
+
+
+def test_the_peak_of_a_captured_step_is_that_of_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = Captured()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: contender.most)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10 * contender.most)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(contender, "most", 0))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    worker: Any = object.__new__(Worker)
+    vars(worker).update(device="cuda", contender=contender, inputs={"x": torch.empty(2)}, labels=torch.empty(1))
+    worker.start()
+    found = worker.settle(60)
+    assert found["steps_until_ready"] == 5 and found["peak_until_ready"] == {"allocated": 9, "reserved": 90}
+    assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "data": 12, "plan": 5}
 
 
 def test_an_error_is_an_answer() -> None:

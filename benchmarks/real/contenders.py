@@ -6,6 +6,7 @@ A contender is made with the weights and knows nothing of time. `make` is what a
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ def copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: known[one.data_ptr()] for name, one in state.items()}
 
 
-class Contender:
+class Contender(ABC):
     """Trains a model step by step, in bfloat16 on a GPU and in float32 on a CPU.
 
     Args:
@@ -41,25 +42,26 @@ class Contender:
     def __init__(self, model: Model, device: str) -> None:
         self.model, self.device, self.steps = model, device, 0
 
+    @abstractmethod
     def make(self) -> None:
         """Builds and compiles what a step needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remember(self) -> None:
         """Keeps the first weights, between `make` and the first step."""
 
+    @abstractmethod
     def step(self, inputs: Inputs, labels: torch.Tensor) -> None:
         """One training step, not awaited."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self) -> None:
         """Starts again from the first weights, without compiling again."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def loss(self) -> float:
         """The loss of the last step."""
-        raise NotImplementedError
 
     @property
     def settled(self) -> bool:
@@ -86,7 +88,6 @@ class Eager(Contender):
         torch.backends.cudnn.benchmark = True
         more = {} if model.pixels and model.kind != "vit" else {"stream": self.stream}
         self.module = model.module(device, **more)
-        self.start = copied(self.module.state_dict())
         if model.pixels:
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -100,6 +101,9 @@ class Eager(Contender):
                 return loss(self.module(*inputs.values()), labels)
 
         self.forward = self.compiled(forward)
+
+    def remember(self) -> None:
+        self.start = copied(self.module.state_dict())
 
     def compiled(self, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The function that steps call."""

@@ -5,7 +5,7 @@ transformer is float32, because embeddings are; with `stream=torch.bfloat16` it 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -51,8 +51,11 @@ class Block(nn.Module):
         return x + self.full2(self.gelu(self.full1(self.norm2(x))))
 
 
-class GPT2(nn.Module):
-    """GPT-2: learned positions, normalization first, the head tied to the embedding."""
+class LanguageModel(nn.Module):
+    """Tokens with learned positions, blocks, and a head tied to the embedding."""
+
+    block: Mapping[str, Any]
+    head_biases: bool
 
     def __init__(
         self, vocabulary: int, steps: int, width: int, depth: int, heads: int, stream: torch.dtype = FULL
@@ -60,10 +63,20 @@ class GPT2(nn.Module):
         super().__init__()
         self.stream = stream
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(steps, width))
-        self.blocks = nn.ModuleList(Block(width, heads, 1e-5, "tanh", causal=True) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(Block(width, heads, **self.block) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=self.head_biases)
         self.head.weight = self.tokens.weight
+
+
+class GPT2(LanguageModel):
+    """GPT-2: normalization first."""
+
+    block: Mapping[str, Any] = {"epsilon": 1e-5, "gelu": "tanh", "causal": True}
+    head_biases = False
+
+    def __init__(self, *, width: int, **others: Any) -> None:
+        super().__init__(width=width, **others)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Array) -> Array:
         x = (self.tokens(tokens) + self.positions).to(self.stream)
@@ -72,21 +85,17 @@ class GPT2(nn.Module):
         return self.head(self.norm(x))
 
 
-class BERT(nn.Module):
-    """BERT with its masked-language-model head, over all tokens, tied to the embedding; one kind of segment."""
+class BERT(LanguageModel):
+    """BERT with its masked-language-model head, over all tokens; one kind of segment."""
 
-    def __init__(
-        self, vocabulary: int, steps: int, width: int, depth: int, heads: int, stream: torch.dtype = FULL
-    ) -> None:
-        super().__init__()
-        self.stream = stream
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(steps, width))
+    block: Mapping[str, Any] = {"epsilon": 1e-12, "gelu": "none", "last": True}
+    head_biases = True
+
+    def __init__(self, *, width: int, **others: Any) -> None:
+        super().__init__(width=width, **others)
         self.segment = nn.Parameter(torch.empty(width))
         self.norm = nn.LayerNorm(width, 1e-12)
-        self.blocks = nn.ModuleList(Block(width, heads, 1e-12, "none", last=True) for _ in range(depth))
         self.full, self.gelu, self.norm_head = nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, 1e-12)
-        self.head = nn.Linear(width, vocabulary)
-        self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Array, hidden: Array) -> Array:
         x = self.norm(self.tokens(tokens) + self.positions + self.segment).to(self.stream)

@@ -34,11 +34,6 @@ def distance(losses: list[float], others: list[float]) -> float:
     return max((abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False)), default=0.0)
 
 
-def needed(row: dict[str, Any]) -> int:
-    """The memory of a step: the most that was allocated, or what a CUDA graph keeps for itself if that is more."""
-    return max(row["peak"]["allocated"], row.get("kept", 0))
-
-
 def summed_up(model: Model, rows: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
     """What follows from the rows of a model: per contender, and the ratios to the best peer.
 
@@ -74,7 +69,7 @@ def _best(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> 
         return {}
     fastest = min(peers, key=lambda name: found[name]["ratio"][1])
     best: dict[str, Any] = {"fastest_peer": fastest, "ratio_to_fastest": found[fastest]["ratio"]}
-    sizes = {name: needed(rows[name]) for name in (OURS, *peers) if rows[name].get("peak")}
+    sizes = {name: rows[name]["peak"]["allocated"] for name in (OURS, *peers) if rows[name].get("peak")}
     if len(sizes) > 1 and OURS in sizes:
         smallest = min((name for name in sizes if name != OURS), key=lambda name: sizes[name])
         best |= {"smallest_peer": smallest, "memory_to_smallest": round(sizes[OURS] / sizes[smallest], 3)}
@@ -87,7 +82,7 @@ def table(name: str, model: Model, rows: dict[str, dict[str, Any]], result: dict
     drawn = Table(title=title, caption=_headline(result), show_edge=False, pad_edge=False)
     drawn.title_justify = drawn.caption_justify = "left"
     drawn.add_column("")
-    memory = ("GiB", "reserved", "until ready", "plan")
+    memory = ("GiB", "reserved", "kept", "until ready", "plan, data")
     for column in ("step, ms", "ratio", f"{model.unit}/s", "of sheet", *memory, "first step", "ready", "loss distance"):
         drawn.add_column(column, justify="right")
     for contender, row in rows.items():
@@ -124,7 +119,8 @@ def _speed(one: dict[str, Any]) -> list[str]:
 
 def _memory(row: dict[str, Any]) -> list[str]:
     peak, before = row.get("peak") or {}, row.get("peak_until_ready") or {}
-    sizes = needed(row) if peak else None, peak.get("reserved"), before.get("allocated"), row.get("plan")
+    plan = row["plan"] + row.get("data", 0) if "plan" in row else None
+    sizes = *map(peak.get, ("allocated", "reserved")), row.get("kept"), before.get("allocated"), plan
     return [f"{size / GIB:.2f}" if size is not None else "" for size in sizes]
 
 

@@ -181,8 +181,8 @@ def in_short(row: Mapping[str, Any]) -> str:
     words = [f"first step after {row['first_step']:.1f} s", f"ready after {row['ready']:.1f} s"]
     words += [] if row["settled"] else ["not in its final form"]
     if row["peak"]:
-        most, reserved = max(row["peak"]["allocated"], row["kept"]), row["peak"]["reserved"]
-        words.append(f"peak {most / 2**30:.2f} GiB of {reserved / 2**30:.2f} reserved")
+        sizes = row["peak"]["allocated"], row["peak"]["reserved"], row["kept"]
+        words.append("peak {:.2f} GiB of {:.2f} reserved, {:.2f} kept".format(*(size / 2**30 for size in sizes)))
     words += [f"plan {row['plan'] / 2**30:.2f} GiB"] if "plan" in row else []
     return ", ".join([*words, f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"])
 

@@ -42,21 +42,30 @@ class Worker:
         self.contender.remember()
         self.began = time.perf_counter() - self.made
         self._step()
-        return {"first_step": time.perf_counter() - self.began}
+        found = {"first_step": time.perf_counter() - self.began}
+        self.last_peak = self.most = self._peak()
+        return found
 
     def settle(self, seconds: float) -> dict[str, Any]:
         """Steps until they have their final form, but not longer than some seconds."""
         while not self.contender.settled and time.perf_counter() - self.began < seconds:
+            self._reset_peak()
             self._step()
+            self.last_peak = self._peak()
+            self.most = _larger(self.most, self.last_peak)
         found = {"ready": time.perf_counter() - self.began, "settled": self.contender.settled}
-        return found | {"steps_until_ready": self.contender.steps, "peak_until_ready": self._peak()}
+        return found | {"steps_until_ready": self.contender.steps, "peak_until_ready": self.most}
 
     def memory(self) -> dict[str, Any]:
-        """The most memory of some steps, and what stays between them once the allocator has given back the rest."""
+        """The most memory of a step, and what stays between steps once the allocator has given back the rest.
+
+        The allocator counts the memory of a CUDA graph only while it is captured: in the first step in final form.
+        """
         self._forget_peak()
         for _ in range(PEAK_STEPS):
             self._step()
-        found: dict[str, Any] = {"peak": self._peak()}
+        data = sum(one.nbytes for one in (*self.inputs.values(), self.labels))  # in the peak, but in no plan
+        found: dict[str, Any] = {"peak": _larger(self.last_peak, self._peak()), "data": data}
         if self.device == "cuda":
             torch.cuda.empty_cache()
             found["kept"] = torch.cuda.memory_reserved()
@@ -128,7 +137,16 @@ class Worker:
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        self._reset_peak()
+
+    def _reset_peak(self) -> None:
+        if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+
+
+def _larger(one: dict[str, int] | None, other: dict[str, int] | None) -> dict[str, int] | None:
+    """The larger of both numbers of two peaks; None on a device that does not count."""
+    return None if one is None or other is None else {name: max(size, other[name]) for name, size in one.items()}
 
 
 def answer(worker: Worker | None, request: dict[str, Any]) -> tuple[Worker | None, dict[str, Any]]:

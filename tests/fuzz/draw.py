@@ -137,7 +137,9 @@ class Draw:
         self.read |= set(drawn.sources)
         self.parameters += [one for one in chosen if one not in self.parameters]
         held = {name: one.number for name, one in zip(drawn.parameters, chosen, strict=True)}
-        self.ops.append(Op(kind, drawn.sources, numbers, drawn.settings, held))
+        others = zip(drawn.parameters.items(), chosen, strict=True)
+        shapes = {name: shape for (name, (shape, _)), one in others if shape != one.shape}
+        self.ops.append(Op(kind, drawn.sources, numbers, drawn.settings, held, shapes=shapes))
         return numbers
 
     def _shared(self, one: Parameter, packs: bool) -> Parameter:

@@ -9,8 +9,8 @@ import torch
 
 from tests.fuzz.data import parameter_data
 from tests.fuzz.draw import Draw, Unfit
-from tests.fuzz.recipe import Op, Recipe, Settings, cleaned, is_loss, pruned
-from tests.fuzz.row import Array, Context, Row
+from tests.fuzz.recipe import Recipe, Settings, cleaned, is_loss, pruned
+from tests.fuzz.row import Array, Context, Row, shaped
 from tests.fuzz.table import LAYERS, TABLE
 
 PIXELS = (2, 3, 5, 6, 7, 8)  # extents of images, none of them a batch size
@@ -64,7 +64,7 @@ def _once_more(draw: Draw) -> None:
     op = draw.choose(again)
     shapes = [(draw.values[n].shape, draw.values[n].dtype) for n in op.sources]
     sources = [draw.pick(lambda x, like=like: (x.shape, x.dtype) == like) for like in shapes]
-    arrays = {name: _array(draw, number) for name, number in op.parameters.items()}
+    arrays = {name: shaped(op, name, _array(draw, number)) for name, number in op.parameters.items()}
     values = [draw.values[n] for n in sources if n is not None]
     if op.kind in ("gather", "scatter") or len(values) < len(sources):
         return
@@ -74,7 +74,7 @@ def _once_more(draw: Draw) -> None:
     draw.values |= dict(zip(numbers, results, strict=True))
     draw.read |= {n for n in sources if n is not None}
     wired = tuple(n for n in sources if n is not None)
-    draw.ops.append(Op(op.kind, wired, numbers, op.settings, op.parameters, layer=op.results[0]))
+    draw.ops.append(replace(op, sources=wired, results=numbers, layer=op.results[0]))
 
 
 def _array(draw: Draw, number: int) -> Array:

@@ -52,7 +52,8 @@ class Parameter:
 class Op:
     """One node: a row of the table, what it reads, what it makes, and the numbers of its parameters by field.
 
-    `layer` is the first result of an earlier op whose layer is used once more.
+    `layer` is the first result of an earlier op whose layer is used once more. `shapes` has the extents that the layer
+    gives to parameters, by field, where they differ from those of the tensor: layers share what has as many elements.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Op:
     parameters: dict[str, int] = field(default_factory=dict)
     frozen: bool = False
     layer: int | None = None
+    shapes: dict[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tests.fuzz.generate import trainable
 from tests.fuzz.recipe import Recipe, is_loss
-from tests.fuzz.row import Array, Context
+from tests.fuzz.row import Array, Context, shaped
 from tests.fuzz.table import TABLE
 from tests.fuzz.update import updated
 
@@ -97,8 +98,9 @@ def forward(
             if number in rewritten:  # the changed numbers, with the gradient of the parameter
                 leaf = leaf + (rewritten[number] - leaf).detach()
             # A frozen layer may share a tensor with one that is not: one parameter, with the sum over all its uses.
-            arrays[name] = _noisy(leaf if number in trained else leaf.detach(), noise, generator)
+            arrays[name] = shaped(op, name, _noisy(leaf if number in trained else leaf.detach(), noise, generator))
         context = Context(training, before.rows, recipe.batch, dropped.get(op.results[0]))
+        context.rounded = partial(_noisy, noise=noise, generator=generator)
         rounded = set(before.inputs) if recipe.compute_type is not None else set()  # a layer converts what it reads
         sources = [_noisy(values[n], noise, generator) if n in rounded else values[n] for n in op.sources]
         if is_loss(op):  # gradients flow to the prediction only
@@ -109,7 +111,9 @@ def forward(
             values[number] = _noisy(result, noise, generator)
             if number in stopped:
                 values[number] = values[number].detach()
-        rewritten |= {op.parameters[name]: new for name, new in context.updates.items()}
+        for name, new in context.updates.items():
+            number = op.parameters[name]
+            rewritten[number] = new.reshape(leaves[number].shape)
     return values, rewritten
 
 

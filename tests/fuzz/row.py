@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import stepgraph as sg
-from tests.fuzz.recipe import Settings, Shape
+from tests.fuzz.recipe import Op, Settings, Shape
 
 if TYPE_CHECKING:
     from tests.fuzz.draw import Draw
@@ -38,6 +38,7 @@ class Context:
         batch: the declared one.
         mask: of a dropout layer, taken from the run that is checked.
         updates: new values of statistics and rewritten dictionaries, by field.
+        rounded: what rounding may make of an array inside a layer, and of its gradient.
     """
 
     training: bool
@@ -45,6 +46,7 @@ class Context:
     batch: int
     mask: Array | None = None
     updates: dict[str, Array] = field(default_factory=dict)
+    rounded: Callable[[Array], Array] = lambda array: array
 
 
 Results = Array | tuple[Array, ...]
@@ -73,6 +75,11 @@ class Row:
     weight: float = 1.0
     statistics: tuple[str, ...] = ()
     packs: bool = True
+
+
+def shaped(op: Op, name: str, array: Array) -> Array:
+    """A parameter with the extents that the layer of an op gives it."""
+    return array.reshape(op.shapes.get(name, array.shape))
 
 
 def several(tensors: Mapping[str, Any], name: str) -> list[Any] | None:

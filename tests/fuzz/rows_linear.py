@@ -138,6 +138,6 @@ def _apply(_: Context, settings: Settings, parameters: Arrays, x: Array) -> Arra
 ROWS = {
     "fully connected": Row(sg.FullyConnectedLayer, _draw_linear, _build_linear, _connect, weight=3),
     "gated feed-forward": Row(sg.GatedFeedForwardLayer, _draw_gated, _build_gated, _gate, packs=False),
-    "module": Row(sg.TorchLayer, _draw_module, _build_module, _apply, weight=0.5),
+    "module": Row(sg.TorchLayer, _draw_module, _build_module, _apply, weight=0.5, packs=False),
     "embedding": Row(sg.EmbeddingLayer, _draw_embedding, _build_embedding, _embed),
 }

@@ -139,7 +139,8 @@ def _class_losses(
     if not t.is_floating_point():
         places = t.long().reshape(shape)
         counts = counts if ignored is None else places != ignored
-        t = torch.nn.functional.one_hot(places, y.shape[-1]).to(y.dtype)
+        known = places.where(counts, 0)  # the ignored label need not be a class
+        t = torch.nn.functional.one_hot(known, y.shape[-1]).to(y.dtype)
     hot = t = t.reshape(y.shape)
     if kind == "SOFTMAX_CROSS_ENTROPY":
         t = _smooth(t, settings, y.shape[-1])

@@ -307,9 +307,10 @@ def _build_attention(settings: Settings, tensors: Tensors) -> sg.Layer:
     return sg.MultiheadAttentionLayer(descriptor, *parts)
 
 
-def _attend(_: Context, settings: Settings, parameters: Arrays, *sources: Array) -> Array:
+def _attend(context: Context, settings: Settings, parameters: Arrays, *sources: Array) -> Array:
     heads, batch = settings["head_count"], len(sources[0])
-    projected = [_project(parameters, i, x, settings) for i, x in enumerate(sources[:3])]
+    # The gradient of the keys' biases is nothing but rounding: a constant in all scores changes no share.
+    projected = [context.rounded(_project(parameters, i, x, settings)) for i, x in enumerate(sources[:3])]
     width, groups = settings["key_dimension"] // heads, settings["key_value_head_count"]
     if "rotary_base" in settings:
         projected[:2] = [_turn(x, width, settings) for x in projected[:2]]

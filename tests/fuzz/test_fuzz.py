@@ -133,6 +133,31 @@ def test_a_recipe_is_its_own_text() -> None:
         assert eval(str(recipe), names) == recipe == generate(seed)
 
 
+def test_the_reference_reads_a_shared_tensor_as_the_layer_does() -> None:
+    weights, hidden, biases = (3, 4), (3, 3), (3,)
+    shapes = {"input_weights": weights, "hidden_weights": hidden, "biases": biases}
+    names = {f"{name}.{gate}": shape for name, shape in shapes.items() for gate in range(3)}
+    numbers = {name: 10 + i for i, name in enumerate(names)}
+    packed = {"input_weights.2": (2, 6), "hidden_weights.0": (9,), "biases.1": (1, 3), "biases.2": (3, 1)}
+    settings = {"input_size": 4, "hidden_size": 3, "layer_count": 1, "uses_biases": True, "batch_first": True}
+    settings |= {"is_bidirectional": False, "returns_sequences": True, "returns_state": False, "reset_after": False}
+    shared = {name: names[name] for name in packed}
+    recipe = Recipe(
+        seed=1,
+        batch=4,
+        inputs=(Input(0, (0, 2, 4)), Input(1, (0, 2, 3), role="label")),
+        parameters=tuple(Parameter(numbers[name], packed.get(name, shape)) for name, shape in names.items()),
+        ops=(
+            Op("gru", (0,), (2,), settings, numbers, shapes=shared),
+            Op("loss", (2, 1), (3,), {"type": "MEAN_SQUARED_ERROR", "reduction": "SUM"}),
+        ),
+        optimizer={"kind": "SGD", "learning_rate": 0.05, "momentum_scale": 0.0},
+        steps=1,
+    )
+    with Case(recipe) as case:
+        CHECKS["training"](case)
+
+
 def test_a_wrong_layer_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sigmoid that is one part in a thousand off fails the training check, and little else is left of the graph."""
     right = activation.ACTIVATIONS[sg.ActivationType.SIGMOID]

@@ -1,4 +1,4 @@
-"""Works around PyTorch operators that compute wrong numbers, crash or print errors for some arrays.
+"""Works around PyTorch operators that compute wrong numbers, crash, print errors or keep memory for some arrays.
 
 Each entry describes the bug and where it was seen; remove it when every supported PyTorch is correct.
 """
@@ -10,15 +10,25 @@ from torch import fx
 
 from stepgraph.compiler.kernels import emulated, half
 from stepgraph.compiler.program import fake, fakes, inherit, same_order
+from stepgraph.system.torch_private import schema
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *half.RECURRENT}
+LOSSES = {
+    aten.binary_cross_entropy.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+}
+REDUCTIONS = {1: aten.mean.default, 2: aten.sum.default}  # by PyTorch's number; 0 reduces nothing
 
 
 def correct(graph: fx.Graph, device: torch.device) -> None:
-    """Makes operators that fail for some arrays read copies in another layout or type."""
+    """Makes operators that fail for some arrays read copies in another layout or type, and divides losses."""
     for node in list(graph.nodes):
-        if node.target is aten.avg_pool2d_backward.default and device.type == "cuda":
+        if node.target in LOSSES:
+            _divide_loss(node)
+        elif node.target is aten.avg_pool2d_backward.default and device.type == "cuda":
             _correct_average(node)
         elif node.target is aten.native_batch_norm_backward.default and device.type == "cpu":
             _correct_normalization(node)
@@ -74,6 +84,26 @@ def _correct_product(node: fx.Node) -> None:
     kind = fakes(node)[0].dtype
     if kind in half.HALF and emulated.fails(kind):
         half.compute_in_float32(node)
+
+
+def _divide_loss(node: fx.Node) -> None:
+    """All devices, PyTorch 2.11 to 2.13: the reduced loss keeps the memory of the losses of all elements.
+
+    As an operator of its own, the reduction writes to other memory, and computes the same.
+    """
+    declared = schema(node.target).arguments  # type: ignore[arg-type]
+    given = [node.kwargs.get(one.name, one.default_value) for one in declared]
+    given[: len(node.args)] = node.args
+    place = [one.name for one in declared].index("reduction")
+    reduction = REDUCTIONS.get(given[place])
+    if reduction is None:
+        return
+    given[place] = 0
+    with node.graph.inserting_before(node):
+        elements = node.graph.call_function(node.target, tuple(given))  # type: ignore[arg-type]
+    with fake(node).fake_mode:
+        inherit(elements, node, node.target(*fx.map_arg(given, fake)))  # type: ignore[operator, arg-type]
+    node.target, node.args, node.kwargs = reduction, (elements,), {}
 
 
 def _read_in_order(node: fx.Node, position: int) -> None:

@@ -129,7 +129,7 @@ def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence
     codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
     try:
         live = [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
-    except Exception as error:
+    except Exception as error:  # code of another kind may raise anything here; the step runs without its plan
         logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
         return None
     return memory.plan(step, part, live)

@@ -376,6 +376,8 @@ class CompiledGraph(Graph):
             fresh = self.session is None or self.session.state is None or self.session.device != compilation.device
             if session.state is not None:
                 session.state.begin(fresh)
+            if self.session is not None:
+                self.session.compilation.programs.release()
             self.session, self.device = session, compilation.device
             self._declared = self._declared_as(compilation.declaration, session.feeds)
             if not keeps_passes:

@@ -21,11 +21,15 @@ class Arena:
     def of(self, size: int) -> torch.Tensor:
         """At least `size` bytes, the same memory as long as it suffices."""
         if self._memory is None or len(self._memory) < size:
-            for user in self.users:  # so that the old and the new memory never exist at once
-                user.forget()
-            self._memory = None
+            self.release()  # so that the old and the new memory never exist at once
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory
+
+    def release(self) -> None:
+        """Releases the memory until the next call."""
+        for user in self.users:
+            user.forget()
+        self._memory = None
 
 
 class ArenaViews:

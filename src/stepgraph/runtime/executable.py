@@ -167,6 +167,11 @@ class Executable:
             return found[key]
         return capture.lending.lend(found[key])
 
+    def release(self) -> None:
+        """Releases what calls have left in memory; a further call would create it again."""
+        self._bound = None
+        self._capture = None if self._capture is None else _Capture(self)
+
     def fuse_later(self) -> None:
         """Starts fusing operators while calls continue unfused."""
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:

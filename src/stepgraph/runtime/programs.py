@@ -148,6 +148,16 @@ class Programs:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
         return other
 
+    def release(self) -> None:
+        """Releases the memory of steps, because others replace them.
+
+        Programs and executables refer to each other. Python's collector would find them later; until then, the memory
+        of the old steps would be in use beside that of the new ones.
+        """
+        for one in self.executables.values():
+            one.release()
+        self._arena.release()
+
     def _make(self, part: PartName, batch: int, call: str) -> None:
         """Plans everything, and rejects it if it does not fit, before building an executable."""
         step, parts = self.settled(part, batch)

@@ -48,20 +48,11 @@ def plain(x: Array, shape: Sequence[int], gamma: Array | None, beta: Array | Non
     return y.to(x.dtype), mean, rstd
 
 
-def plain_gradient(
-    dy: Array,
-    x: Array,
-    shape: Sequence[int],
-    mean: Array,
-    rstd: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    wanted: Sequence[bool],
-) -> Triple:
-    """Its gradient; what is not wanted is empty."""
-    found = aten.native_layer_norm_backward.default(dy.float(), x.float(), shape, mean, rstd, gamma, beta, wanted)
-    dx, *others = (rstd.new_empty(0) if one is None else one for one in found)
-    return dx.to(x.dtype), *others  # type: ignore[return-value]
+def plain_gradient(dy: Array, x: Array, *others: Any) -> Triple:
+    """Its gradient, of the arguments of `layer_norm_gradient`; what is not wanted is empty."""
+    found = aten.native_layer_norm_backward.default(dy.float(), x.float(), *others)
+    dx, *of_others = (x.new_empty(0, dtype=torch.float32) if one is None else one for one in found)
+    return dx.to(x.dtype), *of_others  # type: ignore[return-value]
 
 
 @torch.library.impl(_library, "layer_norm", "CompositeExplicitAutograd")
