@@ -1,4 +1,4 @@
-"""Constants of a step are computed once, and fused steps store once what PyTorch's compiler would compute repeatedly."""
+"""Constants of a step are computed once; fused steps store once what PyTorch's compiler would compute repeatedly."""
 
 from __future__ import annotations
 
