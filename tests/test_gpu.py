@@ -246,7 +246,7 @@ def test_fused_steps_equal_unfused_ones() -> None:
 
 @pytest.mark.parametrize("size", [(4, 7), (6, 12)])
 def test_fused_gradients_of_nearest_upsampling_are_those_of_the_cpu(size: tuple[int, int]) -> None:
-    """Where the new size is no multiple of the old one, NVIDIA's assembler gets the kernel wrong: it stays unfused."""
+    """Where the new size is no multiple of the old one, NVIDIA's assembler gets some block sizes wrong."""
     x, y = sg.Tensor((2, 3, 3, 6)), sg.Tensor((2, 3, *size))
     numbers = np.random.default_rng(4)
     data = {name: numbers.standard_normal(one.shape).astype(np.float32) for name, one in (("x", x), ("y", y))}

@@ -133,8 +133,8 @@ PRIVATE = {
     "torch._inductor.output_code.CompiledFxGraph.cache_key": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache.modules": ("generated_module", "find the kernels of a fused step"),
-    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("drop_variants", "find the PTX of a kernel"),
-    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("drop_variants", "find the PTX of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("drop_variants", "find the code of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("drop_variants", "find the code of a kernel"),
 }
 ATTRIBUTES = {path.rpartition(".")[2] for path in PRIVATE}
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import fused_memory, memory, pipeline
-from stepgraph.compiler.assembly import loses_a_constant
+from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.kernels.choices import processor
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
@@ -115,7 +115,7 @@ def _fused(part: Part, step: Step) -> Fused:
 
 def _require_right(generated: Sequence[Any]) -> None:
     """Keeps the block sizes of each kernel that NVIDIA's assembler compiles right; raises if a kernel has none."""
-    hopeless = [name for one in generated for name in torch_private.drop_variants(one, loses_a_constant)]
+    hopeless = [name for one in generated for name in torch_private.drop_variants(one, is_miscompiled)]
     if hopeless:
         for one in generated:
             torch_private.drop(one)

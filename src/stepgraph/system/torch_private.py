@@ -336,14 +336,14 @@ def generated_module(compiled: CompiledFxGraph) -> Any:
     return next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
 
 
-def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[str], bool]) -> list[str]:
-    """Drops the block sizes of a graph's kernels that are wrong by their PTX, before the compiler times them.
+def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[Path], bool]) -> list[str]:
+    """Drops the block sizes of a graph's kernels that are wrong, before the compiler times them.
 
-    No public name provides them. Triton keeps PTX in its cache, in a folder named after the kernel.
+    No public name provides them. Triton keeps PTX and assembled code in a folder for each.
 
     Args:
         compiled: the graph.
-        is_wrong: whether a kernel may not run, from its PTX.
+        is_wrong: whether a kernel may not run, from its folder.
 
     Returns:
         The kernels of which every block size is wrong; they are left as they are.
@@ -356,7 +356,7 @@ def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[str], bool]) ->
             continue
         folder = Path(triton_cache_dir(kernel.triton_meta["device"]))
         variants = {triton_hash_to_path_key(one.kernel.hash): one for one in kernel.compile_results}
-        right = [key for key in variants if not any(is_wrong(one.read_text()) for one in (folder / key).glob("*.ptx"))]
+        right = [key for key in variants if not is_wrong(folder / key)]
         launchers = [one for one in kernel.launchers if one.cache_hash in right]
         if not right or (kernel.launchers and not launchers):
             hopeless.append(name)
