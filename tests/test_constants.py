@@ -1,4 +1,4 @@
-"""Constants of a step are computed once, and fused steps store once what PyTorch's compiler would compute repeatedly."""
+"""Constants of a step are computed once; fused steps store what PyTorch's compiler would compute or copy repeatedly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import constants, stored
-from stepgraph.compiler.program import fake
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -120,23 +120,18 @@ def test_costly_constants_are_stored_where_they_are_small() -> None:
     check_kept(function, module, x)
 
 
-def attended(q: torch.Tensor) -> torch.Tensor:
-    return aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[0]
-
-
-def test_sources_of_several_operators_are_stored() -> None:
+def test_what_operators_copy_repeatedly_is_stored() -> None:
     def function(x: torch.Tensor) -> list[torch.Tensor]:
-        twice = x.sin().transpose(1, 2)
-        once, few = x.cos(), x.tan()[:1]
-        return [attended(twice), attended(2 * attended(twice)), attended(once), attended(few), attended(few + 1), once]
+        turned, paired, once, few = x.sin().t(), x.exp(), x.cos(), x.tan()[:1]
+        counted = [torch.histc(one, 4, -1, 1) for one in (turned, turned + 1, once, few, few)]
+        return [*counted, turned.histc(2), aten._cdist_forward.default(paired, paired, 2.0, None), 2 * once]
 
-    x = torch.rand(4, 2, 3, 8)
+    x = torch.rand(4, 3)
     module = recorded(function, x)
     stored.store_sources(module.graph)
-    (found,) = stored_nodes(module.graph)
-    assert found.target is aten.sin.default and len(found.users) == 1
-    (one,) = found.users
-    assert fake(one).stride() == fake(found).stride()
+    found = stored_nodes(module.graph)
+    assert [node.target for node in found] == [aten.sin.default, aten.exp.default]
+    assert all(len(node.users) == 1 for node in found)
     check_kept(function, module, x)
 
 
@@ -185,18 +180,40 @@ def arguments(source: str, name: str) -> list[set[str]]:
 
 @needs_compiler
 @pytest.mark.deep
-def test_fused_attention_stores_tables_and_rotated_rows_once(code: list[str]) -> None:
+def test_fused_layers_share_tables(code: list[str]) -> None:
     training = attention()
     training.compile("cpu", fuse=True)
     plain = attention()
     plain.compile("cpu", fuse=False)
     np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4)
     (source,) = set(code)
-    assert len(re.findall(r"\bcos\(", source)) == 1  # vectors of one length, and no rest
-    forward = arguments(source, "_scaled_dot_product_flash_attention_for_cpu")
-    gradient = arguments(source, "_scaled_dot_product_flash_attention_for_cpu_backward")
-    assert len(forward) == len(gradient) == 2
-    assert all(read <= again for read, again in zip(forward, reversed(gradient), strict=True))
+    assert len(re.findall(r"\bcos\(", source)) == 1
+
+
+class AttendsTwice(sg.Layer):
+    """Attention of scaled rows to themselves with two heads, plus the same with a causal mask."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        heads = (2 * x).unflatten(-1, (2, -1)).transpose(1, 2)
+        both = (F.scaled_dot_product_attention(heads, heads, heads, is_causal=causal) for causal in (False, True))
+        return sum(both).transpose(1, 2).flatten(-2)
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_fused_operators_read_the_same_array(code: list[str]) -> None:
+    x, rows = sg.Tensor((2, 8, 16)), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    results = []
+    for fuse in (True, False):
+        inference = sg.InferenceGraph()
+        inference.node(AttendsTwice(), x)
+        inference.add_inputs({"x": x})
+        inference.compile("cpu", fuse=fuse)
+        results.append(inference.execute({"x": rows}).result)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+    (source,) = set(code)
+    first, second = arguments(source, "_scaled_dot_product_flash_attention_for_cpu")
+    assert len(first) == 1 and first == second
 
 
 @pytest.mark.gpu

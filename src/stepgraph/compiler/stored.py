@@ -1,8 +1,8 @@
 """Results that a fused step writes to memory once, where PyTorch's compiler would compute or copy them repeatedly.
 
 The compiler computes elementwise results inside every kernel that reads them. Two kinds are cheaper to read: constants
-such as tables of sines, and what several operators outside of its kernels read, such as attention and its gradient,
-because it makes a copy for each of these operators.
+such as tables of sines, and what operators outside of its kernels read repeatedly, such as attention and its gradient,
+because it makes a copy for each of their arguments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def store_constants(graph: fx.Graph) -> None:
 
 
 def store_sources(graph: fx.Graph) -> None:
-    """Stores results of which operators outside of generated kernels would copy more than there is."""
+    """Stores results of which operators outside of generated kernels would make several copies."""
     _store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
 
 
@@ -78,14 +78,23 @@ def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> s
 
 
 def _copied(node: fx.Node) -> int:
-    """How many elements of a result operators outside of generated kernels read, directly or through views."""
+    """How many elements the compiler would copy for operators outside of its kernels, directly or through views."""
     count, pending = 0, [node]
     while pending:
         one = pending.pop()
-        views = [user for user in one.users if is_view(user)]
-        count += sum(_size(one) for user in one.users if user not in views and _is_called(user))
-        pending += views
+        for user in one.users:
+            if is_view(user):
+                pending.append(user)
+            elif _is_called(user):
+                count += _size(one) * _arguments(user).count(one)
     return count
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """What an operator reads, as often as it is passed."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _is_inlined(node: fx.Node) -> bool:
