@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import constants, stored
+from stepgraph.compiler import constants, pipeline, stored
+from stepgraph.compiler.pipeline import TABLE
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -135,6 +137,23 @@ def test_what_operators_copy_repeatedly_is_stored() -> None:
     check_kept(function, module, x)
 
 
+def test_parts_of_a_concatenation_that_read_the_same_are_written_together() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        gated = torch.cat([x.sin() * y, (x + y).view(4, 3)], 1) @ w
+        read_by_kernel = torch.cat([x.cos(), x.tan()], 1) + 1
+        unlike = torch.cat([x[:, :1] + 1, x[:, 1:] * y[:, 1:]], 1) @ w[:3]
+        apart = torch.cat([x.exp(), y.exp()], 1) @ w
+        copied = torch.cat([x, x], 1) @ w
+        return [gated, read_by_kernel, unlike, apart, copied]
+
+    arrays = torch.rand(4, 3), torch.rand(4, 3), torch.rand(6, 2)
+    module = recorded(function, *arrays)
+    stored.store_parts(module.graph)
+    written = module.graph.find_nodes(op="call_function", target=torch.ops.stepgraph.written.default)
+    assert [node.args[0].target for node in written] == [aten.mul.Tensor, aten.view.default]
+    check_kept(function, module, *arrays)
+
+
 # The code of fused steps
 
 
@@ -188,6 +207,32 @@ def test_fused_layers_share_tables(code: list[str]) -> None:
     np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4)
     (source,) = set(code)
     assert len(re.findall(r"\bcos\(", source)) == 1
+
+
+class Gated(sg.Layer):
+    """Concatenates two functions of the same rows and multiplies them."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        rows = torch.cat([x * 2, x + 1], 1)
+        return rows @ rows.t()
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_the_compiler_takes_parts_that_are_written_together(code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU it writes them so anyway: the operator must be understood and leave nothing behind."""
+    rows = tuple(replace(row, applies=lambda step, part: True) if "parts of" in row.name else row for row in TABLE)
+    monkeypatch.setattr(pipeline, "TABLE", rows)
+    x, array = sg.Tensor((100, 30)), np.random.default_rng(0).standard_normal((100, 30)).astype(np.float32)
+    inference = sg.InferenceGraph()
+    inference.node(Gated(), x)
+    inference.add_inputs({"x": x})
+    inference.compile("cpu", fuse=True)
+    both = np.concatenate([array * 2, array + 1], 1)
+    np.testing.assert_allclose(inference.execute({"x": array}).result, both @ both.T, rtol=1e-4, atol=1e-4)
+    (source,) = set(code)
+    assert re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", source) == [("100", "60"), ("100", "100")]
+    assert len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)) == 1
 
 
 class AttendsTwice(sg.Layer):
