@@ -1,22 +1,24 @@
-"""Constants of a step are computed once; fused steps store once what PyTorch's compiler would compute repeatedly."""
+"""Constants of a step are computed once; fused steps store what PyTorch's compiler would compute or copy repeatedly."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import constants, stored
-from stepgraph.compiler.program import fake
+from stepgraph.compiler import constants, pipeline, stored
+from stepgraph.compiler.pipeline import TABLE
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -120,24 +122,36 @@ def test_costly_constants_are_stored_where_they_are_small() -> None:
     check_kept(function, module, x)
 
 
-def attended(q: torch.Tensor) -> torch.Tensor:
-    return aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[0]
-
-
-def test_sources_of_several_operators_are_stored() -> None:
+def test_what_operators_copy_repeatedly_is_stored() -> None:
     def function(x: torch.Tensor) -> list[torch.Tensor]:
-        twice = x.sin().transpose(1, 2)
-        once, few = x.cos(), x.tan()[:1]
-        return [attended(twice), attended(2 * attended(twice)), attended(once), attended(few), attended(few + 1), once]
+        turned, paired, once, few = x.sin().t(), x.exp(), x.cos(), x.tan()[:1]
+        counted = [torch.histc(one, 4, -1, 1) for one in (turned, turned + 1, once, few, few)]
+        return [*counted, turned.histc(2), aten._cdist_forward.default(paired, paired, 2.0, None), 2 * once]
 
-    x = torch.rand(4, 2, 3, 8)
+    x = torch.rand(4, 3)
     module = recorded(function, x)
     stored.store_sources(module.graph)
-    (found,) = stored_nodes(module.graph)
-    assert found.target is aten.sin.default and len(found.users) == 1
-    (one,) = found.users
-    assert fake(one).stride() == fake(found).stride()
+    found = stored_nodes(module.graph)
+    assert [node.target for node in found] == [aten.sin.default, aten.exp.default]
+    assert all(len(node.users) == 1 for node in found)
     check_kept(function, module, x)
+
+
+def test_parts_of_a_concatenation_that_read_the_same_are_written_together() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        gated = torch.cat([x.sin() * y, (x + y).view(4, 3)], 1) @ w
+        read_by_kernel = torch.cat([x.cos(), x.tan()], 1) + 1
+        unlike = torch.cat([x[:, :1] + 1, x[:, 1:] * y[:, 1:]], 1) @ w[:3]
+        apart = torch.cat([x.exp(), y.exp()], 1) @ w
+        copied = torch.cat([x, x], 1) @ w
+        return [gated, read_by_kernel, unlike, apart, copied]
+
+    arrays = torch.rand(4, 3), torch.rand(4, 3), torch.rand(6, 2)
+    module = recorded(function, *arrays)
+    stored.store_parts(module.graph)
+    written = module.graph.find_nodes(op="call_function", target=torch.ops.stepgraph.written.default)
+    assert [node.args[0].target for node in written] == [aten.mul.Tensor, aten.view.default]
+    check_kept(function, module, *arrays)
 
 
 # The code of fused steps
@@ -185,18 +199,66 @@ def arguments(source: str, name: str) -> list[set[str]]:
 
 @needs_compiler
 @pytest.mark.deep
-def test_fused_attention_stores_tables_and_rotated_rows_once(code: list[str]) -> None:
+def test_fused_layers_share_tables(code: list[str]) -> None:
     training = attention()
     training.compile("cpu", fuse=True)
     plain = attention()
     plain.compile("cpu", fuse=False)
     np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4)
     (source,) = set(code)
-    assert len(re.findall(r"\bcos\(", source)) == 1  # vectors of one length, and no rest
-    forward = arguments(source, "_scaled_dot_product_flash_attention_for_cpu")
-    gradient = arguments(source, "_scaled_dot_product_flash_attention_for_cpu_backward")
-    assert len(forward) == len(gradient) == 2
-    assert all(read <= again for read, again in zip(forward, reversed(gradient), strict=True))
+    assert len(re.findall(r"\bcos\(", source)) == 1
+
+
+class Gated(sg.Layer):
+    """Concatenates two functions of the same rows and multiplies them."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        rows = torch.cat([x * 2, x + 1], 1)
+        return rows @ rows.t()
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_the_compiler_takes_parts_that_are_written_together(code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU it writes them so anyway: the operator must be understood and leave nothing behind."""
+    rows = tuple(replace(row, applies=lambda step, part: True) if "parts of" in row.name else row for row in TABLE)
+    monkeypatch.setattr(pipeline, "TABLE", rows)
+    x, array = sg.Tensor((100, 30)), np.random.default_rng(0).standard_normal((100, 30)).astype(np.float32)
+    inference = sg.InferenceGraph()
+    inference.node(Gated(), x)
+    inference.add_inputs({"x": x})
+    inference.compile("cpu", fuse=True)
+    both = np.concatenate([array * 2, array + 1], 1)
+    np.testing.assert_allclose(inference.execute({"x": array}).result, both @ both.T, rtol=1e-4, atol=1e-4)
+    (source,) = set(code)
+    assert re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", source) == [("100", "60"), ("100", "100")]
+    assert len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)) == 1
+
+
+class AttendsTwice(sg.Layer):
+    """Attention of scaled rows to themselves with two heads, plus the same with a causal mask."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        heads = (2 * x).unflatten(-1, (2, -1)).transpose(1, 2)
+        both = (F.scaled_dot_product_attention(heads, heads, heads, is_causal=causal) for causal in (False, True))
+        return sum(both).transpose(1, 2).flatten(-2)
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_fused_operators_read_the_same_array(code: list[str]) -> None:
+    x, rows = sg.Tensor((2, 8, 16)), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    results = []
+    for fuse in (True, False):
+        inference = sg.InferenceGraph()
+        inference.node(AttendsTwice(), x)
+        inference.add_inputs({"x": x})
+        inference.compile("cpu", fuse=fuse)
+        results.append(inference.execute({"x": rows}).result)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+    (source,) = set(code)
+    first, second = arguments(source, "_scaled_dot_product_flash_attention_for_cpu")
+    assert len(first) == 1 and first == second
 
 
 @pytest.mark.gpu

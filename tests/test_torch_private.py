@@ -106,6 +106,11 @@ PRIVATE = {
         "written_to_memory",
         "compute constants of a fused step once, and store what several operators read once",
     ),
+    "torch._inductor.lowering.clone": ("lower_to_buffer", "write the parts of a concatenation from one kernel"),
+    "torch._inductor.lowering.register_lowering": (
+        "lower_to_buffer",
+        "write the parts of a concatenation from one kernel",
+    ),
     "torch._inductor.lowering.fallbacks": ("is_called", "know which operators of a fused step copy what they read"),
     "torch._inductor.lowering.lowerings": ("is_called", "know which operators of a fused step copy what they read"),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": (

@@ -199,6 +199,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
+    Pass("write the parts of concatenations together", LOWERED, _graph(stored.store_parts), _on_gpu),
 )
 
 

@@ -1,8 +1,8 @@
 """Results that a fused step writes to memory once, where PyTorch's compiler would compute or copy them repeatedly.
 
 The compiler computes elementwise results inside every kernel that reads them. Two kinds are cheaper to read: constants
-such as tables of sines, and what several operators outside of its kernels read, such as attention and its gradient,
-because it makes a copy for each of these operators.
+such as tables of sines, and what operators outside of its kernels read repeatedly, such as attention and its gradient,
+because it makes a copy for each of their arguments.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ _MOVES = {
     aten.slice_scatter.default,
 }
 
+torch.library.define("stepgraph::written", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("stepgraph::written", "CompositeExplicitAutograd")
+def written(x: torch.Tensor) -> torch.Tensor:
+    """A copy; in fused steps the kernel that computes `x` writes it there."""
+    return x.clone()
+
+
+@torch.library.register_fake("stepgraph::written")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
 
 def store_constants(graph: fx.Graph) -> None:
     """Stores constants that are costly to compute, if results that are not constant read them."""
@@ -51,8 +64,56 @@ def store_constants(graph: fx.Graph) -> None:
 
 
 def store_sources(graph: fx.Graph) -> None:
-    """Stores results of which operators outside of generated kernels would copy more than there is."""
+    """Stores results of which operators outside of generated kernels would make several copies."""
     _store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
+
+
+def store_parts(graph: fx.Graph) -> None:
+    """Lets one kernel write all parts of a concatenation that are computed from the same arrays.
+
+    On a GPU the compiler computes a concatenation element by element and reads those arrays again for every part.
+    """
+    target = torch.ops.stepgraph.written.default
+    torch_private.lower_to_buffer(target)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts = _arguments(node)
+        if _is_for_calls(node) and _share_sources(parts):
+            with graph.inserting_before(node):
+                copies = {part: inherit(graph.call_function(target, (part,)), part) for part in parts}
+            node.args = fx.map_arg(node.args, copies.__getitem__)
+    graph.lint()
+
+
+def _is_for_calls(node: fx.Node) -> bool:
+    """Whether a result must be in memory, because no generated kernel reads it."""
+    return not any(_is_inlined(user) or (is_view(user) and not _is_for_calls(user)) for user in node.users)
+
+
+def _share_sources(parts: list[fx.Node]) -> bool:
+    """Whether arrays of one size are computed, all of them, from an array of that size."""
+    size, made = _size(parts[0]), [_made(part) for part in parts]
+    if not all(_is_inlined(one) and _size(one) == size for one in made):
+        return False
+    shared = set[fx.Node].intersection(*map(_sources, made))
+    return any(_size(one) == size for one in shared)
+
+
+def _made(node: fx.Node) -> fx.Node:
+    """The result that a view is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The arrays that a kernel reads to compute a result; a part of an array is a view of it."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        for one in pending.pop().all_input_nodes:
+            if one not in found:
+                found.add(one)
+                pending += [one] if _is_inlined(one) else []
+    return {one for one in found if not _is_inlined(one)}
 
 
 def _store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
@@ -78,14 +139,23 @@ def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> s
 
 
 def _copied(node: fx.Node) -> int:
-    """How many elements of a result operators outside of generated kernels read, directly or through views."""
+    """How many elements the compiler would copy for operators outside of its kernels, directly or through views."""
     count, pending = 0, [node]
     while pending:
         one = pending.pop()
-        views = [user for user in one.users if is_view(user)]
-        count += sum(_size(one) for user in one.users if user not in views and _is_called(user))
-        pending += views
+        for user in one.users:
+            if is_view(user):
+                pending.append(user)
+            elif _is_called(user):
+                count += _size(one) * _arguments(user).count(one)
     return count
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """What an operator reads, as often as it is passed."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _is_inlined(node: fx.Node) -> bool:

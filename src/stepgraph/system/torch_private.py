@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -244,6 +245,19 @@ def written_to_memory() -> OpOverload:
     from torch._inductor.inductor_prims import force_stride_order
 
     return force_stride_order
+
+
+@cache
+def lower_to_buffer(operator: OpOverload) -> None:
+    """Lets the compiler write an operator's source to a buffer that it can lay out freely; no public name does."""
+    from torch._inductor.lowering import clone, register_lowering
+
+    def written(source: Any) -> Any:
+        copied = clone(source)
+        copied.realize()
+        return copied
+
+    register_lowering(operator, type_promotion_kind=None)(written)
 
 
 def is_called(operator: OpOverload) -> bool:
