@@ -308,7 +308,7 @@ def test_fused_steps_compute_the_same() -> None:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_the_gradient_is_written_to_predictions_that_the_compiler_has_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs it pads products whose rows are not aligned; the predictions are then a view with other strides."""
-    monkeypatch.setattr(label_losses, "_stays_one", lambda y: True)
+    monkeypatch.setattr(label_losses, "stays_one", lambda y: True)
     monkeypatch.setattr(half, "applies", lambda node: False)  # the product itself has to be in half precision
     monkeypatch.setattr(emulated, "fails", lambda kind: False)
     padded = []
