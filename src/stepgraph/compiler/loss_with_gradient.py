@@ -64,8 +64,9 @@ def _join(gradient: fx.Node) -> None:
     gradient.replace_all_uses_with(found)
     for one in values:
         one.replace_all_uses_with(new)
-    for one in (gradient, kept, *values, losses):
-        gradient.graph.erase_node(one)
+    for old in (gradient, kept, *values, losses):
+        assert isinstance(old, fx.Node)
+        gradient.graph.erase_node(old)
 
 
 def _losses_of(gradient: fx.Node) -> fx.Node | None:

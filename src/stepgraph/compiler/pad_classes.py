@@ -99,7 +99,7 @@ def _views(node: fx.Node, shape: Sequence[int]) -> Iterator[fx.Node]:
             yield from _views(user, shape)
 
 
-def _use_padding(gradient: fx.Node, padded: fx.Node, known: Mapping[fx.Node, fx.Node]) -> None:
+def _use_padding(gradient: fx.Node, padded: fx.Node, known: Mapping[Any, fx.Node]) -> None:
     """Lets products and the sum over rows read a padded gradient.
 
     Args:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from stepgraph.compiler.launch import run_on
+from stepgraph.compiler.program import call, fake, storage, storages
 
 Array = torch.Tensor
 LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing
@@ -103,9 +104,7 @@ def label_losses_with_gradient(
 
 
 @label_losses_with_gradient.register_fake
-def _(
-    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
-) -> tuple[Array, Array]:
+def _(y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None) -> tuple[Array, Array]:
     return torch.empty_like(y), _new(y)[0]
 
 
@@ -302,9 +301,19 @@ def workspace(given: Any, _: int) -> int:
 
 def expand(graph: fx.Graph) -> None:
     """Gives a compiler that fuses the formulas or, where a row is long, the kernels, with the gradient in place."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
+        if node.target in _OVERWRITING and stays_one(fake(node.args[0])) and _is_needed_after(node):
+            with graph.inserting_before(node):
+                node.update_arg(0, call(node, torch.ops.aten.clone.default, (node.args[0],)))
         if node.op == "call_function":
             node.target = _EXPANDED.get(node.target, node.target)
+
+
+def _is_needed_after(node: fx.Node) -> bool:
+    """Whether an operator must not overwrite its first argument: it was passed in, or something reads it later."""
+    memory = storage(node.args[0])  # type: ignore[arg-type]
+    others = (one for one in node.graph.nodes if memory in storages(one) and one is not node)
+    return any(one.op == "placeholder" or any(node < user for user in one.users) for one in others)
 
 
 def _expanded(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
@@ -315,7 +324,6 @@ def _expanded(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Arra
 def _expanded_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
     if not stays_one(y):
         return formula_of_gradient(y, t, g, kept, left_out, smoothing)
-    # The compiler copies the predictions first if something still reads them.
     torch.ops.stepgraph.label_losses_gradient_.default(y, t, g, kept, left_out, smoothing)
     return y
 
@@ -332,6 +340,12 @@ _EXPANDED: dict[Any, Any] = {
     torch.ops.stepgraph.label_losses.default: _expanded,
     torch.ops.stepgraph.label_losses_gradient.default: _expanded_gradient,
     torch.ops.stepgraph.label_losses_with_gradient.default: _expanded_both,
+}
+
+
+_OVERWRITING = {
+    torch.ops.stepgraph.label_losses_gradient.default,
+    torch.ops.stepgraph.label_losses_with_gradient.default,
 }
 
 
