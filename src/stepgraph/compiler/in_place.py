@@ -10,7 +10,7 @@ from torch import fx
 from stepgraph.compiler import memory
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import TABLE, operator
-from stepgraph.compiler.program import Part, fake, note, notes, storage
+from stepgraph.compiler.program import Part, fake, fakes, note, notes, storage
 
 
 def in_place(part: Part) -> Part:
@@ -41,8 +41,8 @@ def out_of_place(graph: fx.Graph) -> None:
 
 
 def _fits(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result has the size and layout of the source's memory."""
-    result, array = fake(node), fake(source)
+    """Whether the first result has the size and layout of the source's memory."""
+    result, array = fakes(node)[0], fake(source)
     others = [one for one in node.all_input_nodes if one is not source]
     if not isinstance(array, torch.Tensor) or any(storage(one) == storage(source) for one in others):
         return False

@@ -173,7 +173,7 @@ def lifetimes(part: Part) -> tuple[dict[int, tuple[int, int, str]], dict[int, in
                 deaths[same.get(one, one)] = time
         if notes(node).in_place:
             (former,) = storages(node.args[0])
-            same |= dict.fromkeys(storages(node), same.get(former, former))
+            same[storages(node)[0]] = same.get(former, former)
         if node.op == "call_function":
             for one, size in sizes(node).items():
                 if one not in entering and one not in births and one not in same:

@@ -44,7 +44,7 @@ class Operator:
 
     Args:
         out: the variant that writes into preallocated memory.
-        in_place: the variant that overwrites its first argument.
+        in_place: the variant that overwrites its first argument with its first result.
         workspace: its workspace in bytes, from its arguments (arrays without memory) and the bytes of its results.
         is_costly: whether it is recomputed only if recomputing everything else is not enough.
         direct: for our own operators, the Python function behind them. A compiled step calls it without PyTorch's
@@ -127,6 +127,11 @@ TABLE: dict[Any, Operator] = {
         workspace=label_losses.workspace,
         direct=label_losses.run_gradient,
     ),
+    ours.label_losses_with_gradient.default: Operator(
+        in_place=label_losses.run_with_gradient_in_place,
+        workspace=label_losses.workspace,
+        direct=label_losses.run_with_gradient,
+    ),
     # Implementations beside PyTorch's
     **{one.function: _alternative(one) for one in ALTERNATIVES},
     **{one.function: _alternative(one) for row in MANIFEST for one in row.offers},
@@ -142,10 +147,15 @@ def operator(node: fx.Node) -> Operator:
 def note_workspaces(graph: fx.Graph) -> None:
     """Records the workspace of operators for the memory plan."""
     for node in graph.nodes:
-        workspace = operator(node).workspace
-        if workspace is not None:
-            given = fx.map_arg(list(node.args), fake)
-            note(node, workspace=workspace(given, sum(array.nbytes for array in fakes(node))))
+        note_workspace(node)
+
+
+def note_workspace(node: fx.Node) -> None:
+    """Records the workspace of one operator."""
+    workspace = operator(node).workspace
+    if workspace is not None:
+        given = fx.map_arg(list(node.args), fake)
+        note(node, workspace=workspace(given, sum(array.nbytes for array in fakes(node))))
 
 
 def call_directly(graph: fx.Graph) -> None:

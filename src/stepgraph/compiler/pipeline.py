@@ -39,7 +39,9 @@ from stepgraph.compiler import (
 )
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.loss_with_gradient import join_losses
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.pad_classes import pad_classes
 from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
 from stepgraph.compiler.step import Fusion, Step
@@ -95,6 +97,10 @@ def _measures(step: Step, part: PartName | None) -> bool:
 def _normalizes_half(step: Step, part: PartName | None) -> bool:
     known = step.device.type in half_normalization.DEVICES and torch.version.hip is None
     return known and step.compute_type is not None
+
+
+def _is_whole_step(step: Step, part: PartName | None) -> bool:
+    return part == PartName.STEP
 
 
 def _is_limited(step: Step, part: PartName | None) -> bool:
@@ -182,6 +188,7 @@ TABLE: tuple[Pass, ...] = (
     ),
     Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
+    Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
@@ -190,6 +197,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
+    Pass("pad classes", FUSED, _graph(pad_classes), _on_gpu),
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand GELUs in half precision", FUSED, _graph(kernels.expand_gelus), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),

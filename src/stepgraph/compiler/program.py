@@ -58,7 +58,7 @@ class Notes:
         implementation: the name of the operation and of its chosen implementation, if there are several.
         workspace: its workspace in bytes, besides its results.
         offsets: the offsets of its results in the arena, by storage.
-        in_place: whether it overwrites its first argument with its result.
+        in_place: whether it overwrites its first argument with its first result.
         recomputed: whether it recomputes what was dropped to save memory.
     """
 

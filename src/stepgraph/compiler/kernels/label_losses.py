@@ -8,6 +8,10 @@ prediction, and the logarithm of the sum of `exp(y - greatest)`. The gradient ma
 Predictions `y` are `[n, classes, inner]` in any layout, labels `t` are `[n, inner]`; a row is the classes of one label.
 With a smoothing of `s`, the loss of a row is `-(1 - s) log p[t] - s mean(log p)`, with `p = softmax(y)`.
 
+A whole step needs both, so one operator computes a row's loss and then its gradient while the row is still in a cache
+(`loss_with_gradient.py` puts it there). Behind the classes of a row there may be padding (`pad_classes.py`): it has no
+part in the loss, and its gradient is 0.
+
 On NVIDIA's GPUs each operator is one kernel (`label_loss_kernels.py`). Elsewhere, PyTorch's operators compute some rows
 at a time. A compiler that fuses gets the formula for all rows, unless rows are long.
 """
@@ -18,9 +22,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from stepgraph.compiler.launch import run_on
+from stepgraph.compiler.program import call, fake, storage, storages
 
 Array = torch.Tensor
 LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing
@@ -80,6 +86,42 @@ def _(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float
     return None
 
 
+@torch.library.custom_op("stepgraph::label_losses_with_gradient", mutates_args=())
+def label_losses_with_gradient(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> tuple[Array, Array]:
+    """The gradient of the predictions, as `label_losses_gradient`, and the losses.
+
+    Args:
+        y: predictions, `[n, classes and padding, inner]`.
+        t: class indices, `[n, inner]`.
+        g: the gradients of the losses, `[n, inner]`.
+        left_out: the label whose rows have a loss and a gradient of 0.
+        smoothing: as in `label_losses`.
+        classes: how many of the predictions of a row are not padding, by default all.
+    """
+    return run_with_gradient(y, t, g, left_out, smoothing, classes)
+
+
+@label_losses_with_gradient.register_fake
+def _(y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None) -> tuple[Array, Array]:
+    return torch.empty_like(y), _new(y)[0]
+
+
+@torch.library.custom_op("stepgraph::label_losses_with_gradient_", mutates_args=("y",))
+def label_losses_with_gradient_(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> Array:
+    """The losses of `label_losses_with_gradient`, with the gradient in the memory of the predictions."""
+    _, losses = run_with_gradient_in_place(y, t, g, left_out, smoothing, classes)
+    return losses
+
+
+@label_losses_with_gradient_.register_fake
+def _(y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None) -> Array:
+    return _new(y)[0]
+
+
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     y, t, ctx.left_out, ctx.smoothing = inputs
     _, kept = output
@@ -123,6 +165,41 @@ def run_gradient_in_place(y: Array, t: Array, g: Array, kept: Array, left_out: i
     """`label_losses_gradient_`; returns `y`."""
     _write_gradient(y, y, t, g, kept, left_out, smoothing)
     return y
+
+
+def run_with_gradient(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> tuple[Array, Array]:
+    """`label_losses_with_gradient`."""
+    found = torch.empty_like(y)
+    return found, _write_both(found, y, t, g, left_out, smoothing, classes)
+
+
+def run_with_gradient_in_place(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> tuple[Array, Array]:
+    """`label_losses_with_gradient_`; also returns `y`."""
+    return y, _write_both(y, y, t, g, left_out, smoothing, classes)
+
+
+def _write_both(
+    found: Array, y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None
+) -> Array:
+    """Writes the gradient and returns the losses; `found` may be `y`."""
+    losses, kept = _new(y)
+    count = y.shape[1] if classes is None else classes
+    if _has_kernels(y):
+        from stepgraph.compiler.kernels import label_loss_kernels
+
+        label_loss_kernels.write_both(found, y, t, g, losses, left_out, smoothing, count)
+        return losses
+    found[:, count:] = 0
+    found, y = found[:, :count], y[:, :count]
+    for rows in _blocks(y):
+        block = y[rows].to(torch.float32, copy=True)
+        _write_block(losses[rows], kept[:, rows], block, t[rows], left_out, smoothing)
+        found[rows] = _block_of_gradient(block.copy_(y[rows]), t[rows], g[rows], kept[:, rows], left_out, smoothing)
+    return losses
 
 
 def _write_gradient(found: Array, y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> None:
@@ -197,6 +274,16 @@ def formula_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int
     return ((shares - wanted) * torch.where(counts, g, 0.0).unsqueeze(1)).to(y.dtype)
 
 
+def formula_with_gradient(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> tuple[Array, Array]:
+    """`label_losses_with_gradient`, as operators that a compiler fuses."""
+    real = y if classes is None else y[:, :classes]
+    losses, kept = formula(real, t, left_out, smoothing)
+    gradient = formula_of_gradient(real, t, g, kept, left_out, smoothing)
+    return F.pad(gradient, (0, 0, 0, y.shape[1] - real.shape[1])), losses
+
+
 def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
     """Labels along the class axis, 0 for those left out, and which of them count."""
     counts = t != left_out
@@ -207,38 +294,63 @@ def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
 
 
 def workspace(given: Any, _: int) -> int:
-    """What either operator needs besides its results, in bytes: a block of rows in float32, and its labels."""
+    """What an operator needs besides its results, in bytes: a block of rows in float32, and its labels."""
     y, t = given[0], given[1]
     return 0 if _has_kernels(y) else 4 * _samples(y) * y[0].numel() + 2 * t.nbytes
 
 
 def expand(graph: fx.Graph) -> None:
     """Gives a compiler that fuses the formulas or, where a row is long, the kernels, with the gradient in place."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
+        if node.target in _OVERWRITING and stays_one(fake(node.args[0])) and _is_needed_after(node):
+            with graph.inserting_before(node):
+                node.update_arg(0, call(node, torch.ops.aten.clone.default, (node.args[0],)))
         if node.op == "call_function":
             node.target = _EXPANDED.get(node.target, node.target)
 
 
+def _is_needed_after(node: fx.Node) -> bool:
+    """Whether an operator must not overwrite its first argument: it was passed in, or something reads it later."""
+    memory = storage(node.args[0])  # type: ignore[arg-type]
+    others = (one for one in node.graph.nodes if memory in storages(one) and one is not node)
+    return any(one.op == "placeholder" or any(node < user for user in one.users) for one in others)
+
+
 def _expanded(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
-    losses = torch.ops.stepgraph.label_losses.default if _stays_one(y) else formula
+    losses = torch.ops.stepgraph.label_losses.default if stays_one(y) else formula
     return losses(y, t, left_out, smoothing)
 
 
 def _expanded_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
-    if not _stays_one(y):
+    if not stays_one(y):
         return formula_of_gradient(y, t, g, kept, left_out, smoothing)
-    # The compiler copies the predictions first if something still reads them.
     torch.ops.stepgraph.label_losses_gradient_.default(y, t, g, kept, left_out, smoothing)
     return y
+
+
+def _expanded_both(
+    y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
+) -> tuple[Array, Array]:
+    if not stays_one(y):
+        return formula_with_gradient(y, t, g, left_out, smoothing, classes)
+    return y, torch.ops.stepgraph.label_losses_with_gradient_.default(y, t, g, left_out, smoothing, classes)
 
 
 _EXPANDED: dict[Any, Any] = {
     torch.ops.stepgraph.label_losses.default: _expanded,
     torch.ops.stepgraph.label_losses_gradient.default: _expanded_gradient,
+    torch.ops.stepgraph.label_losses_with_gradient.default: _expanded_both,
 }
 
 
-def _stays_one(y: Array) -> bool:
+_OVERWRITING = {
+    torch.ops.stepgraph.label_losses_gradient.default,
+    torch.ops.stepgraph.label_losses_with_gradient.default,
+}
+
+
+def stays_one(y: Array) -> bool:
+    """Whether a compiler that fuses gets the operators themselves for such predictions."""
     return y.shape[1] > WIDE and _has_kernels(y)
 
 
