@@ -344,9 +344,8 @@ class _Walk:
             if optimizer.groups:
                 changes = ~self._frozen(group)
                 allowed = changes if allowed is None else allowed & changes
-            found: dict[str, Any] = {"copies": copies, "norm": norm, "finite": allowed, "expanded": expanded}
-            by_name = partial(self._numbers, group)
-            kernels.update(optimizer, parameters, gradients, states, self._row(group), by_name, **found)
+            arrays = kernels.Update(parameters, gradients, states, self._row(group), copies, norm, allowed)
+            kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded)
             if self.step.averages:
                 share = self.arrays[SHARE][0] if allowed is None else self.arrays[SHARE][0] * allowed
                 for tensor, parameter in zip(tensors, parameters, strict=True):

@@ -8,6 +8,7 @@ from stepgraph.compiler.kernels.update import (
     expand_updates,
     update,
 )
+from stepgraph.compiler.kernels.update_kernel import Update
 
 __all__ = [
     "choose_kernels",
@@ -15,5 +16,6 @@ __all__ = [
     "number_type",
     "expand_layer_norms",
     "expand_updates",
+    "Update",
     "update",
 ]
