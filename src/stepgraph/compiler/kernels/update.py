@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -95,19 +95,6 @@ def update(
 def _flat(arrays: Update) -> Arrays:
     """The buffers as operators take them."""
     return [array for slot in arrays.states for array in slot]
-
-
-def _given(
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Arrays,
-    copies: Arrays,
-    numbers: torch.Tensor,
-    norm: torch.Tensor | None,
-    finite: torch.Tensor | None,
-) -> Update:
-    """The arrays as operators take them, as one object."""
-    return Update(parameters, gradients, _slots(states, len(parameters)), numbers, copies, norm, finite)
 
 
 def _rules(optimizer: Optimizer, arrays: Update, names: Sequence[str]) -> list[str]:
@@ -288,22 +275,70 @@ _library.define(
     "update_by_rule_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor(c!)[] copies, "
     "Tensor numbers, Tensor? norm, Tensor? finite, int optimizer, str names, str[] rules) -> ()"
 )
+UPDATE = torch.ops.stepgraph.update_by_rule_.default
+
+
+class Recorded(NamedTuple):
+    """The arguments of `update_by_rule_`: arrays, or the nodes of a recorded graph that stand for them.
+
+    Args:
+        parameters: see `Update` for this and the other arrays.
+        gradients: one per parameter.
+        states: by buffer, then by parameter.
+        copies: one per parameter, or none.
+        numbers: the live numbers and what was derived from them.
+        norm: of all gradients, or None.
+        finite: whether anything may change, or None.
+        optimizer: its number.
+        names: those of the numbers, separated by commas.
+        rules: the code of each parameter's rule; empty if it must run operator by operator.
+    """
+
+    parameters: Sequence[Any]
+    gradients: Sequence[Any]
+    states: Sequence[Any]
+    copies: Sequence[Any]
+    numbers: Any
+    norm: Any
+    finite: Any
+    optimizer: int
+    names: str
+    rules: Sequence[str]
+
+    @property
+    def slots(self) -> list[Any]:
+        """The buffers by slot."""
+        return _slots(self.states, len(self.parameters))
+
+    @property
+    def arrays(self) -> Update:
+        """The arrays alone."""
+        return _arrays(*self[:7])
+
+    @property
+    def clips_by_value(self) -> bool:
+        """Whether gradients are clipped without being measured."""
+        return _numbered[self.optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+
+    @property
+    def takes_half(self) -> bool:
+        """Whether gradients may be in half precision: a kernel reads them, and nothing measures them."""
+        return bool(self.rules) and (self.norm is not None or self.clips_by_value)
+
+
+def recorded(node: fx.Node) -> Recorded | None:
+    """The arguments of an update that was recorded as one operator; None for other operators."""
+    return Recorded(*node.args) if node.target is UPDATE else None  # type: ignore[arg-type]
 
 
 @torch.library.impl(_library, "update_by_rule_", "CompositeExplicitAutograd")
 def update_by_rule(*given: Any) -> None:
     """One pass over memory if the rule was recorded as code, else `reference` for an optimizer by its number."""
-    *arrays, optimizer, _, rules = given
-    update = _given(*arrays)
-    written = (*update.parameters, *_flat(update), *update.copies)
-    if rules and all(one.is_contiguous() for one in written):
-        _launch(update, rules, _clips_by_value(optimizer))
+    own = Recorded(*given)
+    if own.rules and all(one.is_contiguous() for one in (*own.parameters, *own.states, *own.copies)):
+        _launch(own.arrays, own.rules, own.clips_by_value)
     else:
         expanded_update(*given)
-
-
-def _clips_by_value(optimizer: int) -> bool:
-    return _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
 
 
 def _launch(update: Update, rules: Sequence[str], by_value: bool) -> None:
@@ -319,13 +354,25 @@ def _launch(update: Update, rules: Sequence[str], by_value: bool) -> None:
 
 def expanded_update(*given: Any) -> None:
     """`reference` for an optimizer by its number, on any device."""
-    *arrays, optimizer, names, _ = given
-    update = _given(*arrays)
-    n = SimpleNamespace(**dict(zip(_split(names), update.numbers.unbind(), strict=True)))
-    reference(_numbered[optimizer], update, n)
+    own = Recorded(*given)
+    n = SimpleNamespace(**dict(zip(_split(own.names), own.numbers.unbind(), strict=True)))
+    reference(_numbered[own.optimizer], own.arrays, n)
 
 
-def _slots(states: Arrays, count: int) -> list[Arrays]:
+def _arrays(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor],
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+) -> Update:
+    """The arrays that operators take, as one object."""
+    return Update(parameters, gradients, _slots(states, len(parameters)), numbers, copies, norm, finite)
+
+
+def _slots(states: Sequence[Any], count: int) -> list[Any]:
     """The buffers of `count` parameters by slot."""
     return [states[i : i + count] for i in range(0, len(states), count)]
 
@@ -337,11 +384,11 @@ def _(*_: object) -> None:
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
-    parameters, gradients, optimizer, rules = arguments[0], arguments[1], arguments[7], arguments[9]
-    if rules:  # only gradients that are in another order are copied
-        return sum(gradient.nbytes for gradient in gradients if not gradient.is_contiguous())
-    count = AT_ONCE.get(_numbered[optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
-    return count * max(parameter.nbytes for parameter in parameters)
+    own = Recorded(*arguments)
+    if own.rules:  # only gradients that are in another order are copied
+        return sum(gradient.nbytes for gradient in own.gradients if not gradient.is_contiguous())
+    count = AT_ONCE.get(_numbered[own.optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
+    return count * max(parameter.nbytes for parameter in own.parameters)
 
 
 _library.define(
@@ -356,7 +403,7 @@ _kernels: dict[int, tuple[tuple[str, ...], bool]] = {}
 def update_by_kernel(*given: Any) -> None:
     """`update_by_rule` in a fused step, if the rule was recorded as code."""
     *arrays, kernel = given
-    _launch(_given(*arrays), *_kernels[kernel])
+    _launch(_arrays(*arrays), *_kernels[kernel])
 
 
 @torch.library.register_fake("stepgraph::update_by_kernel_", lib=_library)
@@ -370,19 +417,18 @@ def expand_updates(graph: fx.Graph) -> None:
     Many parameters keep their kernel, if the rule has one: compiling twenty operators for each would take longer than
     the rest of the step.
     """
-    updates = [node for node in graph.nodes if node.target is torch.ops.stepgraph.update_by_rule_.default]
-    many = sum(len(node.args[0]) for node in updates) > MANY
-    for node in updates:
-        *arrays, optimizer, _, rules = node.args
-        if many and rules:
-            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*arrays, _kept(rules, optimizer))
+    updates = {node: own for node in graph.nodes if (own := recorded(node)) is not None}
+    many = sum(len(own.parameters) for own in updates.values()) > MANY
+    for node, own in updates.items():
+        if many and own.rules:
+            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*own[:7], _kept(own))
         else:
             node.target = expanded_update
 
 
-def _kept(rules: Sequence[str], optimizer: int) -> int:
+def _kept(own: Recorded) -> int:
     """The number of a kernel."""
-    kernel = tuple(rules), _clips_by_value(optimizer)
+    kernel = tuple(own.rules), own.clips_by_value
     number = int(hashlib.sha256(repr(kernel).encode()).hexdigest()[:15], 16)
     _kernels[number] = kernel
     return number
