@@ -412,7 +412,7 @@ def test_many_parameters_keep_their_update_kernel(monkeypatch: pytest.MonkeyPatc
     kernels = sys.modules[update.__module__]
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, parameters, *_: ["P[i] = p - g;"] * len(parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - g;"] * len(arrays.parameters))
 
     def targets(most: int) -> list[Any]:
         monkeypatch.setattr(kernels, "MANY", most)
@@ -433,15 +433,15 @@ def test_many_parameters_keep_their_update_kernel(monkeypatch: pytest.MonkeyPatc
 def test_a_fused_step_calls_update_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, launched = sys.modules[update.__module__], []
 
-    def launch(rules: Any, parameters: Any, gradients: Any, *_: Any) -> None:
-        launched.append(len(parameters))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    def launch(arrays: Any, *_: Any) -> None:
+        launched.append(len(arrays.parameters))
+        for parameter, gradient in zip(arrays.parameters, arrays.gradients, strict=True):
             parameter.sub_(0.1 * gradient)
 
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
     monkeypatch.setattr(kernels, "MANY", 3)
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, parameters, *_: ["P[i] = p - 0.1 * g;"] * len(parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - 0.1f * g;"] * len(arrays.parameters))
     monkeypatch.setattr(kernels, "launch", launch)
     found = []
     for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):

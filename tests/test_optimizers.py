@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler.kernels.update import named, reference, update
+from stepgraph.compiler.kernels.update_kernel import Update
 from stepgraph.compiler.operators import note_workspaces
 from stepgraph.compiler.program import notes
 from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule, buffers_of
@@ -121,8 +122,9 @@ def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> 
     for finite in (None, torch.tensor(True), torch.tensor(False)):
         found, expected = (copy.deepcopy((parameters, states)) for _ in range(2))
         by_name = partial(named, optimizer, numbers)
-        update(optimizer, found[0], gradients, found[1], numbers, by_name, norm=norm, finite=finite)
-        reference(optimizer, expected[0], gradients, expected[1], by_name(), norm=norm, finite=finite)
+        update(optimizer, Update(found[0], gradients, found[1], numbers, norm=norm, finite=finite), by_name)
+        arrays = Update(expected[0], gradients, expected[1], numbers, norm=norm, finite=finite)
+        reference(optimizer, arrays, by_name())
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
         stands_still = finite is not None and not finite
         assert all(torch.equal(a, b) == stands_still for a, b in zip(found[0], parameters, strict=True))
@@ -182,7 +184,7 @@ def test_the_plan_knows_what_an_update_needs(monkeypatch: pytest.MonkeyPatch, ru
 
     def run(parameter: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         by_name = partial(named, optimizer, numbers)
-        update(optimizer, [parameter], [gradient], [[one] for one in states], numbers, by_name)
+        update(optimizer, Update([parameter], [gradient], [[one] for one in states], numbers), by_name)
         return parameter
 
     traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*arrays)

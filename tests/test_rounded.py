@@ -5,6 +5,7 @@ that convert their parameters themselves.
 """
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ OPTIONS = sg.GraphCompilationOptions
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keeps copies on the CPU, as if only its tensors could reach memory."""
     monkeypatch.setattr(compilation, "ROUNDED", {"cpu"})
-    monkeypatch.setattr(Tensor, "is_exposed", property(lambda tensor: tensor._is_lent))
+    monkeypatch.setattr(Tensor, "_is_watched", property(lambda tensor: tensor.current is not None))
+    monkeypatch.setattr(Tensor, "is_exposed", property(lambda tensor: tensor._shares.are_held))
     yield
 
 
@@ -175,9 +177,32 @@ def test_an_array_that_was_given_away_can_be_written_to_at_any_time(kept: None) 
         for _ in range(3):
             found += [net.step(), net.step()]
             weights.mul_(0.5)
-        return found
+        del weights
+        return [*found, net.step(), net.step()]
 
     assert losses() == converting(losses)
+
+
+def test_an_array_is_rounded_only_while_someone_holds_it(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, rounded, copy = Net(), list[int](), torch_private.foreach_copy_
+
+    def counted(copies: list[torch.Tensor], arrays: list[torch.Tensor]) -> None:
+        rounded.append(len(copies))
+        copy(copies, arrays)
+
+    net.step()
+    monkeypatch.setattr(torch_private, "foreach_copy_", counted)
+    held = net.first.weights.torch().detach()[1:]  # a view of the array
+    assert not deepcopy(net.first.weights).is_exposed  # it has memory of its own
+    net.step(), net.step(), net.step()
+    assert rounded == [4, 1, 1]
+    held.fill_(7.0)
+    del held
+    net.step(), net.step(), net.step()  # the first of them sees what was written
+    assert rounded == [4, 1, 1, 1]
+    net.training.state_dict()
+    net.step(), net.step(), net.step()
+    assert rounded == [4, 1, 1, 1, 4]
 
 
 def test_averages_exchange_and_a_skipped_step(kept: None) -> None:
@@ -238,3 +263,18 @@ def test_on_a_gpu() -> None:
 
     found, expected = losses(), converting(losses)
     assert found[:-1] == expected[:-1] and found[-1] == 1 and expected[-1] == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_rounds_parameters_only_while_someone_holds_their_arrays() -> None:
+    net = Net()
+    net.training.compile(sg.Device.gpu(), OPTIONS.DETERMINISTIC, compute_type="bfloat16")
+    held = [net.step(), net.training.state_dict()]
+    assert all(tensor.is_exposed for tensor in net.copies)
+    net.step()
+    held.clear()
+    assert not any(tensor.is_exposed for tensor in net.copies)
+    net.last.weights.torch().mul_(0.5)  # nobody holds the array any more
+    net.step()
+    for tensor, copy in net.copies.items():
+        assert copy.equal(tensor.array().bfloat16())

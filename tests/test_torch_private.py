@@ -38,6 +38,8 @@ PRIVATE = {
     "torch._fused_adamw_": ("fused_adamw_", "update parameters by AdamW on the CPU"),
     "torch._fused_sgd_": ("fused_sgd_", "update parameters by SGD on the CPU"),
     "torch.cuda._compile_kernel": ("compile_cuda", "update parameters with one kernel made from the rule"),
+    "torch.cuda._utils._get_gpu_runtime_library": ("launch_cuda", "pass that kernel many arrays in one structure"),
+    "torch.cuda._utils._check_cuda": ("launch_cuda", "raise an error if that kernel cannot be launched"),
     "torch._addmm_activation": ("addmm_activation", "compute a fully connected layer with ReLU on a GPU"),
     "torch._subclasses.FakeTensor": ("FakeTensor", "recognize arrays without memory"),
     "torch._subclasses.FakeTensorMode": ("FakeTensorMode", "record a step on arrays without memory"),

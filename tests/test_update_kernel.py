@@ -6,7 +6,7 @@ Without a GPU the code runs on the host: a C++ compiler reads it with a few defi
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,23 @@ import torch
 import stepgraph as sg
 from stepgraph.compiler.kernels import update_kernel
 from stepgraph.compiler.kernels.update import TOGETHER, named, reference, update
-from stepgraph.compiler.kernels.update_kernel import HELPERS, SLOTS, kernel, written
+from stepgraph.compiler.kernels.update_kernel import (
+    ARGUMENT_BYTES,
+    HELPERS,
+    NO_BLOCK,
+    THREADS,
+    Form,
+    Update,
+    arguments,
+    kernel,
+    tables,
+    written,
+)
 from stepgraph.optimizers import Optimizer
+from stepgraph.system.torch_private import launch_cuda
 
-COUNT = 1000
+COUNTS = [7, 255, 3 * 4096 - 1, *range(300, 395), 4096, 4100]
+ODD = 3
 CLIPPED = {"clip_norm": 0.5, "weight_decay": 0.01}
 RULES: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: sg.SGDOptimizer(0.1),
@@ -51,46 +64,80 @@ def rule_of(optimizer: Optimizer, names: list[str]) -> Any:
 
 
 class Case:
-    """One rule with arrays to update, in float32 as on a GPU."""
+    """One rule with arrays to update, in float32 as on a GPU; the last of them are at odd addresses."""
 
-    def __init__(self, optimizer: Optimizer, count: int = COUNT, device: str = "cpu") -> None:
+    def __init__(self, optimizer: Optimizer, device: str = "cpu", gradient: torch.dtype = torch.float32) -> None:
         self.optimizer, generator = optimizer, torch.Generator().manual_seed(5)
 
-        def array() -> torch.Tensor:
-            return torch.randn(count, generator=generator).to(device)
+        def array(count: int, odd: bool) -> torch.Tensor:
+            return torch.randn(count + odd, generator=generator).to(device)[int(odd) :]
 
-        self.p, self.g = array(), array()
-        self.g[3], self.g[4], self.p[5] = torch.nan, torch.inf, 0.0
-        self.states = [array().abs() for _ in optimizer.slots]
-        live = torch.tensor(optimizer.rows()[0], dtype=torch.float64)
-        n = named(optimizer, live)
-        self.names = [name for name in vars(n) if name != TOGETHER]
-        self.numbers = getattr(n, TOGETHER).float().to(device)
-        self.norm = torch.linalg.vector_norm(self.g[10:])
+        def arrays() -> list[torch.Tensor]:
+            return [array(count, index >= len(COUNTS) - ODD) for index, count in enumerate(COUNTS)]
+
+        parameters, gradients = arrays(), [one.to(gradient) for one in arrays()]
+        gradients[0][3], gradients[0][4], gradients[0][6], parameters[0][5] = torch.nan, torch.inf, 3e-7, 0.0
+        states = [[one.abs() for one in arrays()] for _ in optimizer.slots]
+        self.live = torch.tensor(optimizer.rows()[0], dtype=torch.float64, device=device)
+        self.named = named(optimizer, self.live)
+        self.names = [name for name in vars(self.named) if name != TOGETHER]
+        numbers = getattr(self.named, TOGETHER).float()
+        norm = torch.linalg.vector_norm(gradients[1].float())
+        copies = [one.to(torch.bfloat16) for one in parameters]
+        self.arrays = Update(parameters, gradients, states, numbers, copies, norm)
 
     @property
     def code(self) -> str | None:
         rule = rule_of(self.optimizer, self.names)
-        return written(rule, self.p.shape, len(self.states), len(self.numbers))
+        return written(rule, (COUNTS[0],), len(self.arrays.states), len(self.names))
 
-    def expected(self) -> list[torch.Tensor]:
-        p, states = self.p.clone(), [one.clone() for one in self.states]
-        n = SimpleNamespace(**dict(zip(self.names, self.numbers.unbind(), strict=True)))
-        copy = torch.empty(len(p), dtype=torch.bfloat16, device=p.device)
-        reference(self.optimizer, [p], [self.g], [[one] for one in states], n, copies=[copy], norm=self.norm)
-        return [p, *states, copy]
+    @property
+    def form(self) -> Form:
+        assert self.code is not None
+        return Form(self.code, len(self.arrays.states), len(self.names), self.arrays.gradients[0].dtype, torch.bfloat16)
+
+    def expected(self) -> Update:
+        """The arrays that the rule's own operators change."""
+        changed = [[one.clone() for one in some] for some in changing(self.arrays)]
+        parameters, copies, *states = changed
+        n = SimpleNamespace(**dict(zip(self.names, self.arrays.numbers.unbind(), strict=True)))
+        arrays = self.arrays._replace(parameters=parameters, copies=copies, states=states)
+        reference(self.optimizer, arrays, n)
+        return arrays
+
+
+def changing(arrays: Update) -> list[Sequence[torch.Tensor]]:
+    return [arrays.parameters, arrays.copies, *arrays.states]
+
+
+def same(found: Update, expected: Update) -> None:
+    for some, others in zip(changing(found), changing(expected), strict=True):
+        for ours, theirs in zip(some, others, strict=True):
+            np.testing.assert_array_equal(ours.float().cpu().numpy(), theirs.float().cpu().numpy())
 
 
 HOST = """
 #include <math.h>
 #include <string.h>
 #define __device__ static inline
-#define __global__
+#define __global__ static
+#define __launch_bounds__(threads)
 #define asm(...) bits = 0
-static struct { long long x; int y; } blockIdx = {0, 2}, blockDim = {1, 1}, gridDim = {1, 1}, threadIdx = {0, 0};
+static struct { int x; } blockIdx, threadIdx;
 static inline float __int_as_float(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 """
+RUN = """
+extern "C" void run{0}(const k{0}::Table* table, int blocks) {{
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < {1}; ++threadIdx.x) k{0}::update(*table);
+}}
+"""
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CASES: dict[str, Callable[[], Case]] = {
+    **{name: lambda make=make: Case(make()) for name, make in RULES.items()},
+    **{name: lambda kind=kind: Case(RULES["adamw"](), gradient=kind) for name, kind in HALVES.items()},
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,31 +146,50 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     parts = [HOST, HELPERS]
-    for index, make in enumerate(RULES.values()):
-        case = Case(make())
-        assert case.code is not None
-        code = kernel(case.code, len(case.states), len(case.numbers), torch.bfloat16)
-        parts.append(code.replace(HELPERS, "").replace("void update(", f"void update{index}("))
+    for index, make in enumerate(CASES.values()):
+        code = kernel(make().form).replace(HELPERS, "").replace('extern "C"', "")
+        parts += [f"namespace k{index} {{", code, "}", RUN.format(index, THREADS)]
     (folder / "k.cpp").write_text("\n".join(parts))
     command = [compiler, "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-o", "k.so", "k.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     yield ctypes.CDLL(str(folder / "k.so"))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_code_of_a_rule_computes_its_bits(name: str, on_host: ctypes.CDLL) -> None:
-    case = Case(RULES[name]())
-    copy = torch.zeros(COUNT, dtype=torch.bfloat16)
-    mine = [case.p.clone(), *(one.clone() for one in case.states)]
-    slot = [*mine, case.g, case.norm]
-    arguments: list[Any] = [case.numbers.data_ptr(), None, 0]
-    for index in range(SLOTS):  # the host's block is in row 2
-        pointers = [one.data_ptr() if index == 2 else None for one in slot]
-        arguments += [*pointers, COUNT if index == 2 else 0, copy.data_ptr() if index == 2 else None]
-    given = [one if isinstance(one, int) and one < 2**20 else ctypes.c_void_p(one) for one in arguments]
-    getattr(on_host, f"update{list(RULES).index(name)}")(*given)
-    for ours, theirs in zip([*mine, copy], case.expected(), strict=True):
-        np.testing.assert_array_equal(ours.float().numpy(), theirs.float().numpy())
+    case, run = CASES[name](), getattr(on_host, f"run{list(CASES).index(name)}")
+    assert case.arrays.norm is not None
+    expected, norms = case.expected(), [case.arrays.norm] * len(COUNTS)
+    launched = list(tables(case.arrays, case.form, norms, range(len(COUNTS))))
+    assert len(launched) == -(-len(COUNTS) // case.form.slots) == 2  # each fills the arguments of a launch
+    for allowed in (False, True):
+        for table, blocks in launched:
+            finite = torch.tensor(allowed)
+            table.ALLOWED = finite.data_ptr()
+            run(ctypes.byref(table), blocks)
+        if not allowed:
+            assert torch.equal(case.arrays.parameters[2], CASES[name]().arrays.parameters[2])
+    same(case.arrays, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_arguments_of_a_kernel_fit_into_a_launch(name: str) -> None:
+    form = CASES[name]().form
+    assert ARGUMENT_BYTES - 128 < ctypes.sizeof(arguments(form)) <= ARGUMENT_BYTES
+
+
+def test_blocks_are_spread_over_parameters_by_their_size() -> None:
+    case = Case(sg.SGDOptimizer(0.1))
+    ((table, blocks), *_) = tables(case.arrays, case.form, case.arrays.gradients, range(3))
+    assert list(table.FIRST[:4]) == [0, 1, 2, NO_BLOCK] and blocks == 5  # 6, 255 and 3 × 4096 - 1 elements
+    assert list(table.COUNT[:4]) == [*COUNTS[:3], 0]
+
+
+def test_no_launch_without_elements() -> None:
+    nothing = torch.zeros(0)
+    form = Form("P = p - g;", 0, 1)
+    arrays = Update([nothing], [nothing], [], torch.zeros(1))
+    assert list(tables(arrays, form, [torch.zeros(())], [0])) == []
 
 
 def test_a_rule_that_is_not_elementwise_has_no_kernel() -> None:
@@ -152,39 +218,46 @@ def test_the_code_does_not_depend_on_the_caller(name: str) -> None:
 def test_matrices_of_muon_run_operator_by_operator() -> None:
     case = Case(sg.MuonOptimizer(1e-3))
     rule = rule_of(case.optimizer, case.names)
-    assert written(rule, (8, 6), 1, len(case.numbers)) is None
-
-
-def launches() -> int:
-    info = update_kernel._compiled.cache_info()
-    return info.hits + info.misses
+    assert written(rule, (8, 6), 1, len(case.names)) is None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gradient", [torch.float32, *HALVES.values()], ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_the_kernel_computes_the_bits_of_the_rule(name: str) -> None:
-    before_this = launches()
-    counts = [1, 255, 70_000, *range(300, 320)]  # more than one launch
-    cases = [Case(RULES[name](), max(count, 6), "cuda") for count in counts]
-    first = cases[0]
-    optimizer, copies = first.optimizer, [torch.zeros_like(one.p, dtype=torch.bfloat16) for one in cases]
-    expected = [case.expected() for case in cases]
-    states = [[case.states[i] for case in cases] for i in range(len(first.states))]
-    live = torch.tensor(optimizer.rows()[0], dtype=torch.float64, device="cuda")
-    n = named(optimizer, live)
-    norm = first.norm if optimizer.needs_global_norm else None
-    for case in cases:
-        case.norm = first.norm
-    expected = [case.expected() for case in cases]
+def test_the_kernel_computes_the_bits_of_the_rule(
+    name: str, gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+
+    def counted(kernel: Any, blocks: int, *rest: Any) -> None:
+        launched.append(blocks)
+        launch_cuda(kernel, blocks, *rest)
+
+    monkeypatch.setattr(update_kernel, "launch_cuda", counted)
+    case = Case(RULES[name](), "cuda", gradient)
+    expected = case.expected()
+    norm = case.arrays.norm if case.optimizer.needs_global_norm else None
+    arrays = case.arrays._replace(numbers=case.live, norm=norm)
     with torch.inference_mode():
-        parameters, gradients = [case.p for case in cases], [case.g for case in cases]
-        update(optimizer, parameters, gradients, states, live, lambda: n, copies=copies, norm=norm)
-        before = [case.p.clone() for case in cases]
+        update(case.optimizer, arrays, lambda: case.named)
+        same(arrays, expected)
         stopped = torch.tensor(False, device="cuda")
-        update(optimizer, parameters, gradients, states, live, lambda: n, copies=copies, norm=norm, finite=stopped)
-    for index, case in enumerate(cases):
-        found = [case.p, *case.states, copies[index]]
-        for ours, theirs in zip(found, expected[index], strict=True):
-            np.testing.assert_array_equal(ours.float().cpu().numpy(), theirs.float().cpu().numpy())
-        np.testing.assert_array_equal(case.p.cpu().numpy(), before[index].cpu().numpy())
-    assert launches() > before_this
+        update(case.optimizer, arrays._replace(finite=stopped), lambda: case.named)
+    same(arrays, expected)
+    assert len(launched) == 4
+
+
+@pytest.mark.gpu
+def test_a_captured_update_keeps_its_arguments() -> None:
+    """A graph copies the arguments of a launch; nothing has to be kept alive for it."""
+    case, eager = (Case(RULES["adamw"](), "cuda", torch.bfloat16) for _ in range(2))
+    with torch.inference_mode():
+        for one in (case, eager):  # also compiles the kernel
+            update(one.optimizer, one.arrays._replace(numbers=one.live, norm=None), lambda one=one: one.named)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            update(case.optimizer, case.arrays._replace(numbers=case.live, norm=None), lambda: case.named)
+        for _ in range(3):
+            graph.replay()
+            update(eager.optimizer, eager.arrays._replace(numbers=eager.live, norm=None), lambda: eager.named)
+    same(case.arrays, eager.arrays)

@@ -37,9 +37,11 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.loss_with_gradient import join_losses
+from stepgraph.compiler.merge_updates import merge_updates
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pad_classes import pad_classes
 from stepgraph.compiler.pool_first import pool_first
@@ -121,6 +123,15 @@ def _on_gpu(step: Step, part: PartName | None) -> bool:
     return not _on_cpu(step, part)
 
 
+def _on_cuda(step: Step, part: PartName | None) -> bool:
+    return step.device.type == "cuda"
+
+
+def _merges_updates(step: Step, part: PartName | None) -> bool:
+    # Within a limit, other results could not be kept because of gradients that wait.
+    return step.device.type == "cuda" and step.memory_limit is None
+
+
 def _saves(step: Step, part: PartName | None) -> bool:
     # It makes steps up to 4% slower: what a product reads is written twice.
     return step.memory_limit is not None
@@ -189,8 +200,10 @@ TABLE: tuple[Pass, ...] = (
     Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
+    Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
+    Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
     *(_fused(row) for row in MANIFEST if row.run is not None),

@@ -98,6 +98,7 @@ class _Walk:
     waiting: list[Tensor] = field(default_factory=list)
     claimed: set[int] = field(default_factory=set)
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
+    changes: dict[int, torch.Tensor] = field(default_factory=dict)
     drew: bool = False
     notes: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     accepted: torch.Tensor | None = None
@@ -343,15 +344,21 @@ class _Walk:
         expanded = few and self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
         with _tagged(name, Phase.UPDATE), torch.no_grad():
             if optimizer.groups:
-                changes = ~self._frozen(group)
-                allowed = changes if allowed is None else allowed & changes
-            found: dict[str, Any] = {"copies": copies, "norm": norm, "finite": allowed, "expanded": expanded}
-            by_name = partial(self._numbers, group)
-            kernels.update(optimizer, parameters, gradients, states, self._row(group), by_name, **found)
+                allowed = self._changes(group, allowed)
+            arrays = kernels.Update(parameters, gradients, states, self._row(group), copies, norm, allowed)
+            kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded)
             if self.step.averages:
                 share = self.arrays[SHARE][0] if allowed is None else self.arrays[SHARE][0] * allowed
                 for tensor, parameter in zip(tensors, parameters, strict=True):
                     self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
+
+    def _changes(self, group: int, allowed: torch.Tensor | None) -> torch.Tensor:
+        """Whether updates of a group may change anything, looked up once per run; `allowed` is the same for all."""
+        if group not in self.changes:
+            with _tagged("optimizer", Phase.UPDATE):
+                changes = ~self._frozen(group)
+                self.changes[group] = changes if allowed is None else allowed & changes
+        return self.changes[group]
 
     def _row(self, group: int) -> torch.Tensor:
         """The live numbers of a group."""

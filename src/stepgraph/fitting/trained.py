@@ -298,7 +298,7 @@ class Trained:
         named = (part[name] for part, names in zip(parts, self._names(), strict=True) for name in part
                  if names[name] is tensor)  # fmt: skip
         values = next(named, None)
-        array = tensor.torch() if values is None else self._rows(tensor, values, batch.rows)[0]
+        array = tensor.array() if values is None else self._rows(tensor, values, batch.rows)[0]
         checked = batch.origin is not None
         return array if checked else self.training.require_session("fit").in_range(tensor, array)
 

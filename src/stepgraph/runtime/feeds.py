@@ -231,7 +231,7 @@ def _bound_before(tensor: Tensor, where: str) -> torch.Tensor:
         raise DataError(
             where, "there is no data for it", needed=tensor.descriptor, fix="pass it by name, or bind it before"
         )
-    return tensor.torch()
+    return tensor.array()
 
 
 def merged(kind: str, names: Names, new: Names | None) -> Names:

@@ -75,7 +75,7 @@ def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[G
         handed = [other.found[gradient(tensor)] for other in others if gradient(tensor) in other.found]
         if tensor in written and written[tensor].has_data:
             mine = written[tensor]
-            handed.append(buffers.read(mine.torch(), like.shape, mine.data_type, mine.where))
+            handed.append(buffers.read(mine.array(), like.shape, mine.data_type, mine.where))
         if not handed:
             fill = float(starts_at(tensor, program))
             handed = [torch.full(like.shape, fill, dtype=tensor.data_type.torch, device=program.step.device)]

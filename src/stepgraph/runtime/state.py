@@ -161,11 +161,10 @@ class TrainingState:
         After its own steps, which write both, only parameters that others can reach are rounded.
         """
         noted = writes.latest()
-        changed = again or self.rounded_at != noted
-        if changed:
-            self._exposed = tuple(tensor for tensor in self._rounded if tensor.is_exposed)
-        stale = self._rounded if changed else self._exposed
+        stale = self._rounded if again or self.rounded_at != noted else self._exposed
         if stale:
+            # Who no longer holds an array has written to it before.
+            self._exposed = tuple(tensor for tensor in stale if tensor.is_exposed)
             with torch.inference_mode():
                 copies = [self.arrays[rounded(tensor)] for tensor in stale]
                 torch_private.foreach_copy_(copies, [tensor.array() for tensor in stale])

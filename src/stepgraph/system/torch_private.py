@@ -7,6 +7,7 @@ to import, so it is imported on first use.
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +56,20 @@ fused_sgd_ = torch._fused_sgd_
 """SGD in one pass over memory; the public `torch.optim.SGD` holds its own state."""
 
 
-def compile_cuda(source: str, name: str, **settings: Any) -> Callable[..., None]:
+def compile_cuda(source: str, name: str, **settings: Any) -> Any:
     """A CUDA kernel from its source, compiled for the current device; publicly that takes a C++ compiler."""
     return torch.cuda._compile_kernel(source, name, **settings)
+
+
+def launch_cuda(kernel: Any, blocks: int, threads: int, table: ctypes.Structure) -> None:
+    """Launches what `compile_cuda` returned with one structure by value; its own call takes only numbers and arrays.
+
+    The launch goes to the current stream of the current device.
+    """
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    given = (ctypes.c_void_p * 1)(ctypes.addressof(table))
+    launch = torch.cuda._utils._get_gpu_runtime_library().cuLaunchKernel
+    torch.cuda._utils._check_cuda(launch(kernel.func, blocks, 1, 1, threads, 1, 1, 0, stream, given, None))
 
 
 addmm_activation = torch._addmm_activation

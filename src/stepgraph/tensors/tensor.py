@@ -186,7 +186,7 @@ class Tensor:
         self.current = self._host  # the array behind the value: replaced when the tensor is bound again
         self._own: Array | None = None  # device memory that this tensor allocated itself and may overwrite
         self._missing = "it has never received data"
-        self._is_lent = False
+        self._is_lent, self._shares = False, writes.Shares()
 
     @classmethod
     def image(cls, width: int, height: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
@@ -247,6 +247,8 @@ class Tensor:
 
     def torch(self) -> Array:
         """The current value on its device, shared, not copied."""
+        if self._is_watched:
+            return self._shares.give(self.array())
         if not self._is_lent:
             self._is_lent = True
             writes.note()
@@ -430,9 +432,14 @@ class Tensor:
     # Used by the compiler and the runtime. Users read `data`, `numpy()` or `torch()`.
 
     @property
+    def _is_watched(self) -> bool:
+        """Whether its memory is its own, on a device where steps keep something that they computed from it."""
+        return self.current is not None and self.current is self._own and self.current.is_cuda
+
+    @property
     def is_exposed(self) -> bool:
-        """Whether others may write to its memory unnoticed: it is theirs, or they were given it."""
-        return self._is_lent or self.current is not self._own
+        """Whether others may write to its memory unnoticed: it is theirs, or they hold an array that shares it."""
+        return self.current is not self._own or self._shares.are_held
 
     def on(self, device: Device) -> Array:
         """The value as it will be on `device`, copied if necessary; the tensor itself does not change."""

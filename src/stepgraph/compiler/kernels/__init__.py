@@ -10,6 +10,7 @@ from stepgraph.compiler.kernels.update import (
     expand_updates,
     update,
 )
+from stepgraph.compiler.kernels.update_kernel import Update
 
 __all__ = [
     "MANY",
@@ -19,5 +20,6 @@ __all__ = [
     "expand_gelus",
     "expand_layer_norms",
     "expand_updates",
+    "Update",
     "update",
 ]

@@ -15,13 +15,13 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.update_kernel import LARGEST, launch, written
+from stepgraph.compiler.kernels.update_kernel import Update, launch, written
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
 from stepgraph.system.torch_private import disable_modes, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -60,56 +60,48 @@ _numbered = _Numbered()
 
 
 def update(
-    optimizer: Optimizer,
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Sequence[Arrays],
-    numbers: torch.Tensor,
-    named: Callable[[], SimpleNamespace],
-    *,
-    copies: Sequence[torch.Tensor] = (),
-    norm: torch.Tensor | None = None,
-    finite: torch.Tensor | None = None,
-    expanded: bool = False,
+    optimizer: Optimizer, arrays: Update, named: Callable[[], SimpleNamespace], *, expanded: bool = False
 ) -> None:
     """Updates parameters and states in place, with the fastest implementation for their device.
 
-    `states` has one list per optimizer slot; `numbers` are the live numbers, and `named` maps them by
-    name; `copies` in half precision follow the parameters, all of them or none; `norm` is the global norm if the
-    optimizer needs one; if `finite` is False nothing changes. Expanded, it is the reference, for a compiler that turns
-    it into a kernel.
+    Args:
+        optimizer: the rule.
+        arrays: what it changes and reads, with the live numbers as the optimizer keeps them.
+        named: the live numbers by name.
+        expanded: whether to use the reference, for a compiler that turns it into a kernel.
     """
-    if numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
-        flat = [array for slot in states for array in slot]
-        settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
-        names = ",".join(optimizer.columns)
+    if arrays.numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
         # The fused kernels traverse memory, not dimensions.
-        gradients = [
-            g if g.stride() == p.stride() else g.contiguous() for p, g in zip(parameters, gradients, strict=True)
-        ]
+        pairs = zip(arrays.parameters, arrays.gradients, strict=True)
+        ordered = [g if g.stride() == p.stride() else g.contiguous() for p, g in pairs]
+        settings = (int(optimizer.gradient_clipping_type), int(optimizer.penalty))
         torch.ops.stepgraph.update_(
-            parameters, gradients, flat, numbers, norm, finite, optimizer.rule, names, *settings
-        )
-        _follow(copies, parameters)
-    elif numbers.device.type not in AS_ONE:
-        reference(optimizer, parameters, gradients, states, named(), copies=copies, norm=norm, finite=finite)
+            arrays.parameters, ordered, _flat(arrays), arrays.numbers, arrays.norm, arrays.finite,
+            optimizer.rule, ",".join(optimizer.columns), *settings,
+        )  # fmt: skip
+        _follow(arrays)
+    elif arrays.numbers.device.type not in AS_ONE:
+        reference(optimizer, arrays, named())
     else:
-        flat, n = [array for slot in states for array in slot], named()
+        n = named()
         live = [name for name in vars(n) if name != TOGETHER]
-        rules = _rules(optimizer, parameters, len(states), live, norm)
+        rules = _rules(optimizer, arrays, live)
         torch.ops.stepgraph.update_by_rule_(
-            parameters, gradients, flat, list(copies), getattr(n, TOGETHER), norm, finite,
-            _numbered.number(optimizer), ",".join(live), rules,
+            arrays.parameters, arrays.gradients, _flat(arrays), list(arrays.copies), getattr(n, TOGETHER),
+            arrays.norm, arrays.finite, _numbered.number(optimizer), ",".join(live), rules,
         )  # fmt: skip
 
 
-def _rules(
-    optimizer: Optimizer, parameters: Arrays, states: int, names: Sequence[str], norm: torch.Tensor | None
-) -> list[str]:
+def _flat(arrays: Update) -> Arrays:
+    """The buffers as operators take them."""
+    return [array for slot in arrays.states for array in slot]
+
+
+def _rules(optimizer: Optimizer, arrays: Update, names: Sequence[str]) -> list[str]:
     """The update of each parameter as code for a CUDA kernel; empty if it must run operator by operator."""
-    given = parameters if norm is None else [*parameters, norm]
+    given = arrays.parameters if arrays.norm is None else [*arrays.parameters, arrays.norm]
     plain = all(one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in given)
-    if not plain or torch.version.hip is not None or max(one.numel() for one in parameters) >= LARGEST:
+    if not plain or torch.version.hip is not None:
         return []
 
     def rule(p: torch.Tensor, g: torch.Tensor, state: Any, size: torch.Tensor, live: Any) -> Sequence[torch.Tensor]:
@@ -118,36 +110,26 @@ def _rules(
         return [new, *new_state]
 
     with disable_modes():  # the rule runs once more, outside of a recording
-        shapes = {tuple(one.shape) for one in parameters}
-        found = {shape: written(rule, shape, states, len(names)) for shape in shapes}
-    rules = [found[tuple(one.shape)] for one in parameters]
+        shapes = {tuple(one.shape) for one in arrays.parameters}
+        found = {shape: written(rule, shape, len(arrays.states), len(names)) for shape in shapes}
+    rules = [found[tuple(one.shape)] for one in arrays.parameters]
     return [one for one in rules if one is not None] if None not in rules else []
 
 
-def reference(
-    optimizer: Optimizer,
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Sequence[Arrays],
-    n: SimpleNamespace,
-    *,
-    copies: Sequence[torch.Tensor] = (),
-    norm: torch.Tensor | None = None,
-    finite: torch.Tensor | None = None,
-) -> None:
-    """Updates in place with the optimizer's own rule, one parameter at a time."""
-    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        state = [slot[i] for slot in states]
-        prepared = optimizer.prepare(parameter, gradient, norm, n)
+def reference(optimizer: Optimizer, arrays: Update, n: SimpleNamespace) -> None:
+    """Updates in place with the optimizer's own rule, one parameter at a time; `n` are the live numbers by name."""
+    for i, (parameter, gradient) in enumerate(zip(arrays.parameters, arrays.gradients, strict=True)):
+        state = [slot[i] for slot in arrays.states]
+        prepared = optimizer.prepare(parameter, gradient.to(parameter.dtype), arrays.norm, n)
         new, new_state = optimizer.update(parameter, prepared, tuple(state), n)
         for old, one in zip((parameter, *state), (new, *new_state), strict=True):
-            old.copy_(one if finite is None else torch.where(finite, one, old))
-    _follow(copies, parameters)
+            old.copy_(one if arrays.finite is None else torch.where(arrays.finite, one, old))
+    _follow(arrays)
 
 
-def _follow(copies: Sequence[torch.Tensor], parameters: Arrays) -> None:
+def _follow(arrays: Update) -> None:
     """Rounds the parameters into their copies, if there are any."""
-    for copy, parameter in zip(copies, parameters, strict=False):
+    for copy, parameter in zip(arrays.copies, arrays.parameters, strict=False):
         copy.copy_(parameter)
 
 
@@ -293,66 +275,104 @@ _library.define(
     "update_by_rule_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor(c!)[] copies, "
     "Tensor numbers, Tensor? norm, Tensor? finite, int optimizer, str names, str[] rules) -> ()"
 )
+UPDATE = torch.ops.stepgraph.update_by_rule_.default
+
+
+class Recorded(NamedTuple):
+    """The arguments of `update_by_rule_`: arrays, or the nodes of a recorded graph that stand for them.
+
+    Args:
+        parameters: see `Update` for this and the other arrays.
+        gradients: one per parameter.
+        states: by buffer, then by parameter.
+        copies: one per parameter, or none.
+        numbers: the live numbers and what was derived from them.
+        norm: of all gradients, or None.
+        finite: whether anything may change, or None.
+        optimizer: its number.
+        names: those of the numbers, separated by commas.
+        rules: the code of each parameter's rule; empty if it must run operator by operator.
+    """
+
+    parameters: Sequence[Any]
+    gradients: Sequence[Any]
+    states: Sequence[Any]
+    copies: Sequence[Any]
+    numbers: Any
+    norm: Any
+    finite: Any
+    optimizer: int
+    names: str
+    rules: Sequence[str]
+
+    @property
+    def slots(self) -> list[Any]:
+        """The buffers by slot."""
+        return _slots(self.states, len(self.parameters))
+
+    @property
+    def arrays(self) -> Update:
+        """The arrays alone."""
+        return _arrays(*self[:7])
+
+    @property
+    def clips_by_value(self) -> bool:
+        """Whether gradients are clipped without being measured."""
+        return _numbered[self.optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+
+    @property
+    def takes_half(self) -> bool:
+        """Whether gradients may be in half precision: a kernel reads them, and nothing measures them."""
+        return bool(self.rules) and (self.norm is not None or self.clips_by_value)
+
+
+def recorded(node: fx.Node) -> Recorded | None:
+    """The arguments of an update that was recorded as one operator; None for other operators."""
+    return Recorded(*node.args) if node.target is UPDATE else None  # type: ignore[arg-type]
 
 
 @torch.library.impl(_library, "update_by_rule_", "CompositeExplicitAutograd")
-def update_by_rule(
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Arrays,
-    copies: Arrays,
-    numbers: torch.Tensor,
-    norm: torch.Tensor | None,
-    finite: torch.Tensor | None,
-    optimizer: int,
-    names: str,
-    rules: Sequence[str],
-) -> None:
+def update_by_rule(*given: Any) -> None:
     """One pass over memory if the rule was recorded as code, else `reference` for an optimizer by its number."""
-    if not rules or not all(one.is_contiguous() for one in (*parameters, *states, *copies)):
-        expanded_update(parameters, gradients, states, copies, numbers, norm, finite, optimizer, names, rules)
-        return
-    by_value = _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
-    _launch(parameters, gradients, states, copies, numbers, norm, finite, rules, by_value)
+    own = Recorded(*given)
+    if own.rules and all(one.is_contiguous() for one in (*own.parameters, *own.states, *own.copies)):
+        _launch(own.arrays, own.rules, own.clips_by_value)
+    else:
+        expanded_update(*given)
 
 
-def _launch(
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Arrays,
-    copies: Arrays,
-    numbers: torch.Tensor,
-    norm: torch.Tensor | None,
-    finite: torch.Tensor | None,
-    rules: Sequence[str],
-    by_value: bool,
-) -> None:
-    norms = [norm] * len(gradients) if norm is not None else [numbers[0]] * len(gradients)  # a number that is not read
-    if norm is None and not by_value:
-        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    ordered = [gradient.contiguous() for gradient in gradients]
-    launch(rules, parameters, ordered, _slots(states, len(parameters)), copies, numbers, norms, finite)
+def _launch(update: Update, rules: Sequence[str], by_value: bool) -> None:
+    """Updates with kernels made from rules. Gradients that are clipped by their own norms are measured first."""
+    ordered = [gradient.contiguous() for gradient in update.gradients]
+    unread = update.numbers[0]
+    norms = [unread if update.norm is None else update.norm] * len(ordered)
+    if update.norm is None and not by_value:
+        ordered = [gradient.float() for gradient in ordered]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in ordered]
+    launch(update._replace(gradients=ordered), rules, norms)
 
 
-def expanded_update(
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Arrays,
-    copies: Arrays,
-    numbers: torch.Tensor,
-    norm: torch.Tensor | None,
-    finite: torch.Tensor | None,
-    optimizer: int,
-    names: str,
-    _: Sequence[str],
-) -> None:
+def expanded_update(*given: Any) -> None:
     """`reference` for an optimizer by its number, on any device."""
-    n = SimpleNamespace(**dict(zip(_split(names), numbers.unbind(), strict=True)))
-    slots = _slots(states, len(parameters))
-    reference(_numbered[optimizer], parameters, gradients, slots, n, copies=copies, norm=norm, finite=finite)
+    own = Recorded(*given)
+    n = SimpleNamespace(**dict(zip(_split(own.names), own.numbers.unbind(), strict=True)))
+    reference(_numbered[own.optimizer], own.arrays, n)
 
 
-def _slots(states: Arrays, count: int) -> list[Arrays]:
+def _arrays(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor],
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    finite: torch.Tensor | None,
+) -> Update:
+    """The arrays that operators take, as one object."""
+    return Update(parameters, gradients, _slots(states, len(parameters)), numbers, copies, norm, finite)
+
+
+def _slots(states: Sequence[Any], count: int) -> list[Any]:
     """The buffers of `count` parameters by slot."""
     return [states[i : i + count] for i in range(0, len(states), count)]
 
@@ -364,11 +384,11 @@ def _(*_: object) -> None:
 
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
-    parameters, gradients, optimizer, rules = arguments[0], arguments[1], arguments[7], arguments[9]
-    if rules:  # only gradients that are in another order are copied
-        return sum(gradient.nbytes for gradient in gradients if not gradient.is_contiguous())
-    count = AT_ONCE.get(_numbered[optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
-    return count * max(parameter.nbytes for parameter in parameters)
+    own = Recorded(*arguments)
+    if own.rules:  # only gradients that are in another order are copied
+        return sum(gradient.nbytes for gradient in own.gradients if not gradient.is_contiguous())
+    count = AT_ONCE.get(_numbered[own.optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
+    return count * max(parameter.nbytes for parameter in own.parameters)
 
 
 _library.define(
@@ -380,18 +400,10 @@ _kernels: dict[int, tuple[tuple[str, ...], bool]] = {}
 
 
 @torch.library.impl(_library, "update_by_kernel_", "CompositeExplicitAutograd")
-def update_by_kernel(
-    parameters: Arrays,
-    gradients: Arrays,
-    states: Arrays,
-    copies: Arrays,
-    numbers: torch.Tensor,
-    norm: torch.Tensor | None,
-    finite: torch.Tensor | None,
-    kernel: int,
-) -> None:
+def update_by_kernel(*given: Any) -> None:
     """`update_by_rule` in a fused step, if the rule was recorded as code."""
-    _launch(parameters, gradients, states, copies, numbers, norm, finite, *_kernels[kernel])
+    *arrays, kernel = given
+    _launch(_arrays(*arrays), *_kernels[kernel])
 
 
 @torch.library.register_fake("stepgraph::update_by_kernel_", lib=_library)
@@ -405,19 +417,18 @@ def expand_updates(graph: fx.Graph) -> None:
     Many parameters keep their kernel, if the rule has one: compiling twenty operators for each would take longer than
     the rest of the step.
     """
-    updates = [node for node in graph.nodes if node.target is torch.ops.stepgraph.update_by_rule_.default]
-    many = sum(len(node.args[0]) for node in updates) > MANY
-    for node in updates:
-        *arrays, optimizer, _, rules = node.args
-        if many and rules:
-            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*arrays, _kept(rules, optimizer))
+    updates = {node: own for node in graph.nodes if (own := recorded(node)) is not None}
+    many = sum(len(own.parameters) for own in updates.values()) > MANY
+    for node, own in updates.items():
+        if many and own.rules:
+            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*own[:7], _kept(own))
         else:
             node.target = expanded_update
 
 
-def _kept(rules: Sequence[str], optimizer: int) -> int:
+def _kept(own: Recorded) -> int:
     """The number of a kernel."""
-    kernel = tuple(rules), _numbered[optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+    kernel = tuple(own.rules), own.clips_by_value
     number = int(hashlib.sha256(repr(kernel).encode()).hexdigest()[:15], 16)
     _kernels[number] = kernel
     return number

@@ -4,29 +4,35 @@ A rule is written once, as PyTorch operators on whole arrays; run that way, each
 `source` runs the rule on arrays without memory, notes its operators, and writes them as C, where all of them work on
 one element in registers. Every operator rounds as PyTorch's own does, so the numbers are the same bits.
 
+One launch updates many parameters. Their addresses are in its arguments: a CUDA graph keeps a copy of these, so there
+is no table in memory that would have to follow arrays that move.
+
 To support another operator, add a row to `OPERATORS`. A rule that needs anything else runs operator by operator.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.system.torch_private import DispatchMode, compile_cuda
+from stepgraph.system.torch_private import DispatchMode, compile_cuda, launch_cuda
 
 aten = torch.ops.aten
 Array = torch.Tensor
-SLOTS = 16  # parameters per launch
+ARGUMENT_BYTES = 4096  # of one launch, on every device
 THREADS = 256
-MOST_BLOCKS = 4096  # a thread that has more elements reads the live numbers only once
-LARGEST = 1 << 31  # elements; their number is a C int
+CHUNK = 4096  # elements per block: enough that reading the live numbers costs nothing
+NO_BLOCK = (1 << 31) - 1
 CONSTANT = "__int_as_float"
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # types of copies, and the C function that rounds
+GIVEN = {torch.float32: "float", torch.bfloat16: "unsigned short", torch.float16: "unsigned short"}  # gradients in C
+WIDENED = {torch.float32: "", torch.bfloat16: "from_bfloat16", torch.float16: "from_float16"}  # to float, exactly
 
 
 def _infix(sign: str) -> Callable[..., str]:
@@ -98,7 +104,36 @@ __device__ unsigned short float16(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
+__device__ float from_bfloat16(unsigned short bits) { return __int_as_float(bits << 16); }
+__device__ float from_float16(unsigned short bits) {
+  const int sign = (bits & 0x8000) << 16, rest = (bits & 0x7fff) << 13;
+  if (rest >= 0x7c00 << 13) return __int_as_float(sign | 0x7f800000 | rest);
+  return __int_as_float(sign | rest) * 0x1p112f;  // corrects the exponent, also that of subnormal numbers
+}
+template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
 """
+
+
+class Update(NamedTuple):
+    """The arrays of an update.
+
+    Args:
+        parameters: what it changes.
+        gradients: one per parameter, in its type or in half precision.
+        states: one list per buffer of the optimizer, with an array per parameter.
+        numbers: the live numbers.
+        copies: in half precision; they follow the parameters, all of them or none.
+        norm: the global norm of the gradients, if the optimizer needs one.
+        finite: if it is False, nothing changes.
+    """
+
+    parameters: Sequence[Array]
+    gradients: Sequence[Array]
+    states: Sequence[Sequence[Array]]
+    numbers: Array
+    copies: Sequence[Array] = ()
+    norm: Array | None = None
+    finite: Array | None = None
 
 
 class _Unsupported(Exception):
@@ -171,10 +206,10 @@ def written(rule: Rule, shape: Sequence[int], states: int, numbers: int) -> str 
             results = rule(p, g, own, norm, live)
         if len(results) != 1 + states or any(one.shape != p.shape for one in results):
             return None
-        stores = [f"{name}[i] = {noted.of(one)};" for name, one in zip(_arrays(states), results, strict=True)]
+        stores = [f"{name} = {noted.of(one)};" for name, one in zip(_arrays(states), results, strict=True)]
     except (_Unsupported, RuntimeError, TypeError):  # arrays without memory cannot do everything that others can
         return None
-    return "\n".join([*noted.lines, *stores, f"fresh = {noted.of(results[0])};"])
+    return "\n".join([*noted.lines, *stores])
 
 
 def _arrays(states: int) -> list[str]:
@@ -182,85 +217,158 @@ def _arrays(states: int) -> list[str]:
     return ["P", *(f"S{i}" for i in range(states))]
 
 
-def kernel(rule: str, states: int, numbers: int, copied: torch.dtype | None) -> str:
-    """The kernel around a rule, for several parameters: each is a row of blocks.
+class Form(NamedTuple):
+    """What a kernel is generated for.
 
     Args:
         rule: its code for one element.
         states: how many buffers a parameter has.
         numbers: how many live numbers there are.
+        gradient: the type of the gradients.
         copied: the type of the copies that it writes beside the parameters, if there are any.
     """
-    given = [*(f"float* {name}" for name in _arrays(states)), "const float* G", "const float* NORM", "int COUNT"]
-    given += [] if copied is None else ["unsigned short* H"]
-    names = [one.split()[-1] for one in given]
-    chosen = [f"case {i}: {' '.join(f'{name} = {name}_{i};' for name in names)} break;" for i in range(SLOTS)]
+
+    rule: str
+    states: int
+    numbers: int
+    gradient: torch.dtype = torch.float32
+    copied: torch.dtype | None = None
+
+    @property
+    def elements(self) -> dict[str, str]:
+        """The arrays with an element for each of the parameter: their C types by name."""
+        changed, copies = dict.fromkeys(_arrays(self.states), "float"), {"H": "unsigned short"}
+        return {**changed, "G": f"const {GIVEN[self.gradient]}", **({} if self.copied is None else copies)}
+
+    @property
+    def arrays(self) -> dict[str, str]:
+        """All arrays of one parameter."""
+        return {**self.elements, "NORM": "const float"}
+
+    @property
+    def slots(self) -> int:
+        """How many parameters fit into the arguments of one launch."""
+        per_slot = ctypes.sizeof(ctypes.c_void_p) * len(self.arrays) + sum(map(ctypes.sizeof, COUNTS.values()))
+        return (ARGUMENT_BYTES - 4 * ctypes.sizeof(ctypes.c_void_p)) // per_slot
+
+
+COUNTS = {  # what a launch knows of each parameter besides its arrays, by name
+    "COUNT": ctypes.c_longlong,  # its elements
+    "FIRST": ctypes.c_int,  # the first of its blocks
+    "ALIGNED": ctypes.c_ubyte,  # whether four elements can be read at once
+}
+
+
+@cache
+def arguments(form: Form) -> type[ctypes.Structure]:
+    """The only argument of a kernel, which it receives by value: `Table` in its code."""
+    given: list[tuple[str, Any]] = [("N", ctypes.c_void_p), ("ALLOWED", ctypes.c_void_p)]
+    given += [(name, ctypes.c_void_p * form.slots) for name in form.arrays]
+    given += [(name, kind * form.slots) for name, kind in COUNTS.items()]
+    return type("Table", (ctypes.Structure,), {"_fields_": given})
+
+
+def kernel(form: Form) -> str:
+    """The kernel around a rule, for as many parameters as a launch has slots.
+
+    Each block updates `CHUNK` elements of one parameter. Blocks are numbered over all parameters, so that each finds
+    its own by bisection, and small ones leave none idle.
+    """
+    elements = form.elements
+    four = {name: f"Four<{kind}>" for name, kind in elements.items()}
     return "\n".join(
         [
             HELPERS,
-            'extern "C" __global__ void update(const float* N, const unsigned char* ALLOWED, int CHECKS,',
-            ",\n".join(", ".join(f"{one}_{i}" for one in given) for i in range(SLOTS)) + ") {",
-            "if (CHECKS && !*ALLOWED) return;",
-            *(f"{one};" for one in given),
-            f"switch (blockIdx.y) {{ {' '.join(chosen)} default: return; }}",
-            "const float norm = *NORM;",
-            *(f"const float n{i} = N[{i}];" for i in range(numbers)),
-            "const long long step = gridDim.x * (long long)blockDim.x;",
-            "for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < COUNT; i += step) {",
-            "const float p = P[i], g = G[i];",
-            *(f"const float s{i} = S{i}[i];" for i in range(states)),
-            "float fresh;",
-            rule,
-            "" if copied is None else f"H[i] = {ROUNDED[copied]}(fresh);",
-            "} }",
+            "struct Table {",
+            "const float* N; const unsigned char* ALLOWED;",
+            *(f"{kind}* {name}[{form.slots}];" for name, kind in form.arrays.items()),
+            f"long long COUNT[{form.slots}]; int FIRST[{form.slots}]; unsigned char ALIGNED[{form.slots}];",
+            "};",
+            f'extern "C" __global__ void __launch_bounds__({THREADS}) update(const Table T) {{',
+            "if (T.ALLOWED && !*T.ALLOWED) return;",
+            "const int block = blockIdx.x, thread = threadIdx.x;",
+            "int slot = 0;",
+            f"for (int width = {1 << (form.slots - 1).bit_length() - 1}; width; width /= 2)",
+            f"if (slot + width < {form.slots} && T.FIRST[slot + width] <= block) slot += width;",
+            f"const long long start = (block - T.FIRST[slot]) * {CHUNK}ll, rest = T.COUNT[slot] - start;",
+            f"const int count = rest < {CHUNK} ? rest : {CHUNK}, fours = T.ALIGNED[slot] ? count / 4 : 0;",
+            *(f"{kind}* const {name} = T.{name}[slot] + start;" for name, kind in elements.items()),
+            "const float norm = *T.NORM[slot];",
+            *(f"const float n{i} = T.N[{i}];" for i in range(form.numbers)),
+            f"const auto change = [&]({', '.join(f'{kind}& {name}' for name, kind in elements.items())}) {{",
+            f"const float p = P, g = {WIDENED[form.gradient]}(G);",
+            *(f"const float s{i} = S{i};" for i in range(form.states)),
+            form.rule,
+            "" if form.copied is None else f"H = {ROUNDED[form.copied]}(P);",
+            "};",
+            f"for (int i = thread; i < fours; i += {THREADS}) {{",
+            *(f"{kind} {name}4 = (({kind}*){name})[i];" for name, kind in four.items()),
+            f"for (int k = 0; k < 4; ++k) change({', '.join(f'{name}4.at[k]' for name in elements)});",
+            *(f"(({kind}*){name})[i] = {name}4;" for name, kind in four.items() if name != "G"),
+            "}",
+            f"for (int i = 4 * fours + thread; i < count; i += {THREADS})",
+            f"change({', '.join(f'{name}[i]' for name in elements)});",
+            "}",
         ]
     )
 
 
 @cache
-def _compiled(code: str, device: int) -> Callable[..., None]:
+def _compiled(form: Form, device: int) -> Any:
     """A kernel on a device; compiled once, in a fraction of a second."""
     # Without contraction to fused multiply-adds, every operator rounds as it does alone.
     with torch.cuda.device(device):
-        return compile_cuda(code, "update", nvcc_options=["--fmad=false"])
+        return compile_cuda(kernel(form), "update", nvcc_options=["--fmad=false"])
 
 
-def launch(
-    rules: Sequence[str],
-    parameters: Sequence[Array],
-    gradients: Sequence[Array],
-    states: Sequence[Sequence[Array]],
-    copies: Sequence[Array],
-    numbers: Array,
-    norms: Sequence[Array],
-    allowed: Array | None,
-) -> None:
-    """Updates parameters, buffers and copies in place, up to `SLOTS` parameters with one kernel.
+def tables(update: Update, form: Form, norms: Sequence[Array], indices: Sequence[int]) -> Iterator[tuple[Any, int]]:
+    """The arguments of each launch, and its number of blocks.
 
     Args:
-        rules: the code of each parameter's rule.
-        parameters: contiguous arrays, like all others.
-        gradients: one per parameter.
-        states: one list per buffer.
-        copies: in half precision, one per parameter, or none.
-        numbers: the live numbers.
-        norms: of the gradients, one per parameter.
-        allowed: whether anything may change.
+        update: the arrays.
+        form: what the kernel was generated for.
+        norms: those of the gradients, one per parameter.
+        indices: the parameters that it updates.
     """
-    alike: dict[str, list[int]] = defaultdict(list)
-    for index, rule in enumerate(rules):
-        alike[rule].append(index)
-    for rule, indices in alike.items():
-        code = kernel(rule, len(states), len(numbers), copies[0].dtype if copies else None)
-        run = _compiled(code, numbers.device.index)
-        for start in range(0, len(indices), SLOTS):
-            chunk = indices[start : start + SLOTS]
-            counts = [parameters[i].numel() for i in chunk]
-            given = [numbers, numbers if allowed is None else allowed, int(allowed is not None)]
-            # Slots without a parameter repeat one; no block reads them.
-            for i, count in zip(chunk + chunk[:1] * (SLOTS - len(chunk)), counts + [0] * SLOTS, strict=False):
-                given += [parameters[i], *(slot[i] for slot in states), gradients[i], norms[i], count]
-                given += copies[i : i + 1]
-            blocks = min(-(-max(counts) // THREADS), MOST_BLOCKS)
-            with torch.cuda.device(numbers.device):
-                run(grid=(blocks, len(chunk), 1), block=(THREADS, 1, 1), args=given)
+    for start in range(0, len(indices), form.slots):
+        chosen = indices[start : start + form.slots]
+        table = arguments(form)(N=update.numbers.data_ptr())
+        if update.finite is not None:
+            table.ALLOWED = update.finite.data_ptr()
+        table.FIRST[:] = [NO_BLOCK] * form.slots
+        blocks = 0
+        for slot, index in enumerate(chosen):
+            own = _own(update, index)
+            for name, array in {**dict(zip(form.elements, own, strict=True)), "NORM": norms[index]}.items():
+                getattr(table, name)[slot] = array.data_ptr()
+            table.COUNT[slot], table.FIRST[slot] = own[0].numel(), blocks
+            table.ALIGNED[slot] = all(one.data_ptr() % (4 * one.element_size()) == 0 for one in own)
+            blocks += -(-own[0].numel() // CHUNK)
+        if blocks:
+            yield table, blocks
+
+
+def _own(update: Update, index: int) -> list[Array]:
+    """The arrays of one parameter, in the order of `Form.elements`."""
+    states = [slot[index] for slot in update.states]
+    return [update.parameters[index], *states, update.gradients[index], *update.copies[index : index + 1]]
+
+
+def launch(update: Update, rules: Sequence[str], norms: Sequence[Array]) -> None:
+    """Updates parameters, buffers and copies in place, with few kernels.
+
+    Args:
+        update: contiguous arrays.
+        rules: the code of each parameter's rule.
+        norms: those of the gradients, one per parameter.
+    """
+    copied = update.copies[0].dtype if update.copies else None
+    alike: dict[Form, list[int]] = defaultdict(list)
+    for index, (rule, gradient) in enumerate(zip(rules, update.gradients, strict=True)):
+        alike[Form(rule, len(update.states), len(update.numbers), gradient.dtype, copied)].append(index)
+    device = update.numbers.device
+    with torch.cuda.device(device):
+        for form, indices in alike.items():
+            run = _compiled(form, device.index)
+            for table, blocks in tables(update, form, norms, indices):
+                launch_cuda(run, blocks, THREADS, table)
