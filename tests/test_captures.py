@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,20 @@ class Graph:
         self.was_reset = True
 
 
+class Capture:
+    """Stands for a capture: once a launch has failed, so does its end."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(BROKEN)
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Captures without a GPU; the pools whose use has ended."""
@@ -33,7 +46,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(captures, "_kept", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **more: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch_private, "end_allocations", lambda device, pool: found.append(pool))
     return found
 
@@ -51,7 +64,8 @@ def failing(*errors: Exception) -> Any:
 
 
 def test_a_capture_that_another_thread_breaks_is_repeated(ended: list[Any]) -> None:
-    graph, found = captures.capture(failing(RuntimeError(BROKEN), RuntimeError(BROKEN)), torch.device("cuda"))
+    errors = RuntimeError(BROKEN), RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+    graph, found = captures.capture(failing(*errors), torch.device("cuda"))
     assert found == 7 and not graph.was_reset and len(ended) == 2
     assert all(one.was_reset for one in captures._kept) and len(captures._kept) == 2
 
@@ -67,8 +81,8 @@ def test_other_errors_are_raised_at_once(ended: list[Any]) -> None:
 
 
 def test_a_capture_that_is_always_broken_fails(ended: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match="previous error during capture"):
-        captures.capture(failing(*[RuntimeError(BROKEN)] * captures.ATTEMPTS), torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="CUBLAS"):
+        captures.capture(failing(*[RuntimeError("CUBLAS failed")] * captures.ATTEMPTS), torch.device("cuda"))
     assert len(ended) == captures.ATTEMPTS
 
 

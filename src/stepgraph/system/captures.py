@@ -16,8 +16,12 @@ from stepgraph.system import torch_private
 
 Result = TypeVar("Result")
 ATTEMPTS, PAUSE = 20, 0.05  # seconds
-_BROKEN = "due to a previous error during capture"
+_BROKEN, _FORBIDDEN = "due to a previous error during capture", "not permitted when stream is capturing"
 _kept: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators refer to graphs whose capture has failed
+
+
+class _Broken(Exception):
+    """Another thread has broken the capture; the cause is what was raised first."""
 
 
 def capture(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -25,14 +29,14 @@ def capture(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda
 
     Nothing runs during a capture, so another attempt changes nothing.
     """
-    for attempt in range(ATTEMPTS):
+    for _ in range(ATTEMPTS):
         try:
             return _captured(run, device)
-        except RuntimeError as error:
-            if _BROKEN not in str(error) or attempt == ATTEMPTS - 1:
-                raise
-            time.sleep(PAUSE)
-    raise AssertionError("the last attempt returns or raises")
+        except _Broken as error:
+            broken = error
+        time.sleep(PAUSE)
+    assert broken.__cause__ is not None
+    raise broken.__cause__
 
 
 def met_capture(error: BaseException) -> bool:
@@ -42,18 +46,20 @@ def met_capture(error: BaseException) -> bool:
 
 def _captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    problem: Exception | None = None
+    first: Exception | None = None
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             try:
                 found = run()
             except Exception as error:
-                problem = error
+                first = error
                 raise
         return graph, found
     except BaseException as error:
         graph.reset()
         _kept.append(graph)
         torch_private.end_allocations(device, pool)
-        # The end of a capture fails whatever the reason: the first error tells more.
-        raise (problem or error) from None
+        # In a broken capture every launch fails, each library with its own words; only the end is certain to say why.
+        if _BROKEN in str(error) and _FORBIDDEN not in str(first):
+            raise _Broken from first or error
+        raise first or error from None
