@@ -192,9 +192,17 @@ def member(found: Any, name: str) -> Any:
         return importlib.import_module(f"{found.__name__}.{name}")
     if isinstance(found, type) and name in found.__annotations__:
         return None  # of a dataclass, whose objects have it
-    if isinstance(found, type) and re.search(rf"self\.{name}\b.* = ", inspect.getsource(found)):
-        return None  # its methods assign it
+    if found not in OBJECTS and isinstance(found, type) and is_assigned(found, name):
+        return None
     return getattr(OBJECTS.get(found), name)
+
+
+def is_assigned(found: type, name: str) -> bool:
+    """Whether the methods of a class assign an attribute, which its objects have."""
+    try:
+        return re.search(rf"self\.{name}\b.* = ", inspect.getsource(found)) is not None
+    except OSError:  # it is not written in Python
+        return False
 
 
 # Whether these are all, and all in one file
