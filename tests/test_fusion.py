@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,9 +86,10 @@ def test_only_small_kernels_over_one_range_of_indices_are_launched_together(monk
 
 
 @pytest.mark.gpu
-def test_small_kernels_are_launched_together_on_a_gpu() -> None:
+def test_small_kernels_are_launched_together_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.utils import run_and_get_code
 
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     arrays = [torch.rand(shape, device="cuda") for shape in INDEPENDENT]
     with torch_private.combined_up_to(1000):
         compiled = torch.compile(independent, options={"combo_kernels": True})

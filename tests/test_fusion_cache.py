@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import fusion
 from stepgraph.compiler.program import set_fake
@@ -110,14 +111,46 @@ def hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def kernel(folder: Path, *texts: str, launched: slice = slice(None)) -> SimpleNamespace:
-    """A kernel of generated code with a block size for each text, which stands for its code."""
-    for text in texts:
-        (folder / key_of(text)).mkdir()
-        (folder / key_of(text) / "kernel.ptx").write_text(text)
-    results = [SimpleNamespace(kernel=SimpleNamespace(hash=hashed(text))) for text in texts]
-    launchers = [SimpleNamespace(cache_hash=key_of(text)) for text in texts][launched]
-    return SimpleNamespace(triton_meta={"device": 0}, compile_results=results, launchers=launchers)
+class Kernel:
+    """A kernel of generated code with some block sizes, as the compiler keeps it; texts stand for their code.
+
+    Args:
+        folder: where Triton keeps the code.
+        texts: the code of each block size.
+        launched: those that fit on the GPU.
+        further: the code of other block sizes, by width and number of warps.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *texts: str,
+        launched: slice = slice(None),
+        further: dict[tuple[int, int], str] | None = None,
+    ) -> None:
+        self.triton_meta = {"device": 0}
+        self.fn = SimpleNamespace(fn=None)
+        self._folder, self._further = folder, further or {}
+        blocks = SimpleNamespace(kwargs={"XBLOCK": 8}, num_warps=2)
+        self.compile_results = [self._variant(text, blocks) for text in texts]
+        self._make_launchers()
+        self.launchers = self.launchers[launched]
+
+    def _variant(self, text: str, config: Any) -> SimpleNamespace:
+        (self._folder / key_of(text)).mkdir()
+        (self._folder / key_of(text) / "kernel.ptx").write_text(text)
+        return SimpleNamespace(kernel=SimpleNamespace(hash=hashed(text)), config=config, text=text)
+
+    def _reload_kernel(self) -> SimpleNamespace:
+        return SimpleNamespace(fn=SimpleNamespace(fn="loaded"))
+
+    def _precompile_config(self, config: Any) -> SimpleNamespace:
+        assert self.fn.fn == "loaded"
+        shape = config.kwargs["XBLOCK"], config.num_warps
+        return self._variant(self._further.get(shape, f"wrong {shape}"), config)
+
+    def _make_launchers(self) -> None:
+        self.launchers = [SimpleNamespace(cache_hash=key_of(one.text)) for one in self.compile_results]
 
 
 def is_wrong(folder: Path) -> bool:
@@ -131,7 +164,7 @@ def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def make(**kernels: SimpleNamespace) -> Any:
+    def make(**kernels: Kernel) -> Any:
         monkeypatch.setattr(PyCodeCache, "modules", [SimpleNamespace(key="code", other=5, **kernels)])
         return SimpleNamespace(cache_key="code", _fx_graph_cache_key=None)
 
@@ -139,7 +172,7 @@ def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_only_the_wrong_block_sizes_of_a_kernel_are_dropped(tmp_path: Path, generated: Callable[..., Any]) -> None:
-    mixed, right = kernel(tmp_path, "wrong 1", "right 1", "wrong 2", "right 2"), kernel(tmp_path, "right 3", "right 4")
+    mixed, right = Kernel(tmp_path, "wrong 1", "right 1", "wrong 2", "right 2"), Kernel(tmp_path, "right 3", "right 4")
     expected = mixed.compile_results[1::2], mixed.launchers[1::2]
     graph = generated(mixed=mixed, right=right)
     assert torch_private.drop_variants(graph, is_wrong) == []
@@ -148,18 +181,58 @@ def test_only_the_wrong_block_sizes_of_a_kernel_are_dropped(tmp_path: Path, gene
     fusion._require_right([graph])
 
 
-def test_a_kernel_without_a_right_block_size_is_named(tmp_path: Path, generated: Callable[..., Any]) -> None:
-    wrong = kernel(tmp_path, "wrong 1", "wrong 2")
-    graph = generated(triton_a=kernel(tmp_path, "right"), triton_b=wrong)
+@pytest.mark.parametrize("shape", [(8, 4), (8, 1), (4, 2), (1, 2)])
+def test_a_kernel_without_a_right_block_size_gets_another(
+    tmp_path: Path, generated: Callable[..., Any], shape: tuple[int, int]
+) -> None:
+    one = Kernel(tmp_path, "wrong 1", "wrong 2", further={shape: "right"})
+    assert torch_private.drop_variants(generated(one=one), is_wrong) == []
+    assert [variant.text for variant in one.compile_results] == ["right"]
+    assert [launcher.cache_hash for launcher in one.launchers] == [key_of("right")]
+
+
+def test_a_kernel_whose_right_block_size_does_not_fit_gets_another(
+    tmp_path: Path, generated: Callable[..., Any]
+) -> None:
+    one = Kernel(tmp_path, "right 5", "wrong 5", launched=slice(1, None), further={(2, 2): "right 6"})
+    assert torch_private.drop_variants(generated(one=one), is_wrong) == []
+    assert [variant.text for variant in one.compile_results] == ["right 6"]
+
+
+def test_a_kernel_that_is_never_right_is_named(tmp_path: Path, generated: Callable[..., Any]) -> None:
+    wrong = Kernel(tmp_path, "wrong 1", "wrong 2")
+    graph = generated(triton_a=Kernel(tmp_path, "right"), triton_b=wrong)
     assert torch_private.drop_variants(graph, is_wrong) == ["triton_b"]
     assert len(wrong.compile_results) == len(wrong.launchers) == 2
-    # The right one needs more memory than the GPU has, so that it has no launcher.
-    graph = generated(triton_c=kernel(tmp_path, "right 5", "wrong 5", launched=slice(1, None)))
-    assert torch_private.drop_variants(graph, is_wrong) == ["triton_c"]
 
 
 def test_a_step_with_a_kernel_that_cannot_be_right_stays_unfused(tmp_path: Path, generated: Callable[..., Any]) -> None:
     # Without its assembled code, a kernel that may be wrong is.
-    graph = generated(triton_a=kernel(tmp_path, "add.s16x2 \t%r4, %r2, 20;"))
+    add = "add.s16x2 \t%r4, %r2, {};".format
+    shapes = (8, 4), (8, 1), (4, 2), (2, 2), (1, 2)
+    further = {shape: add(1 + index) for index, shape in enumerate(shapes)}
+    graph = generated(triton_a=Kernel(tmp_path, add(20), further=further))
     with pytest.raises(fusion.Miscompiled, match="triton_a"):
         fusion._require_right([graph])
+
+
+@pytest.mark.gpu
+def test_a_kernel_runs_in_block_sizes_that_the_compiler_did_not_choose() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [(x * 3 + 1).sum(1), torch.sin(x) * 0.37]
+
+    x, compiled = torch.rand(500, 700, device="cuda"), list[Any]()
+    compiler = torch_private.inductor()
+
+    def compile_inner(*arguments: Any, **settings: Any) -> Any:
+        compiled.append(compiler.compile_kernels(*arguments, **settings))
+        return compiled[-1]
+
+    with torch.no_grad():
+        run = compiler.compile_graph(make_fx(function)(x), [x], compile_inner)
+    tried: set[str] = set()
+    assert torch_private.drop_variants(compiled[0], lambda folder: tried.add(folder.name) is not None) == []
+    assert tried
+    assert torch_private.drop_variants(compiled[0], lambda folder: folder.name in tried) == []
+    for found, expected in zip(run(x), function(x), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -5,6 +5,7 @@ Nothing here imports stepgraph, so that a PyTorch with which that fails is told 
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -140,8 +141,24 @@ PRIVATE = {
     "torch._inductor.output_code.CompiledFxGraph.cache_key": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache.modules": ("generated_module", "find the kernels of a fused step"),
-    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("drop_variants", "find the code of a kernel"),
-    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("drop_variants", "find the code of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("_keep_right", "find the code of a kernel"),
+    "torch._inductor.runtime.runtime_utils.triton_hash_to_path_key": ("_keep_right", "find the code of a kernel"),
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.fn": (
+        "_further_variants",
+        "compile a kernel in other block sizes",
+    ),
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner._reload_kernel": (
+        "_further_variants",
+        "compile a kernel in other block sizes",
+    ),
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner._precompile_config": (
+        "_further_variants",
+        "compile a kernel in other block sizes",
+    ),
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner._make_launchers": (
+        "_make_launchers",
+        "run a kernel in another block size",
+    ),
 }
 ATTRIBUTES = {path.rpartition(".")[2] for path in PRIVATE}
 
@@ -190,7 +207,17 @@ def member(found: Any, name: str) -> Any:
         return importlib.import_module(f"{found.__name__}.{name}")
     if isinstance(found, type) and name in found.__annotations__:
         return None  # of a dataclass, whose objects have it
+    if found not in OBJECTS and isinstance(found, type) and is_assigned(found, name):
+        return None
     return getattr(OBJECTS.get(found), name)
+
+
+def is_assigned(found: type, name: str) -> bool:
+    """Whether the methods of a class assign an attribute, which its objects have."""
+    try:
+        return re.search(rf"self\.{name}\b.* = ", inspect.getsource(found)) is not None
+    except OSError:  # it is not written in Python
+        return False
 
 
 # Whether these are all, and all in one file

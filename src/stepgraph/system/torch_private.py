@@ -7,6 +7,7 @@ to import, so it is imported on first use.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch
 
 if TYPE_CHECKING:
     from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 # Running
 
@@ -365,27 +367,61 @@ def generated_module(compiled: CompiledFxGraph) -> Any:
 def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[Path], bool]) -> list[str]:
     """Drops the block sizes of a graph's kernels that are wrong, before the compiler times them.
 
-    No public name provides them. Triton keeps PTX and assembled code in a folder for each.
+    A kernel that has no other is compiled in further ones. No public name provides them. Triton keeps PTX and assembled
+    code in a folder for each.
 
     Args:
         compiled: the graph.
         is_wrong: whether a kernel may not run, from its folder.
 
     Returns:
-        The kernels of which every block size is wrong; they are left as they are.
+        The kernels of which every block size is wrong.
     """
+    module = generated_module(compiled)
+    known = vars(module).items() if module is not None else ()
+    kernels = {name: kernel for name, kernel in known if hasattr(kernel, "compile_results")}
+    return [name for name, kernel in kernels.items() if not _keep_right(kernel, is_wrong)]
+
+
+def _keep_right(kernel: Any, is_wrong: Callable[[Path], bool]) -> bool:
+    """Leaves a kernel the block sizes that are right, if need be further ones; returns whether it has any."""
     from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
 
-    module, hopeless = generated_module(compiled), []
-    for name, kernel in vars(module).items() if module is not None else ():
-        if not hasattr(kernel, "compile_results"):
-            continue
-        folder = Path(triton_cache_dir(kernel.triton_meta["device"]))
-        variants = {triton_hash_to_path_key(one.kernel.hash): one for one in kernel.compile_results}
-        right = [key for key in variants if not is_wrong(folder / key)]
-        launchers = [one for one in kernel.launchers if one.cache_hash in right]
-        if not right or (kernel.launchers and not launchers):
-            hopeless.append(name)
-        elif len(right) < len(variants):
-            kernel.compile_results, kernel.launchers = [variants[key] for key in right], launchers
-    return hopeless
+    cache = Path(triton_cache_dir(kernel.triton_meta["device"]))
+
+    def is_right(variant: Any) -> bool:
+        return not is_wrong(cache / triton_hash_to_path_key(variant.kernel.hash))
+
+    right = list(filter(is_right, kernel.compile_results))
+    if len(right) == len(kernel.compile_results):
+        return True
+    keys = {triton_hash_to_path_key(variant.kernel.hash) for variant in right}
+    launchers = [one for one in kernel.launchers if one.cache_hash in keys]  # what fits on the GPU has one
+    if launchers:
+        kernel.compile_results, kernel.launchers = right, launchers
+        return True
+    found = next(filter(is_right, _further_variants(kernel, kernel.compile_results[0].config)), None)
+    if found is not None:
+        kernel.compile_results, kernel.launchers = [found], []
+        _make_launchers(kernel)
+    return found is not None
+
+
+def _further_variants(kernel: CachingAutotuner, tried: Any) -> Iterator[Any]:
+    """A kernel compiled with more and with fewer threads than one that was tried, then in smaller blocks."""
+    function: Any = kernel.fn
+    if function.fn is None:  # it was compiled in another process
+        kernel.fn = kernel._reload_kernel().fn
+    width, warps = tried.kwargs.get("XBLOCK", 1), tried.num_warps
+    others = [{"num_warps": count} for count in (2 * warps, warps // 2) if 1 <= count <= 16]
+    others += [{"XBLOCK": width >> shift} for shift in range(1, width.bit_length())]
+    for other in others:
+        blocks = copy.deepcopy(tried)
+        blocks.num_warps = other.pop("num_warps", warps)
+        blocks.kwargs.update(other)
+        yield kernel._precompile_config(blocks)
+
+
+def _make_launchers(kernel: CachingAutotuner) -> None:
+    """Makes the functions that launch a kernel in its block sizes."""
+    kernel._make_launchers()
