@@ -102,7 +102,7 @@ def _divide_loss(node: fx.Node) -> None:
     with node.graph.inserting_before(node):
         elements = node.graph.call_function(node.target, tuple(given))  # type: ignore[arg-type]
     with fake(node).fake_mode:
-        inherit(elements, node, node.target(*fx.map_arg(given, fake)))  # type: ignore[operator, arg-type]
+        inherit(elements, node, node.target(*fx.map_arg(given, fake)))  # type: ignore[operator]
     node.target, node.args, node.kwargs = reduction, (elements,), {}
 
 
