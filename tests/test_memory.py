@@ -144,9 +144,7 @@ def test_compiling_again_releases_a_captured_graph() -> None:
                 training.execute(*data).wait()
     (one,) = training.compilation.programs.executables.values()
     assert "CUDA graph" in one.mode
-    workspaces = 128 << 20  # of cuBLAS, which stay
-    assert training.memory_plan.intermediates > 4 * workspaces
-    assert kept[1] - kept[0] < training.memory_plan.intermediates / 2
+    assert kept[1] - kept[0] < training.memory_plan.intermediates / 2  # cuBLAS's workspaces and the prediction stay
 
 
 def test_a_thousand_steps_leave_memory_flat() -> None:
