@@ -50,20 +50,18 @@ def _product(y: Any) -> fx.Node | None:
 
 
 def _pad(product: fx.Node, both: fx.Node) -> None:
-    *biases, x, right = product.args
-    weights: Any = right.args[0]  # type: ignore[union-attr]
+    """Pads a product, the cross entropy that reads it, and what reads the gradient."""
     rows, classes = fake(product).shape
     unit = LINE // fake(product).element_size()
     width = -(-classes // unit) * unit
+    known = _padded_weights(product, width)
+    *_, x, right = product.args
     with product.graph.inserting_before(product):
-        wide = call(product, aten.constant_pad_nd.default, (weights, [0, 0, 0, width - classes]))
-        sums = [call(product, aten.constant_pad_nd.default, (one, [0, width - classes])) for one in biases]
-        turned = call(product, aten.t.default, (wide,))
-        whole = call(product, product.target, (*sums, x, turned))
+        whole = call(product, product.target, (*(known[one] for one in product.args[:-2]), x, known[right]))
         inherit(whole, product, fake(whole))
         real = call(product, aten.slice.Tensor, (whole, 1, 0, classes))
     _replace(product, real)
-    with product.graph.inserting_before(both):
+    with both.graph.inserting_before(both):
         y = call(both, aten.view.default, (whole, [rows, width, 1]))
         padded = call(both, both.target, (y, *both.args[1:], classes))
         inherit(padded, both, fake(padded))
@@ -74,7 +72,21 @@ def _pad(product: fx.Node, both: fx.Node) -> None:
     for one in list(both.users):
         _replace(one, (shaped, losses)[one.args[1]])  # type: ignore[index]
     for one in list(_views(shaped, fake(part).shape)):
-        _use_padding(one, flat, {weights: wide})
+        _use_padding(one, flat, known)
+
+
+def _padded_weights(product: fx.Node, width: int) -> dict[Any, fx.Node]:
+    """Weights and biases with zeros for more classes, by those without; the weights also as the product reads them."""
+    *biases, _, right = product.args
+    weights: Any = right.args[0]  # type: ignore[union-attr]
+    more = width - len(fake(weights))
+    with product.graph.inserting_before(product):
+        found: dict[Any, fx.Node] = {
+            one: call(product, aten.constant_pad_nd.default, (one, [0, 0] * (one is weights) + [0, more]))
+            for one in (weights, *biases)
+        }
+        found[right] = call(product, aten.t.default, (found[weights],))
+    return found
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
@@ -105,7 +117,7 @@ def _use_padding(gradient: fx.Node, padded: fx.Node, known: Mapping[Any, fx.Node
     Args:
         gradient: the gradient of the predictions, `[rows, classes]`.
         padded: the same with columns of zeros.
-        known: the padded weights, by the weights.
+        known: padded weights, by those without.
     """
     classes = fake(gradient).shape[1]
     for user in list(gradient.users):
