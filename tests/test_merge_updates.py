@@ -117,10 +117,11 @@ MADE: dict[str, Callable[[], sg.TrainingGraph]] = {
     "global norm": lambda: network("bfloat16", adamw(clip_norm=0.1)),
     "one row": lambda: network(rows=1),
 }
-DEEP = pytest.param("plain", whole, marks=pytest.mark.deep), pytest.param("global norm", whole, marks=pytest.mark.deep)
+SLOW = [("plain", whole), ("global norm", whole), ("average", phases), ("groups", phases)]
+CASES = [("average", whole), ("groups", whole), *(pytest.param(*case, marks=pytest.mark.deep) for case in SLOW)]
 
 
-@pytest.mark.parametrize(("name", "step"), [("average", whole), ("average", phases), ("groups", whole), *DEEP])
+@pytest.mark.parametrize(("name", "step"), CASES)
 def test_merged_updates_compute_the_same_bits(
     name: str, step: Any, launched: list[Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
