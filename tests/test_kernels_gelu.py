@@ -1,5 +1,7 @@
 """GELU of half-precision arrays, compared with float64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,20 @@ def test_values_and_gradients_are_those_in_float64(kind: torch.dtype) -> None:
     exact = {"rtol": torch.finfo(kind).eps, "atol": 1e-7}
     torch.testing.assert_close(gelu(x).double(), wanted.detach(), **exact)
     torch.testing.assert_close(gelu_gradient(g, x).double(), gradient, **exact)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_no_more_numbers_are_rounded_wrongly_than_by_pytorch(kind: torch.dtype) -> None:
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(kind)
+    x = numbers[numbers.isfinite()]
+    g, wide = torch.full_like(x, 0.5), x.double()
+    share = 0.5 * torch.special.erfc(-wide / math.sqrt(2))
+    slope = share + wide * torch.exp(-wide.square() / 2) / math.sqrt(2 * math.pi)
+    for found, theirs, exact in (
+        (gelu(x), F.gelu(x), wide * share),
+        (gelu_gradient(g, x), aten.gelu_backward(g, x), 0.5 * slope),
+    ):
+        assert (found != exact.to(kind)).sum() <= (theirs != exact.to(kind)).sum()
 
 
 def test_infinities_and_nan_are_as_in_pytorch() -> None:
