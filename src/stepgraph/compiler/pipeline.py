@@ -212,7 +212,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
     Pass("pad classes", FUSED, _graph(pad_classes), _on_gpu),
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
-    Pass("expand GELUs in half precision", FUSED, _graph(kernels.expand_gelus), _on_gpu),
+    Pass("expand GELU", FUSED, _graph(kernels.expand_gelu), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),

@@ -1,7 +1,7 @@
 """Faster implementations of what a step computes, besides the reference; tests compare the two."""
 
 from stepgraph.compiler.kernels.choose import choose_kernels
-from stepgraph.compiler.kernels.gelu import expand_gelus
+from stepgraph.compiler.kernels.gelu import expand_gelu
 from stepgraph.compiler.kernels.layer_norm import expand_layer_norms
 from stepgraph.compiler.kernels.update import (
     MANY,
@@ -17,7 +17,7 @@ __all__ = [
     "choose_kernels",
     "named",
     "number_type",
-    "expand_gelus",
+    "expand_gelu",
     "expand_layer_norms",
     "expand_updates",
     "Update",

@@ -1,9 +1,9 @@
-"""GELU of half-precision arrays with fewer instructions, for a compiler that fuses.
+"""GELU in half precision with fewer instructions, for a compiler that fuses it.
 
-GELU is `x F(x)` with the normal distribution `F`. As PyTorch's compiler writes it, `erf` takes more time than reading
-and writing the array. Formula 26.2.17 of Abramowitz and Stegun has an error of 7.5e-8, which vanishes in the rounding
-to half precision, and the density that the gradient needs is a part of it. `tanh`, in the usual approximation of GELU,
-is fast as it is.
+`x Φ(x)` reads and writes two bytes per element: with `erf`, a kernel waits for arithmetic instead of memory. Here one
+exponential serves Φ and its derivative: `Φ(-|x|) = t (c₁ + c₂ t + … + c₅ t⁴) exp(-x²/2)`, where `t = 1 / (1 + p |x|)`
+(Abramowitz and Stegun, 7.1.26). In float32 that is as accurate as `erf`. Where Φ is small it is more accurate, because
+nothing cancels as in `1 + erf`.
 """
 
 from __future__ import annotations
@@ -13,45 +13,43 @@ import math
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.half import HALF
 from stepgraph.compiler.program import fake
 
 aten = torch.ops.aten
-Array = torch.Tensor
-NEAR = 0.2316419
-POLYNOMIAL = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
+HALVES = (torch.bfloat16, torch.float16)
+P = 0.3275911 / math.sqrt(2)
+C = tuple(one / 2 for one in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
+EXPONENT = -0.5 / math.log(2)  # exp(-x²/2) is 2 to the power of this times x²
 
 
-def expand_gelus(graph: fx.Graph) -> None:
-    """Replaces GELUs of half-precision arrays, and their gradients."""
-    known = {aten.gelu.default: (gelu, 0), aten.gelu_backward.default: (gelu_gradient, 1)}
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """`x Φ(x)`, computed in float32."""
+    wide = x.float()
+    return (wide * normal(wide)[0]).to(x.dtype)
+
+
+def gelu_gradient(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`g (Φ(x) + x φ(x))`, computed in float32."""
+    wide = x.float()
+    distribution, bell = normal(wide)
+    return (g.float() * (distribution + wide * bell * (1 / math.sqrt(2 * math.pi)))).to(x.dtype)
+
+
+def normal(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normal distribution `Φ(x)`, and `exp(-x²/2)`, in float32."""
+    bell = torch.exp2(x * x * EXPONENT)
+    t = torch.reciprocal(1 + P * x.abs())
+    sum_of_powers = ((((C[4] * t + C[3]) * t + C[2]) * t + C[1]) * t + C[0]) * t
+    tail = sum_of_powers * bell
+    return torch.where(x < 0, tail, 1 - tail), bell
+
+
+EXPANDED = {aten.gelu.default: gelu, aten.gelu_backward.default: gelu_gradient}
+
+
+def expand_gelu(graph: fx.Graph) -> None:
+    """Expands GELU and its gradient in half precision; the approximation by `tanh` stays."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in known:
-            function, place = known[node.target]
-            if fake(node.args[place]).dtype in HALF and node.kwargs.get("approximate", "none") == "none":
-                node.target, node.args, node.kwargs = function, node.args[: place + 1], {}
-
-
-def gelu(x: Array) -> Array:
-    """`aten.gelu`, computed in float32."""
-    wide = x.float()
-    share, _ = _distribution(wide)
-    return (wide * share).to(x.dtype)
-
-
-def gelu_gradient(g: Array, x: Array) -> Array:
-    """`aten.gelu_backward`, computed in float32."""
-    wide = x.float()
-    share, density = _distribution(wide)
-    return (g.float() * (share + wide * density)).to(x.dtype)
-
-
-def _distribution(x: Array) -> tuple[Array, Array]:
-    """The normal distribution and its density."""
-    density = torch.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
-    t = 1 / (1 + NEAR * x.abs())
-    tail = t * POLYNOMIAL[0]
-    for coefficient in POLYNOMIAL[1:]:
-        tail = (tail + coefficient) * t
-    tail = tail * density
-    return torch.where(x < 0, tail, 1 - tail), density
+        exact = node.target in EXPANDED and node.kwargs.get("approximate", "none") == "none"
+        if exact and all(fake(source).dtype in HALVES for source in node.all_input_nodes):
+            node.target, node.kwargs = EXPANDED[node.target], {}
