@@ -106,14 +106,17 @@ def _made(node: fx.Node) -> fx.Node:
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """The arrays that a kernel reads to compute a result; a part of an array is a view of it."""
-    found, pending = set[fx.Node](), [node]
+    """The arrays, or views of arrays, that a kernel reads from memory to compute a result."""
+    found, seen, pending = set[fx.Node](), {node}, [node]
     while pending:
         for one in pending.pop().all_input_nodes:
-            if one not in found:
+            made = _made(one)
+            if not _is_inlined(made):
                 found.add(one)
-                pending += [one] if _is_inlined(one) else []
-    return {one for one in found if not _is_inlined(one)}
+            elif made not in seen:
+                seen.add(made)
+                pending.append(made)
+    return found
 
 
 def _store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
