@@ -270,6 +270,8 @@ def test_fused_attention_on_a_gpu_stores_tables_and_rotated_rows_once(code: list
     np.testing.assert_allclose(losses(training), losses(plain), rtol=1e-4 if kind is None else 3e-2)
     (source,) = set(code)
     assert len(re.findall(r"\bcos\(", source)) == 1
+    if kind is None:  # products compute attention in float32
+        return
     called = re.findall(r"(\w*attention\w*)\.default\(", source)
     forward, gradient = ({name for name in called if name.endswith("_backward") is after} for after in (False, True))
     assert len(forward) == len(gradient) == 1
