@@ -52,7 +52,7 @@ def label_losses(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[A
 
 @label_losses.register_fake
 def _(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
-    return _new(y)
+    return _new(y), _new(y, 2)
 
 
 @torch.library.custom_op("stepgraph::label_losses_gradient", mutates_args=())
@@ -105,7 +105,7 @@ def label_losses_with_gradient(
 
 @label_losses_with_gradient.register_fake
 def _(y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None) -> tuple[Array, Array]:
-    return torch.empty_like(y), _new(y)[0]
+    return torch.empty_like(y), _new(y)
 
 
 @torch.library.custom_op("stepgraph::label_losses_with_gradient_", mutates_args=("y",))
@@ -119,7 +119,7 @@ def label_losses_with_gradient_(
 
 @label_losses_with_gradient_.register_fake
 def _(y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None) -> Array:
-    return _new(y)[0]
+    return _new(y)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -143,7 +143,7 @@ label_losses.register_autograd(_differentiate, setup_context=_save)
 
 def run(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
     """`label_losses`."""
-    losses, kept = _new(y)
+    losses, kept = _new(y), _new(y, 2)
     if _has_kernels(y):
         from stepgraph.compiler.kernels import label_loss_kernels
 
@@ -186,7 +186,7 @@ def _write_both(
     found: Array, y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None
 ) -> Array:
     """Writes the gradient and returns the losses; `found` may be `y`."""
-    losses, kept = _new(y)
+    losses = _new(y)
     count = y.shape[1] if classes is None else classes
     if _has_kernels(y):
         from stepgraph.compiler.kernels import label_loss_kernels
@@ -194,7 +194,7 @@ def _write_both(
         label_loss_kernels.write_both(found, y, t, g, losses, left_out, smoothing, count)
         return losses
     found[:, count:] = 0
-    found, y = found[:, :count], y[:, :count]
+    found, y, kept = found[:, :count], y[:, :count], _new(y, 2)
     for rows in _blocks(y):
         block = y[rows].to(torch.float32, copy=True)
         _write_block(losses[rows], kept[:, rows], block, t[rows], left_out, smoothing)
@@ -242,10 +242,10 @@ def _has_kernels(y: Array) -> bool:
     return run_on(y.device)
 
 
-def _new(y: Array) -> tuple[Array, Array]:
-    """Memory for the results of `label_losses`."""
+def _new(y: Array, *numbers: int) -> Array:
+    """Memory for one number per row, or so many."""
     n, _, inner = y.shape
-    return y.new_empty(n, inner, dtype=torch.float32), y.new_empty(2, n, inner, dtype=torch.float32)
+    return y.new_empty(*numbers, n, inner, dtype=torch.float32)
 
 
 # The formulas for all rows at once
@@ -281,7 +281,8 @@ def formula_with_gradient(
     real = y if classes is None else y[:, :classes]
     losses, kept = formula(real, t, left_out, smoothing)
     gradient = formula_of_gradient(real, t, g, kept, left_out, smoothing)
-    return F.pad(gradient, (0, 0, 0, y.shape[1] - real.shape[1])), losses
+    more = y.shape[1] - real.shape[1]
+    return F.pad(gradient, (0, 0, 0, more)) if more else gradient, losses
 
 
 def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
