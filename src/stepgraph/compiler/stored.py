@@ -90,9 +90,10 @@ def _is_for_calls(node: fx.Node) -> bool:
 
 
 def _share_sources(parts: list[fx.Node]) -> bool:
-    """Whether arrays of one size are computed, all of them, from an array of that size."""
+    """Whether arrays of one size and type are computed, all of them, from an array of that size."""
     size, made = _size(parts[0]), [_made(part) for part in parts]
-    if not all(_is_inlined(one) and _size(one) == size for one in made):
+    alike = len({(fake(part).shape, fake(part).dtype) for part in parts}) == 1
+    if not alike or not all(map(_is_inlined, made)):
         return False
     shared = set[fx.Node].intersection(*map(_sources, made))
     return any(_size(one) == size for one in shared)
