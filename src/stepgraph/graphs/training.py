@@ -440,8 +440,8 @@ class TrainingGraph(CompiledGraph):
                     session.has_drawn()
                     others = binding.executable.others
                     session.forget_passes({key: found[key] for key in others} if others else _NOTHING)
-                if learning and binding.executable.counts_steps:
-                    session.updated()
+                if learning and binding.executable.counts_steps and session.state is not None:
+                    session.state.updated()
                 if outputs_data:
                     session.write_outputs(outputs_data, results_of(found) | session.gradients.by_handle(found))
                 return session.answer(binding.executable, found, evaluating)
@@ -615,8 +615,8 @@ class TrainingGraph(CompiledGraph):
                     )
 
             def keep(found: Arrays) -> Answer:
-                if binding.executable.counts_steps:
-                    session.updated()
+                if binding.executable.counts_steps and session.state is not None:
+                    session.state.updated()
                 session.gradients.used = True
                 session.saved, session.forward_batch = {}, None  # they belong to the parameters before the update
                 return NOTHING
@@ -635,8 +635,9 @@ class TrainingGraph(CompiledGraph):
 
     def refreshed(self, call: str) -> Session:
         """The state between calls, including what was assigned since the last one."""
-        session = self.require_session(call)
-        if session.is_outdated:
+        session = self.session
+        if session is None or session.is_outdated:
+            self.require_session(call)
             self._again("execute", self._declared, "other parameters are updatable", keeps_passes=True)
             session = self.require_session(call)
         assert session.state is not None

@@ -63,7 +63,7 @@ class TrainingState:
         self._updates = 0
         self.is_averaged = False  # whether parameters and averages are exchanged
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
-        self._rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
+        self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
         self._exposed: tuple[Tensor, ...] = ()  # those of them that others may write to unnoticed
         self.rounded_at: int | None = None  # the last note of a write when the copies were equal to their parameters
 
@@ -146,14 +146,9 @@ class TrainingState:
         known = {key: array for key, array in before.items() if array.dtype is dtype}
         new = (tensor for tensor in tensors if rounded(tensor) not in known)
         known |= {rounded(t): torch.empty(t.shape, dtype=dtype, device=self.device.torch) for t in new}
-        self._rounded, self.rounded_at = tensors, None
+        self.rounded, self.rounded_at = tensors, None
         others = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.ROUNDED}
         self.arrays = others | {rounded(tensor): known[rounded(tensor)] for tensor in tensors}
-
-    @property
-    def rounds(self) -> bool:
-        """Whether there are copies of parameters in the compute type."""
-        return bool(self._rounded)
 
     def round(self, *, again: bool = False) -> None:
         """Rounds parameters into their copies, `again` or if any but this graph's own steps may have written to them.
@@ -163,8 +158,8 @@ class TrainingState:
         noted = writes.latest()
         changed = again or self.rounded_at != noted
         if changed:
-            self._exposed = tuple(tensor for tensor in self._rounded if tensor.is_exposed)
-        stale = self._rounded if changed else self._exposed
+            self._exposed = tuple(tensor for tensor in self.rounded if tensor.is_exposed)
+        stale = self.rounded if changed else self._exposed
         if stale:
             with torch.inference_mode():
                 copies = [self.arrays[rounded(tensor)] for tensor in stale]
