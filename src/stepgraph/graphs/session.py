@@ -44,6 +44,7 @@ Answer = tuple[
 NOTHING: Answer = (None, None, None, (), executions.NO_OUTPUTS)
 FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
+_STEP = PartName.STEP  # looking up a member of an enumeration takes longer
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
 
@@ -128,7 +129,11 @@ class Session:
 
     def bound(self, part: PartName, batch: int) -> Binding:
         """A part with the arrays that persist between calls, looked up again if a tensor was bound to other memory."""
-        state, binding = self.state, self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
+        state, programs = self.state, self.compilation.programs
+        executable = programs.executable(part, batch)
+        if programs.switches and part is _STEP and state is not None and batch in programs.switches:
+            executable = programs.switches[batch].at(state.next_update)
+        binding = executable.bound(self.memory, self.arrays)
         if state is not None and state.rounded:
             state.round()
         return binding

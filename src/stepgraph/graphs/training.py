@@ -203,7 +203,8 @@ class TrainingGraph(CompiledGraph):
                 recomputed, which takes time; a step that still does not fit is rejected.
             deterministic: use PyTorch's own kernels, none chosen by measurement, and fuse nothing.
             check_numerics: roll back a step that produces a NaN or an infinity, and say which layer produced it.
-            fuse: fuse layers before the first step (True) or never (False); by default, on CUDA, while steps run.
+            fuse: fuse layers before the first step (True) or never (False); by default, on CUDA while steps run, and on
+                the CPU tiny steps from step 20,000 on.
             all_gradients: also compute gradients that no update needs: of inputs and of frozen layers.
             debug_layers: keep results and gradients of layers with `is_debugging_enabled` readable.
             link_graphs: prepare the graph for `link`.

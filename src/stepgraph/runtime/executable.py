@@ -62,7 +62,7 @@ class Binding(NamedTuple):
 class Executable:
     """Runs a part: arrays in, arrays by key out."""
 
-    def __init__(self, part: Part, step: Step, arena: Arena | None = None) -> None:
+    def __init__(self, part: Part, step: Step, arena: Arena | None = None, fused: Fused | None = None) -> None:
         self.part, self.step = part, step
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
@@ -80,7 +80,9 @@ class Executable:
         self._fusing: Future[Fused] | None = None
         self.fusion_seconds = 0.0
         self._refused = ""
-        if step.fusion is Fusion.FIRST and part.nodes:
+        if fused is not None:
+            self._adopt(fused)
+        elif step.fusion is Fusion.FIRST and part.nodes:
             self._fuse_now()
 
     @property
@@ -101,7 +103,7 @@ class Executable:
             return self._refused or "done"
         if self._fusing is not None:
             return "under way"
-        return "never" if self.step.fusion is Fusion.NEVER else "not yet"
+        return "not yet" if self.step.fusion is Fusion.LATER else "never"
 
     def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
         """The arrays that persist between calls, looked up again if any of `memory`, which ends with `END`, changed."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
+import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
@@ -61,6 +62,7 @@ class TrainingState:
         self._seen = (-1, -1)
         self._seen_groups = 0
         self._updates = 0
+        self._counted: tuple[torch.Tensor | None, np.ndarray] = None, np.empty(0)  # live numbers, and their step counts
         self.is_averaged = False  # whether parameters and averages are exchanged
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
         self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
@@ -231,6 +233,14 @@ class TrainingState:
         """The step counts on the device, one per row of numbers; all are equal."""
         assert self.optimizer is not None
         return torch.atleast_2d(self.arrays[NUMBERS])[:, self.optimizer.columns.index("time_step")]
+
+    @property
+    def next_update(self) -> int:
+        """The number of the next update, where the device is the host: read from the memory that a step counts in."""
+        numbers = self.arrays[NUMBERS]
+        if self._counted[0] is not numbers:
+            self._counted = numbers, self._steps.numpy()
+        return int(self._counted[1][0])
 
     @property
     def loss_factors(self) -> torch.Tensor:
