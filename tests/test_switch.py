@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def run(training: sg.TrainingGraph, first: int, last: int) -> list[Any]:
     return found
 
 
+@cache
+def plain() -> list[Any]:
+    """The losses of ten unfused updates; index 0 is no update's."""
+    return [None, *run(network(fuse=False), 1, 10)]
+
+
 def the_switch(training: sg.TrainingGraph) -> Switch:
     (found,) = training.compilation.programs.switches.values()
     return found
@@ -87,13 +94,13 @@ def said(training: sg.TrainingGraph) -> str:
 
 
 def test_steps_are_fused_from_the_fixed_one_on(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
-    training, plain = network(), network(fuse=False)
-    assert run(training, 1, STARTS - 1) == run(plain, 1, STARTS - 1) and compiler.compiled == 0
+    training = network()
+    assert run(training, 1, STARTS - 1) == plain()[1:STARTS] and compiler.compiled == 0
     assert said(training) == "fused       nothing yet: tiny steps are fused from step 6 on"
-    assert run(training, STARTS, FIRST - 1) == run(plain, STARTS, FIRST - 1)
+    assert run(training, STARTS, FIRST - 1) == plain()[STARTS:FIRST]
     assert compiler.compiled == 1 and compiler.calls == 0
     assert "being fused in the background, for step 6 on" in said(training)
-    assert run(training, FIRST, 9) == [2 * loss for loss in run(plain, FIRST, 9)]
+    assert run(training, FIRST, 9) == [2 * loss for loss in plain()[FIRST:10]]
     assert compiler.calls == 4 and "steps run faster from now on" in caplog.text
     assert "operators, by PyTorch's compiler, from step 6 on, in " in said(training) and "fused traced" in str(training)
     assert training.memory_plan.total > 0
@@ -101,26 +108,24 @@ def test_steps_are_fused_from_the_fixed_one_on(compiler: Compiler, caplog: pytes
 
 def test_a_slow_compiler_is_waited_for(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
     compiler.may_end.clear()
-    training, plain = network(), network(fuse=False)
-    assert run(training, 1, FIRST - 1) == run(plain, 1, FIRST - 1)
+    training = network()
+    assert run(training, 1, FIRST - 1) == plain()[1:FIRST]
     threading.Timer(0.1, compiler.may_end.set).start()
-    assert run(training, FIRST, 8) == [2 * loss for loss in run(plain, FIRST, 8)]
+    assert run(training, FIRST, 8) == [2 * loss for loss in plain()[FIRST:9]]
     assert "waiting for PyTorch's compiler" in caplog.text
 
 
-@pytest.mark.parametrize("saved_at", [STARTS, FIRST - 1, 8])
-def test_a_resumed_run_gives_the_same_bits(compiler: Compiler, tmp_path: Path, saved_at: int) -> None:
-    whole = network()
-    expected = run(whole, 1, 10)
-    first = network()
-    found = run(first, 1, saved_at)
-    first.save(tmp_path / "saved")
-    again = network()
-    run(again, 1, 9)  # a graph that has been fused goes back, too
-    again.restore(tmp_path / "saved")
-    assert found + run(again, saved_at + 1, 10) == expected
-    for mine, other in zip(again.compilation.held, whole.compilation.held, strict=True):
-        assert np.array_equal(mine.numpy(), other.numpy())
+def test_a_resumed_run_gives_the_same_bits(compiler: Compiler, tmp_path: Path) -> None:
+    whole, expected = network(), []
+    for number in range(1, 11):
+        expected += run(whole, number, number)
+        whole.save(tmp_path / str(number))
+    values = [tensor.numpy().copy() for tensor in whole.compilation.held]
+    for training, saved_at in ((network(), 8), (whole, STARTS), (whole, FIRST - 1), (whole, FIRST)):
+        training.restore(tmp_path / str(saved_at))  # a graph that has been fused goes back, too
+        assert run(training, saved_at + 1, 10) == expected[saved_at:]
+        for tensor, value in zip(training.compilation.held, values, strict=True):
+            assert np.array_equal(tensor.numpy(), value)
 
 
 def test_an_optimizer_of_two_graphs_counts_for_each(compiler: Compiler) -> None:
@@ -157,17 +162,16 @@ def test_an_assigned_step_count_decides(compiler: Compiler) -> None:
 )
 def test_what_stays_unfused(compiler: Compiler, settings: dict[str, Any]) -> None:
     training = network(**settings)
-    run(training, 1, FIRST + 1)
     assert not training.compilation.programs.switches and compiler.compiled == 0
 
 
 def test_only_whole_steps_of_the_declared_size_are_fused(compiler: Compiler) -> None:
-    training, plain = network(), network(fuse=False)
-    for one in (training, plain):
+    training, other = network(), network(fuse=False)
+    for one in (training, other):
         assert one.optimizer is not None
         one.optimizer.time_step = FIRST
     found = []
-    for one in (training, plain):
+    for one in (training, other):
         data = {"x": np.ones((4, 3), np.float32)}, {"y": np.ones((4, 2), np.float32)}
         found.append(
             [
@@ -210,16 +214,16 @@ def test_a_compiler_that_fails_is_said_once(
         raise RuntimeError("the headers of Python are missing")
 
     monkeypatch.setattr(fusion, "fuse", broken)
-    training, plain = network(), network(fuse=False)
-    assert run(training, 1, 10) == run(plain, 1, 10)
+    training = network()
+    assert run(training, 1, 10) == plain()[1:]
     lines = [one.message for one in caplog.records if one.levelno == logging.WARNING and "waiting" not in one.message]
     assert lines == ["operators remain unfused: the headers of Python are missing"]
     assert said(training) == "fused       nothing: the headers of Python are missing"
 
 
 def test_an_interrupt_while_waiting_changes_nothing(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, plain = network(), network(fuse=False)
-    assert run(training, 1, FIRST - 1) == run(plain, 1, FIRST - 1)
+    training = network()
+    assert run(training, 1, FIRST - 1) == plain()[1:FIRST]
     fusing = the_switch(training)._fusing
     assert fusing is not None
 
@@ -230,7 +234,7 @@ def test_an_interrupt_while_waiting_changes_nothing(compiler: Compiler, monkeypa
         patched.setattr(fusing, "exception", interrupted)
         run(training, FIRST, FIRST)
     assert training.optimizer is not None and training.optimizer.time_step == FIRST
-    assert run(training, FIRST, 8) == [2 * loss for loss in run(plain, FIRST, 8)]
+    assert run(training, FIRST, 8) == [2 * loss for loss in plain()[FIRST:9]]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -252,8 +256,8 @@ def test_a_forked_child_compiles_again(compiler: Compiler, monkeypatch: pytest.M
 def test_the_real_compiler_takes_over_with_few_bits_of_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switch, "STARTS_AT", STARTS)
     monkeypatch.setattr(switch, "FUSED_FROM", FIRST)
-    training, plain = network(), network(deterministic=True)
-    np.testing.assert_allclose(run(training, 1, 20), run(plain, 1, 20), rtol=1e-4)
+    training, other = network(), network(deterministic=True)
+    np.testing.assert_allclose(run(training, 1, 20), run(other, 1, 20), rtol=1e-4)
     assert training.compilation.programs.in_use(PartName.STEP, 4).mode == "fused traced"
 
 
