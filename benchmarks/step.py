@@ -69,6 +69,7 @@ def check(model: Model, makers: dict[str, Any], device: str) -> dict[str, list[f
 def measure(model: Model, makers: dict[str, Any], device: str, rounds: int, steps: int | None) -> dict[str, Any]:
     """Rounds in which every peer has a turn."""
     peers = {name: make(model, device, dropout=True) for name, make in makers.items()}
+    peers[OURS].settle()
     for peer in peers.values():  # first times: CUDA graphs are captured at the second step or later
         turn(peer, 3)
     count = steps or max(3, min(MOST_STEPS, round(TURN_SECONDS / turn(peers[OURS], 3))))

@@ -244,7 +244,9 @@ def test_results_that_are_no_buffers_of_their_own_are_left_alone(result: str) ->
 
 def test_who_is_fused_and_when() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert fusion_of(OPTIONS.NONE, cpu) is Fusion.NEVER
+    assert fusion_of(OPTIONS.NONE, cpu) is Fusion.FIXED
+    assert fusion_of(OPTIONS.CHECK_NUMERICS, cpu) is Fusion.NEVER
+    assert fusion_of(OPTIONS.NONE, torch.device("mps")) is Fusion.NEVER
     assert fusion_of(OPTIONS.NONE, cuda) is Fusion.LATER
     assert fusion_of(OPTIONS.FUSE_LAYERS, cpu) is Fusion.FIRST
     for options in (OPTIONS.DISABLE_LAYER_FUSION, OPTIONS.DETERMINISTIC, OPTIONS.FUSE_LAYERS | OPTIONS.DETERMINISTIC):

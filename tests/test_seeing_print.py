@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
+from stepgraph.compiler import fusion
 from stepgraph.compiler.kernels import measure
 from stepgraph.compiler.kernels.choices import Choices
 from stepgraph.compiler.program import PartName
@@ -62,6 +63,7 @@ def test_an_open_graph_tells_its_optimizer_before_the_first_call() -> None:
 def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     last = lambda known, *_: measure.Measurement(list(known)[-1], {}, {}, disturbed=False)  # noqa: E731
     monkeypatch.setattr(measure, "measure", last)  # the last is the fastest
+    monkeypatch.setattr(fusion, "has_compiler", lambda: True)
     unknown = Choices()
     unknown.file = None  # nothing is remembered
     monkeypatch.setattr(measure, "CHOICES", unknown)
@@ -71,7 +73,7 @@ def test_a_training_graph_tells_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines["optimizer"] == "AdamOptimizer, learning rate 0.002"
     assert "convolution: gemm ×2 (edges, shapes)" in lines["kernels"]
     assert "convolution weights: winograd ×2 (shapes, edges)" in lines["kernels"]
-    assert lines["fused"] == "nothing; on the CPU, fusion requires FUSE_LAYERS"
+    assert lines["fused"] == "nothing yet: tiny steps are fused from step 20,000 on"
     assert lines["runs as"].startswith("traced, ") and "again" not in lines["runs as"]
     assert len(str(training).split("How it runs")[1].splitlines()) <= 15
     training.optimizer.learning_rate = 0.5
@@ -244,6 +246,7 @@ def test_the_page_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fusion, "has_compiler", lambda: True)
     page = (Path(__file__).parent.parent / "docs" / "seeing-problems.md").read_text()
     names: dict = {}
     for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -40,7 +44,20 @@ SETTINGS: dict[str, Any] = {
     "enable_auto_functionalized_v2": False,
 }
 SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
-ALONE = {"cpp.threads": 1}  # for work that finishes before other threads wake up
+# For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
+ALONE = {"cpp.threads": 1, "compile_threads": 1}
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, under the name by which PyTorch's compiler calls it."""
+    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if shutil.which(name) is None:
+        return False
+    if sys.platform != "darwin":
+        return True
+    # macOS has programs in the places of missing tools that offer to install them.
+    return subprocess.run(["xcode-select", "-p"], check=False, capture_output=True).returncode == 0
 
 
 class Unusable(Exception):

@@ -303,7 +303,7 @@ def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report
         if row.stage is PART:
             ran, part = _replaced(row, part, step, name)
             found.append(ran)
-    fuses = step.fusion is not Fusion.NEVER
+    fuses = step.fusion in (Fusion.LATER, Fusion.FIRST)  # at a fixed step, another recording is fused
     module = Module(part.module, copy.deepcopy(part.module.graph))
     found += [_watched(row, module, step, name) if fuses else Ran(row) for row in TABLE if row.stage is FUSED]
     found += [Ran(row) for row in TABLE if row.stage is LOWERED]  # only PyTorch's compiler can run them

@@ -140,11 +140,16 @@ def limited(memory_limit: int | None) -> int | None:
 
 
 def fusion_of(options: GraphCompilationOptions, device: torch.device) -> Fusion:
-    """On CUDA a fused step repays its long compilation; on other devices, fusion must be requested."""
+    """On CUDA a fused step repays its long compilation, on the CPU a tiny one does; elsewhere it must be requested.
+
+    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are.
+    """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST
+    if device.type == "cpu" and GraphCompilationOptions.CHECK_NUMERICS not in options:
+        return Fusion.FIXED
     return Fusion.LATER if device.type == "cuda" else Fusion.NEVER
 
 

@@ -118,6 +118,7 @@ class Fusion(Enum):
 
     NEVER = "never"
     LATER = "in the background, while unfused steps run"
+    FIXED = "at a fixed step, if the step is tiny"
     FIRST = "before the first step"
 
 
@@ -145,7 +146,7 @@ class Step:
         compute_type: the type layers compute in, if it differs from what tensors declare.
         chooses_kernels: whether to look for faster implementations.
         channels_last: whether images between convolutions have their channels last in memory.
-        fusion: when PyTorch's compiler fuses operators: `NEVER`, `LATER` (in the background), or `FIRST`.
+        fusion: when PyTorch's compiler fuses operators.
         guards: whether indices are checked on the device, by the step itself; a call that has one out of range changes
             nothing.
         precision: what a GPU may round float32 factors to.

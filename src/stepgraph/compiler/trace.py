@@ -6,6 +6,7 @@ construction. Every recorded operator has its layer and phase.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -42,6 +43,8 @@ from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 # PyTorch's tracer keeps the current layer in process-wide state, so only one recording or fusion runs at a time.
 recording = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child would inherit a lock that no thread of its own releases
+    os.register_at_fork(before=recording.acquire, after_in_parent=recording.release, after_in_child=recording.release)
 
 
 def trace(step: Step) -> Program:

@@ -52,7 +52,10 @@ def _texts(compilation: Compilation | None) -> list[str]:
         text = "The first call compiles a program for its number of rows; memory_plan_for(rows) plans its memory."
         return [text, _lines(described_step(compilation.step(batch, trains)))]
     program = programs.program(batch, trains)
-    return [str(programs.plan), _lines(described(program, programs.executables.get((compilation.whole, batch))))]
+    key = compilation.whole, batch
+    executable = programs.in_use(*key) if key in programs.executables else None
+    switch = programs.switches.get(batch) if trains else None
+    return [str(programs.plan), _lines(described(program, executable, switch))]
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> str:

@@ -18,7 +18,7 @@ from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.runtime import execution as executions
-from stepgraph.runtime.executable import Binding, Executable
+from stepgraph.runtime.executable import END, Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import MOST, Data, Feeds, Names
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
@@ -44,6 +44,7 @@ Answer = tuple[
 NOTHING: Answer = (None, None, None, (), executions.NO_OUTPUTS)
 FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
+_STEP = PartName.STEP  # looking up a member of an enumeration takes longer
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
 
@@ -89,7 +90,7 @@ class Session:
             step = compilation.programs.outline(self.feeds.batch).step
             self.takes_seeds = bool(step.seeded)
             state.keep_rounded(step.rounded, step.compute_type)
-        self._updatable = [*map(_is_updatable, compilation.held)]
+        self._updatable, self._switches = [*map(_is_updatable, compilation.held)], -1
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
         self.holding: tuple[tuple[Tensor, Key], ...] = () if before is None else before.holding
@@ -98,18 +99,24 @@ class Session:
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
         self._refusal = self._new_refusal()
+        self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
 
     @property
     def is_outdated(self) -> bool:
         """Whether the set of updatable parameters has changed since the programs were built."""
-        return self._updatable != [*map(_is_updatable, self.compilation.held)]
+        switches = Tensor.switches
+        if switches == self._switches:
+            return False
+        if self._updatable != [*map(_is_updatable, self.compilation.held)]:
+            return True
+        self._switches = switches
+        return False
 
     # Arrays that stay between calls
 
     def memory(self) -> Iterable[Any]:
         """What `arrays` depends on: if none of it changed, the arrays are the same. Checked in every call."""
-        held = map(_current, self.compilation.held)
-        return held if self.state is None else chain((self.state.arrays,), held)
+        return chain((None if self.state is None else self.state.arrays,), map(_current, self.compilation.held), END)
 
     def arrays(self) -> Arrays:
         """Arrays that persist between calls."""
@@ -122,9 +129,13 @@ class Session:
 
     def bound(self, part: PartName, batch: int) -> Binding:
         """A part with the arrays that persist between calls, looked up again if a tensor was bound to other memory."""
-        binding = self.compilation.programs.executable(part, batch).bound(self.memory, self.arrays)
-        if self.state is not None and self.state.rounds:
-            self.state.round()
+        state, programs = self.state, self.compilation.programs
+        executable = programs.executable(part, batch)
+        if programs.switches and part is _STEP and state is not None and batch in programs.switches:
+            executable = programs.switches[batch].at(state.next_update)
+        binding = executable.bound(self.memory, self.arrays)
+        if state is not None and state.rounded:
+            state.round()
         return binding
 
     def seeds(self, batch: int) -> Arrays:
@@ -157,7 +168,7 @@ class Session:
     def batch_size(self, asked: int | None, given: Mapping[Tensor, object], options: ExecutionOptions) -> int:
         """The batch size of a call: as asked, as declared, or as many rows as its data has."""
         if asked or not self.feeds.is_open:
-            return self.compilation.batch_size(asked)
+            return self.feeds.batch if asked is None else self.compilation.batch_size(asked)
         self.feeds.batch_size(asked)
         skips = bool(options) and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options
         return self.last.batch if skips and self.last is not None else self.feeds.rows(given)
@@ -224,7 +235,8 @@ class Session:
         """Remembers the data of a call that has passed all checks."""
         if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
             self.written, self.given = feeds, [*map(_current, self.feeds.tensors)]
-        self.last = Call(batch, self.next_step, feeds)
+        optimizer = self.compilation.declaration.optimizer
+        self.last = Call(batch, None if optimizer is None else optimizer.time_step, feeds)
 
     @property
     def next_step(self) -> int | None:
@@ -267,11 +279,13 @@ class Session:
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
     ) -> Arrays:
         """Runs an executable once and returns its results."""
-        if not binding.executable.writes_tensors:
-            return self._run_as_asked(binding, arrays, options, execution)
-        noted = writes.note()
-        found = self._run_as_asked(binding, arrays, options, execution)
-        if self.state is not None:
+        executable = binding.executable
+        noted = writes.note() if executable.writes_tensors else None
+        if self._runs_plainly and not options:
+            found = executable(binding, arrays)
+        else:
+            found = self._run_as_asked(binding, arrays, options, execution)
+        if noted is not None and self.state is not None:
             self.state.rounded_at = noted  # its copies were written, too
         return found
 
@@ -346,14 +360,10 @@ class Session:
         keys = ((name, tensor, self.gradients.key(tensor)) for name, tensor in names.items())
         return {name: (tensor, executable.result(found, key)) for name, tensor, key in keys if key in found}
 
-    def updated(self) -> None:
-        """Advances the step count after an update."""
-        assert self.state is not None
-        self.state.updated()
-
     def forget_passes(self, found: Mapping[Key, torch.Tensor] = MappingProxyType({})) -> None:
         """Discards the state of separate passes; the gradients that a whole step `found` become readable instead."""
-        self.saved, self.forward_batch = {}, None
+        if self.saved or self.forward_batch is not None:
+            self.saved, self.forward_batch = {}, None
         self.gradients.forget(found)
 
     def has_drawn(self) -> None:

@@ -203,7 +203,8 @@ class TrainingGraph(CompiledGraph):
                 recomputed, which takes time; a step that still does not fit is rejected.
             deterministic: use PyTorch's own kernels, none chosen by measurement, and fuse nothing.
             check_numerics: roll back a step that produces a NaN or an infinity, and say which layer produced it.
-            fuse: fuse layers before the first step (True) or never (False); by default, on CUDA, while steps run.
+            fuse: fuse layers before the first step (True) or never (False); by default, on CUDA while steps run, and on
+                the CPU tiny steps from step 20,000 on.
             all_gradients: also compute gradients that no update needs: of inputs and of frozen layers.
             debug_layers: keep results and gradients of layers with `is_debugging_enabled` readable.
             link_graphs: prepare the graph for `link`.
@@ -440,8 +441,8 @@ class TrainingGraph(CompiledGraph):
                     session.has_drawn()
                     others = binding.executable.others
                     session.forget_passes({key: found[key] for key in others} if others else _NOTHING)
-                if learning and binding.executable.counts_steps:
-                    session.updated()
+                if learning and binding.executable.counts_steps and session.state is not None:
+                    session.state.updated()
                 if outputs_data:
                     session.write_outputs(outputs_data, results_of(found) | session.gradients.by_handle(found))
                 return session.answer(binding.executable, found, evaluating)
@@ -615,8 +616,8 @@ class TrainingGraph(CompiledGraph):
                     )
 
             def keep(found: Arrays) -> Answer:
-                if binding.executable.counts_steps:
-                    session.updated()
+                if binding.executable.counts_steps and session.state is not None:
+                    session.state.updated()
                 session.gradients.used = True
                 session.saved, session.forward_batch = {}, None  # they belong to the parameters before the update
                 return NOTHING
@@ -635,8 +636,9 @@ class TrainingGraph(CompiledGraph):
 
     def refreshed(self, call: str) -> Session:
         """The state between calls, including what was assigned since the last one."""
-        session = self.require_session(call)
-        if session.is_outdated:
+        session = self.session
+        if session is None or session.is_outdated:
+            self.require_session(call)
             self._again("execute", self._declared, "other parameters are updatable", keeps_passes=True)
             session = self.require_session(call)
         assert session.state is not None

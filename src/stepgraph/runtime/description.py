@@ -9,18 +9,21 @@ import torch
 from stepgraph.compiler.program import Program, notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime import switch as fixed
 from stepgraph.runtime.executable import FUSES_AT, Executable
+from stepgraph.runtime.switch import Switch
 
 WIDTH = 96  # characters per line about kernels
 MOST = 5  # lines about kernels
 
 
-def described(program: Program, executable: Executable | None) -> list[tuple[str, str]]:
+def described(program: Program, executable: Executable | None, switch: Switch | None = None) -> list[tuple[str, str]]:
     """Lines as (name, text); the name is empty if a line continues the one before.
 
     Args:
         program: the traced step.
         executable: what runs it; None if the next call creates it.
+        switch: what decides when it is fused, if that is at a fixed step.
     """
     step = program.step
     lines = [("batch", str(step.batch[1])), *described_step(step)]
@@ -29,7 +32,8 @@ def described(program: Program, executable: Executable | None) -> list[tuple[str
     kernels = _kernels(program)
     lines += [("kernels" if not i else "", text) for i, text in enumerate(kernels)]
     if executable is not None:
-        lines += [("fused", _fused(executable)), ("runs as", _runs(executable))]
+        fused = _fused(executable) if switch is None else _fused_at(switch, executable)
+        lines += [("fused", fused), ("runs as", _runs(executable))]
     return lines
 
 
@@ -120,6 +124,18 @@ def _fused(executable: Executable) -> str:
             return "nothing; on the CPU, fusion requires FUSE_LAYERS" if could else "nothing"
         case _:
             return f"nothing: {state}"
+
+
+def _fused_at(switch: Switch, executable: Executable) -> str:
+    count, first = len(executable.part.nodes), f"{fixed.FUSED_FROM:,}"
+    if switch.fused is not None:
+        seconds = switch.fused.fusion_seconds
+        return f"{count} operators, by PyTorch's compiler, from step {first} on, in {seconds:.1f} s"
+    if switch.refused:
+        return f"nothing: {switch.refused}"
+    if switch.is_under_way:
+        return f"nothing yet: {count} operators are being fused in the background, for step {first} on"
+    return f"nothing yet: tiny steps are fused from step {first} on"
 
 
 def _runs(executable: Executable) -> str:

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from stepgraph.system import captures, surroundings, torch_private
 logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls after which a part is worth fusing
 _FILE = "<compiled step>"
-_END = (object(),)  # marks the end, so that sequences of different lengths differ
+END = (object(),)  # marks the end, so that sequences of different lengths differ
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
 
@@ -63,7 +62,7 @@ class Binding(NamedTuple):
 class Executable:
     """Runs a part: arrays in, arrays by key out."""
 
-    def __init__(self, part: Part, step: Step, arena: Arena | None = None) -> None:
+    def __init__(self, part: Part, step: Step, arena: Arena | None = None, fused: Fused | None = None) -> None:
         self.part, self.step = part, step
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
@@ -81,7 +80,9 @@ class Executable:
         self._fusing: Future[Fused] | None = None
         self.fusion_seconds = 0.0
         self._refused = ""
-        if step.fusion is Fusion.FIRST and part.nodes:
+        if fused is not None:
+            self._adopt(fused)
+        elif step.fusion is Fusion.FIRST and part.nodes:
             self._fuse_now()
 
     @property
@@ -102,13 +103,13 @@ class Executable:
             return self._refused or "done"
         if self._fusing is not None:
             return "under way"
-        return "never" if self.step.fusion is Fusion.NEVER else "not yet"
+        return "not yet" if self.step.fusion is Fusion.LATER else "never"
 
     def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
-        """The arrays that persist between calls, looked up again if any of `memory` has changed."""
+        """The arrays that persist between calls, looked up again if any of `memory`, which ends with `END`, changed."""
         known = self._bound
-        if known is None or not all(map(is_, known[0], chain(memory(), _END))):
-            known = self._bound = [*memory(), *_END], self.bind(arrays())
+        if known is None or not all(map(is_, known[0], memory())):
+            known = self._bound = [*memory()], self.bind(arrays())
         return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
@@ -123,9 +124,10 @@ class Executable:
         """Runs once on the bound arrays and the others; results are valid until the next call."""
         if self._fusing is not None and self._fusing.done():
             self._take_fused(self._fusing)
-        given = binding.filled(others) if self._capture is None else []
+        capture = self._capture
+        given = binding.filled(others) if capture is None else ()
         try:
-            found = self.run(given, binding.views) if self._capture is None else self._capture.run(binding, others)
+            found = self.run(given, binding.views) if capture is None else capture.run(binding, others)
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
         return {key: found[index] for index, key in self._outputs}
@@ -146,8 +148,15 @@ class Executable:
         losses, outputs = [value(node.results[0]) for node in self.step.losses], self.part.outputs
         return tuple(map(outputs.index, losses)) if set(losses) <= set(outputs) else ()
 
+    @cached_property
+    def _only_loss(self) -> Key | None:
+        """The loss among the results, if there is one and no other."""
+        return self.part.outputs[self.loss_indices[0]] if len(self.loss_indices) == 1 else None
+
     def loss(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor | Loss | Total:
         """The loss of the last call, or all of several, unaffected by later calls."""
+        if self._capture is None and self._only_loss is not None:
+            return found[self._only_loss]
         if len(self.loss_indices) == 1:
             return self._loss(found, 0)
         return Total(tuple(self._loss(found, place) for place in range(len(self.loss_indices))))

@@ -98,13 +98,13 @@ class Execution:
         self._outputs: Outputs = NO_OUTPUTS
         self._timed, self._refusal = timed, refusal
         self._elapsed: float | None = None
-        self._events: list[torch.cuda.Event] = []
+        self._events: tuple[torch.cuda.Event, ...] = ()
         # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
         self._stream: int | None = None
         self._device = device.torch
         if device.is_cuda:
             if timed or announced:  # the first marks when the work began, the last when it ended
-                self._events = [torch.cuda.Event(enable_timing=timed) for _ in range(2)]
+                self._events = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
                 self._events[0].record()
             else:
                 self._stream = torch_private.raw_stream(self._device.index)
@@ -128,7 +128,7 @@ class Execution:
     def fail(self, error: Exception) -> None:
         """Records that the work failed."""
         self.error = error
-        self._events, self._stream = [], None
+        self._events, self._stream = (), None
         self._elapsed = time.perf_counter() - self._started if self._timed else None
 
     def announce(self, completion: Completion, waited: bool) -> None:

@@ -48,8 +48,10 @@ class Gradients:
 
     def forget(self, found: Mapping[Key, torch.Tensor]) -> None:
         """Drops everything but the handles; these show what was `found`."""
-        self.found, self.used, self.are_known = {}, False, False
-        self.show(found)
+        if self.are_known:
+            self.found, self.used, self.are_known = {}, False, False
+        if self.handles or found or self.shown:  # after most calls there is nothing to show
+            self.show(found)
 
     def by_handle(self, found: Mapping[Key, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
         """What was computed, by handle."""

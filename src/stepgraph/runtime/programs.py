@@ -12,6 +12,7 @@ from stepgraph.compiler.program import Part, PartName, Phase, Program
 from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
+from stepgraph.runtime.switch import Switch, switches
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent
 
@@ -45,6 +46,7 @@ class Programs:
         self._traced: dict[tuple[int, bool], Program] = {}
         self._outlines: dict[bool, Program] = {}
         self.executables: dict[tuple[PartName, int], Executable] = {}
+        self.switches: dict[int, Switch] = {}  # of steps that are fused at a fixed step, by batch size
         self.plans: dict[tuple[PartName, int], MemoryPlan] = {}
         self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
         self._last: int | None = None
@@ -101,6 +103,12 @@ class Programs:
             self._use(batch)
         return found
 
+    def in_use(self, part: PartName, batch: int) -> Executable:
+        """What runs an existing part: its executable, or the fused one that has taken over."""
+        switch = self.switches.get(batch) if part is PartName.STEP else None
+        fused = None if switch is None else switch.fused
+        return fused or self.executables[part, batch]
+
     @property
     def last_batch(self) -> int | None:
         """The batch size used last; None before the first."""
@@ -109,7 +117,7 @@ class Programs:
     @property
     def plan(self) -> MemoryPlan:
         """The memory that whole calls need: the maximum over everything compiled so far, fused or not yet."""
-        plans = (self.executables[key].fused_plan or plan for key, plan in self.plans.items())
+        plans = (self.in_use(*key).fused_plan or plan for key, plan in self.plans.items())
         return max(plans, key=lambda plan: plan.total, default=MemoryPlan())
 
     def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
@@ -146,6 +154,7 @@ class Programs:
         other._outlines = self._outlines
         if not rebuilds:
             other.executables, other.plans, other._last = self.executables, self.plans, self._last
+            other.switches = self.switches
         return other
 
     def release(self) -> None:
@@ -168,7 +177,15 @@ class Programs:
         made = {(name, batch): Executable(one, step, self._arena) for name, one in parts.items()}
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan
+        if part is PartName.STEP and switches(parts[part], step):
+            self.switches[batch] = Switch(made[part, batch], lambda: self._for_the_compiler(batch))
         self.executables |= made
+
+    def _for_the_compiler(self, batch: int) -> tuple[Part, Step]:
+        """A whole step recorded as if it were fused before the first call."""
+        step = replace(self._asked(batch, True), fusion=Fusion.FIRST, channels_last=bool(self.channels_last))
+        program = pipeline.program(step)
+        return pipeline.settled(self._parts(PartName.STEP, program)[PartName.STEP], step, PartName.STEP), step
 
     def _use(self, batch: int) -> None:
         """Marks a batch size as used, and evicts the least recently used one."""
@@ -182,6 +199,7 @@ class Programs:
             self._traced = {key: one for key, one in self._traced.items() if key[0] != oldest}
             self.executables = {key: one for key, one in self.executables.items() if key[1] != oldest}
             self.plans = {key: one for key, one in self.plans.items() if key[1] != oldest}
+            self.switches.pop(oldest, None)
 
     def _parts(self, part: PartName, program: Program) -> dict[PartName, Part]:
         limit = program.step.memory_limit

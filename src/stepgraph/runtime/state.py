@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
+import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
@@ -61,9 +62,10 @@ class TrainingState:
         self._seen = (-1, -1)
         self._seen_groups = 0
         self._updates = 0
+        self._counted: tuple[torch.Tensor | None, np.ndarray] = None, np.empty(0)  # live numbers, and their step counts
         self.is_averaged = False  # whether parameters and averages are exchanged
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
-        self._rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
+        self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
         self._exposed: tuple[Tensor, ...] = ()  # those of them that others may write to unnoticed
         self.rounded_at: int | None = None  # the last note of a write when the copies were equal to their parameters
 
@@ -146,14 +148,9 @@ class TrainingState:
         known = {key: array for key, array in before.items() if array.dtype is dtype}
         new = (tensor for tensor in tensors if rounded(tensor) not in known)
         known |= {rounded(t): torch.empty(t.shape, dtype=dtype, device=self.device.torch) for t in new}
-        self._rounded, self.rounded_at = tensors, None
+        self.rounded, self.rounded_at = tensors, None
         others = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.ROUNDED}
         self.arrays = others | {rounded(tensor): known[rounded(tensor)] for tensor in tensors}
-
-    @property
-    def rounds(self) -> bool:
-        """Whether there are copies of parameters in the compute type."""
-        return bool(self._rounded)
 
     def round(self, *, again: bool = False) -> None:
         """Rounds parameters into their copies, `again` or if any but this graph's own steps may have written to them.
@@ -161,7 +158,7 @@ class TrainingState:
         After its own steps, which write both, only parameters that others can reach are rounded.
         """
         noted = writes.latest()
-        stale = self._rounded if again or self.rounded_at != noted else self._exposed
+        stale = self.rounded if again or self.rounded_at != noted else self._exposed
         if stale:
             # Who no longer holds an array has written to it before.
             self._exposed = tuple(tensor for tensor in stale if tensor.is_exposed)
@@ -235,6 +232,14 @@ class TrainingState:
         """The step counts on the device, one per row of numbers; all are equal."""
         assert self.optimizer is not None
         return torch.atleast_2d(self.arrays[NUMBERS])[:, self.optimizer.columns.index("time_step")]
+
+    @property
+    def next_update(self) -> int:
+        """The number of the next update, where the device is the host: read from the memory that a step counts in."""
+        numbers = self.arrays[NUMBERS]
+        if self._counted[0] is not numbers:
+            self._counted = numbers, self._steps.numpy()
+        return int(self._counted[1][0])
 
     @property
     def loss_factors(self) -> torch.Tensor:

@@ -160,6 +160,7 @@ class Tensor:
     """
 
     _ids = itertools.count()
+    switches = 0  # how often `is_updatable` of any tensor was assigned: as long as it is the same, nobody need look
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class Tensor:
         self.tensor_id = next(Tensor._ids)
         self.label = f"data{self.tensor_id}" if label is None else label
         self.device: Device | None = None
-        self.is_updatable = True
+        self._is_updatable = True
         self._graph: weakref.ref[Any] | None = None
         self.is_bound = False  # whether its data was bound after creation, for a call
         self.optimizer_data: list[TensorData] = []
@@ -420,6 +421,16 @@ class Tensor:
 
     def __neg__(self) -> Tensor:
         return _combined("multiply", self, -1)
+
+    @property
+    def is_updatable(self) -> bool:
+        """Whether graphs that train this tensor update it."""
+        return self._is_updatable
+
+    @is_updatable.setter
+    def is_updatable(self, value: bool) -> None:
+        self._is_updatable = value
+        Tensor.switches += 1
 
     @property
     def where(self) -> str:

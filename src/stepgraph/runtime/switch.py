@@ -1,0 +1,99 @@
+"""A tiny step on the CPU: unfused at first, fused from a fixed step on.
+
+Fused operators round differently. So that a repeated or resumed run gives the same bits, the number of an update alone
+decides which of the two computes it, never how long the compiler took.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from stepgraph.compiler import fusion
+from stepgraph.compiler.fusion import Fused
+from stepgraph.compiler.program import Part
+from stepgraph.compiler.step import Fusion, Step
+from stepgraph.errors import reason
+from stepgraph.runtime.executable import Executable
+from stepgraph.system.interrupts import Uninterrupted
+
+logger = logging.getLogger("stepgraph")
+
+# Compiling takes as long as some ten thousand tiny steps. A run that has done as many has spent that time already, so
+# waiting at most doubles it, and a shorter run never waits. Most of the compilation overlaps with the steps in between.
+STARTS_AT = 10_000  # the update before which the compiler starts
+FUSED_FROM = 20_000  # the first update that is fused
+
+
+def switches(part: Part, step: Step) -> bool:
+    """Whether a whole step is fused at a fixed step.
+
+    Other batch sizes than the declared one stay unfused, because each would have to be compiled. With a scaled loss,
+    the device decides which updates count.
+    """
+    asked = step.fusion is Fusion.FIXED and step.optimizer is not None and step.memory_limit is None
+    declared = step.batch[0] == step.batch[1]
+    return asked and declared and not step.scales_loss and part.is_tiny and fusion.has_compiler()
+
+
+class Switch:
+    """Chooses what computes an update: the unfused step or, later, the fused one.
+
+    Args:
+        plain: the unfused step.
+        record: records the same step for the compiler.
+    """
+
+    def __init__(self, plain: Executable, record: Callable[[], tuple[Part, Step]]) -> None:
+        self._plain, self._record = plain, record
+        self._recorded: tuple[Part, Step] | None = None
+        self._fusing: Future[Fused] | None = None
+        self._began, self._process = 0.0, 0
+        self.fused: Executable | None = None
+        self.refused = ""
+
+    def at(self, update: int) -> Executable:
+        """What computes the update of this number; from the fixed step on, waits for the compiler."""
+        if update < STARTS_AT:
+            return self._plain
+        if self.fused is None and not self.refused:
+            if self._fusing is None:
+                self._start()
+            if update >= FUSED_FROM:
+                self._finish()
+        return self._plain if update < FUSED_FROM or self.fused is None else self.fused
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the compiler has started and nothing has come of it yet."""
+        return self._fusing is not None
+
+    def _start(self) -> None:
+        self._began, self._process = time.perf_counter(), os.getpid()
+        with Uninterrupted():
+            self._recorded = self._record()
+            self._fusing = fusion.fuse_in_background(*self._recorded)
+
+    def _finish(self) -> None:
+        """Waits for the compiler; an interrupt ends only the waiting."""
+        assert self._fusing is not None and self._recorded is not None
+        if not self._fusing.done() and self._process != os.getpid():  # the thread stayed behind in the parent
+            self._start()
+        if not self._fusing.done():
+            logger.warning("waiting for PyTorch's compiler: steps are fused from number %s on", f"{FUSED_FROM:,}")
+        error = self._fusing.exception()
+        with Uninterrupted():
+            if error is None:
+                self._take(Executable(*self._recorded, fused=self._fusing.result()))
+            else:
+                self.refused = reason(error)
+                logger.warning("operators remain unfused: %s", self.refused)
+            self._fusing = self._recorded = None
+
+    def _take(self, fused: Executable) -> None:
+        self.fused, fused.fusion_seconds = fused, time.perf_counter() - self._began
+        count, seconds = len(fused.part.nodes), fused.fusion_seconds
+        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
