@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -144,6 +145,7 @@ def _free_port() -> int:
 
 def _rank(rank: int, world: int, port: int, job: Callable[..., Any], given: tuple[Any, ...], back: Connection) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process it is forked from ignores it
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     try:
@@ -155,7 +157,7 @@ def _rank(rank: int, world: int, port: int, job: Callable[..., Any], given: tupl
 def together(world: int, job: Callable[..., Any], *given: Any, timeout: float = 120) -> list[Any]:
     """What a function returns on each rank; what it raised is text."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_runs", "stepgraph.public", "torch._inductor.fx_passes"])
+    context.set_forkserver_preload(["tests.parallel_warm"])
     port, ends = _free_port(), [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
         context.Process(target=_rank, args=(rank, world, port, job, given, ends[rank][1]), daemon=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,9 @@ class Loop:
 
     def __init__(self, parts: Parts, settings: Settings, shape: dict[str, Any]) -> None:
         self.parts, self.settings, self.graph = parts, settings, parts.graph
+        self.world = parts.graph.training.world
+        if self.world.size > 1:
+            self.seldom = (16, inf)  # time passes differently on each rank, and a NaN must stop all in the same step
         self.optimizer = parts.graph.optimizer
         self.seed, origin = parts.graph.stream
         self.position = Position(origin, shape=shape, portion=parts.graph.portion)
@@ -338,6 +341,8 @@ class Loop:
 
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""
+        if not self.world.is_first:
+            return None
         try:
             path = self.graph.training.save(folder, notes=self._notes(), **settings)
         except StorageError as error:

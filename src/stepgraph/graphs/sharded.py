@@ -34,12 +34,14 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.profile import Profile
-from stepgraph.runtime.shards import TreeSum, own, spans
+from stepgraph.runtime.shards import TreeSum, most_nodes, own, spans
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions, ReductionType
+
+SAMPLE = 16  # elements of an array that ranks compare
 
 
 def require_divisible(compiled: Compilation) -> None:
@@ -210,18 +212,23 @@ class Shards:
         return self._answer(results)
 
     def _agreed(self, update: _Update) -> torch.Tensor:
-        """The sum of the small numbers of all shards; if a rank has failed, every one raises an error."""
+        """The sum of the small numbers of all shards; raises if any rank has failed, or has another batch."""
         failure, world = update.failure, self.world
-        numbers, failed = exchange.gathered_sum(update.numbers, failure is not None, update.size, world)
+        header = [float(failure is not None), float(update.division.batch), update.sample]
+        most = most_nodes(self.parallel.shards)
+        headers, total = exchange.gathered(update.numbers, header, update.size, most, world)
         if failure is not None:
             raise failure
-        if failed is not None:
-            raise ExecutionError(
-                f"rank {world.rank} of {world.size}",
-                f"rank {failed} failed in this step; nothing has changed",
-                fix=f"see the error of rank {failed}",
-            )
-        return numbers
+        where = f"rank {world.rank} of {world.size}"
+        for rank, (failed, rows, sample) in enumerate(headers):
+            if failed:
+                problem = f"rank {rank} failed in this step; nothing has changed"
+                raise ExecutionError(where, problem, fix=f"see the error of rank {rank}")
+            if rows != headers[0][1] or not math.isclose(sample, headers[0][2], rel_tol=1e-9, abs_tol=1e-9):
+                problem = f"ranks 0 and {rank} have different batches, of {headers[0][1]:.0f} and {rows:.0f} rows"
+                fix = "pass the whole batch, with its rows in the same order, on every rank; each takes its own rows"
+                raise ExecutionError(where, problem, fix=fix)
+        return total()
 
     def _joined(self, update: _Update) -> Arrays:
         """Results of the whole batch, from the rows of all ranks."""
@@ -338,6 +345,16 @@ class _Update:
     def size(self) -> int:
         """How many numbers a shard has for losses and statistics."""
         return len(self.single) + sum(array.numel() for array in self.statistics.values())
+
+    @property
+    def sample(self) -> float:
+        """A number that shows whether ranks have the same batch: a weighted sum of a few elements of each array."""
+        found = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
+        for array in self.feeds.values():
+            flat = array.reshape(-1)
+            few = flat[:: max(1, len(flat) // SAMPLE)].double().nan_to_num(posinf=0, neginf=0)
+            found += (few * torch.arange(1, len(few) + 1, device=few.device)).sum()
+        return float(found)
 
     @cached_property
     def buckets(self) -> Buckets:

@@ -236,7 +236,7 @@ class TrainingGraph(CompiledGraph):
 
     @property
     def world(self) -> World:
-        """The ranks that train this graph together, as `world.rank` and `world.size`; (0, 1) without `parallel`."""
+        """The ranks that train this graph together, as `world.rank` and `world.size`: 0 and 1 without `parallel`."""
         return ALONE if self._shards is None else self._shards.world
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
@@ -527,12 +527,12 @@ class TrainingGraph(CompiledGraph):
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_forward")
+            if ExecutionOptions.FORWARD_FOR_INFERENCE not in options:
+                self._require_passes("execute_forward")
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)  # type: ignore[arg-type]
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
-            if not evaluating:
-                self._require_passes("execute_forward")
             binding = session.bound(PartName.EVALUATION if evaluating else PartName.FORWARD, batch)
             session.check_destinations(outputs_data, binding.executable.part)
 

@@ -16,6 +16,7 @@ from stepgraph.runtime.shards import Node, TreeSum, partial_nodes
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
 
+Headers = list[list[float]]
 BUCKET = 25 << 20  # bytes; PyTorch's DistributedDataParallel uses as many
 
 
@@ -82,29 +83,32 @@ def summed_in_any_order(sums: TreeSum, buckets: Buckets, world: World, device: t
     return [wait() for wait in started]
 
 
-def gathered_sum(sums: TreeSum, failed: bool, size: int, world: World) -> tuple[torch.Tensor, int | None]:
-    """The sum of one small array per shard, and a rank that has `failed`; its arrays are then not in the sum.
+def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world: World) -> tuple[Headers, Waiting]:
+    """The headers of all ranks, and the sum of one small array per shard, which only equal headers make meaningful.
 
     Args:
-        sums: those of this rank, each with one float64 array.
-        failed: whether this rank has failed.
+        sums: those of this rank, each with one float64 array; empty if it has failed.
+        header: numbers about this rank.
         size: the numbers in an array.
+        most: the nodes that a rank may be left with, whatever the number of shards.
         world: all ranks.
     """
-    nodes = [partial_nodes(sums.count, rank, world.size) for rank in range(world.size)]
-    sent = torch.zeros(1 + max(map(len, nodes)), max(size, 1), dtype=torch.float64, device=world.device)
-    sent[0, 0] = failed
-    for index, node in enumerate(() if failed else nodes[world.rank]):
+    width = max(size, len(header))
+    sent = torch.zeros(1 + most, width, dtype=torch.float64, device=world.device)
+    sent[0, : len(header)] = torch.tensor(header, dtype=torch.float64)
+    nodes = partial_nodes(sums.count, world.rank, world.size)
+    for index, node in enumerate(node for node in nodes if node in sums.sums):
         sent[1 + index, :size] = sums.sums[node][0]
     received = world.gather(sent, "losses and statistics")()
-    failures = received[:, 0, 0].nonzero().flatten().tolist()
-    if failures:
-        return sent[0, :size], failures[0]
-    found = TreeSum(sums.count)
-    for rank, own in enumerate(nodes):
-        for index, node in enumerate(own):
-            found.add(node, [received[rank, 1 + index, :size]])
-    return found.total[0], None
+
+    def total() -> torch.Tensor:
+        found = TreeSum(sums.count)
+        for rank in range(world.size):
+            for index, node in enumerate(partial_nodes(sums.count, rank, world.size)):
+                found.add(node, [received[rank, 1 + index, :size]])
+        return found.total[0]
+
+    return received[:, 0, : len(header)].tolist(), total
 
 
 def _traded(

@@ -76,6 +76,11 @@ class TreeSum:
         return total
 
 
+def most_nodes(shards: int) -> int:
+    """The nodes that neighbouring shards are left with at most: two on each level below the root."""
+    return max(1, min(shards, 2 * (shards - 1).bit_length()))
+
+
 def partial_nodes(count: int, rank: int, world: int) -> list[Node]:
     """The nodes that a rank is left with when it has added what it can, in order of their leaves."""
     found = TreeSum(count)
