@@ -74,7 +74,7 @@ def interrupted(folder: str) -> tuple[str, int]:
     """One rank gets Ctrl-C in the third step; all stop after it, with a checkpoint."""
 
     class Pressed(sg.Callback):
-        def on_step(self, moment: sg.Moment) -> None:
+        def step(self, moment: sg.Moment) -> None:
             if moment.step == 3 and os.environ["RANK"] == "1":
                 signal.raise_signal(signal.SIGINT)
 

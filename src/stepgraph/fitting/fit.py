@@ -146,7 +146,7 @@ def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
     with _interruptible() as interrupted:
-        loop.run(lambda: loop.world.any(interrupted(), "whether to stop"))
+        loop.run(interrupted)
     return loop.history
 
 
