@@ -307,3 +307,62 @@ def test_outputs_without_rows_are_refused() -> None:
     ones = np.ones((4, 4), np.float32)
     with pytest.raises(sg.StateError, match="row per row"):
         training.execute({"x": ones}, {"y": ones})
+
+
+def test_outputs_of_a_single_row() -> None:
+    training = mlp()
+    training.add_outputs({"scores": training.nodes[-1].results[0]})
+    compiled(training)
+    assert training.execute(*batch("mlp", 1, 0))["scores"].numpy().shape == (1, 3)
+
+
+def test_frozen_layers_stay_as_they_are() -> None:
+    training = new("mlp")
+    for tensor in training.layers[0].parameters.values():
+        tensor.is_updatable = False
+    before = [tensor.numpy().copy() for layer in training.layers for tensor in layer.parameters.values()]
+    training.execute(*batch("mlp", 16, 0))
+    after = [tensor.numpy() for layer in training.layers for tensor in layer.parameters.values()]
+    assert [np.array_equal(one, other) for one, other in zip(before, after, strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("settings", [{"fuse": True}, {"memory_limit": 24_000}], ids=["fused", "limited"])
+def test_other_ways_to_run_a_shard(settings: dict[str, Any]) -> None:
+    plain, other = new("cnn"), new("cnn", **settings)
+    for one, two in zip(steps(plain, "cnn", 16), steps(other, "cnn", 16), strict=True):
+        assert one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.deep
+def test_an_imported_model() -> None:
+    def model(shards: int | None) -> sg.TrainingGraph:
+        torch.manual_seed(0)
+        parts = (torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+        layers = torch.nn.Sequential(*parts)
+        imported = sg.from_torch(layers, torch.zeros(4, 6))
+        training = sg.TrainingGraph([imported.graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(0.1))
+        training.add_inputs(imported.inputs, {"y": sg.Tensor((sg.BATCH,), "int64")})
+        return compiled(training, shards, deterministic=True)
+
+    x, y = np.random.default_rng(0).standard_normal((13, 6)).astype(np.float32), np.arange(13) % 3
+    whole, divided = ([t.execute({"input": x}, {"y": y}).loss for _ in range(4)] for t in (model(None), model(4)))
+    assert whole == pytest.approx(divided, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_shards_on_a_gpu(name: str) -> None:
+    """Captured parts read gradients where they were the last time, and one size of shards follows another."""
+    found = []
+    for device in ("cuda", "cuda", "cpu"):
+        sg.set_seed(5)
+        training = NETWORKS[name]()
+        training.compile(device, parallel=sg.Parallel(8), tf32=False)
+        training.keep_predictions()
+        losses = [training.execute(*batch(name, rows, 1), batch_size=rows).loss for rows in (13, 16, 5) * 4]
+        assert training.require_session("test").compilation.compared[0].torch().shape[0] == 5
+        found.append(losses)
+    first, again, host = found
+    assert first == pytest.approx(again, rel=0.02) and first == pytest.approx(host, rel=0.05)
+    assert first[:2] == pytest.approx(host[:2], rel=1e-3)

@@ -21,7 +21,7 @@ import torch
 from stepgraph.compiler import phases
 from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import Part, PartName, Phase, Program, fake
-from stepgraph.compiler.step import STREAM, Key, KeyKind, gradient, value
+from stepgraph.compiler.step import STREAM, Key, KeyKind, Step, gradient, value
 from stepgraph.errors import ArgumentError, ExecutionError, NumericsError, StateError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.session import Answer, Session, announced
@@ -118,14 +118,45 @@ class _Division:
     Args:
         spans: the rows of each shard that has any.
         part: what a shard runs, for as many rows as the first one has.
+        losses: the losses, in order.
         shapes: the shapes of results that are joined from those of all shards, row by row.
         shares: the share of each shard in each loss, if the number of rows decides it.
+        buckets: the gradients that are exchanged.
     """
 
     spans: list[tuple[int, int]]
     part: Part
+    losses: tuple[Key, ...]
     shapes: Mapping[Key, tuple[int, ...]]
     shares: torch.Tensor | None
+    buckets: Buckets
+
+    @cached_property
+    def single(self) -> dict[Key, torch.Tensor]:
+        """The losses that are one number, as arrays without memory."""
+        likes = self.part.results
+        return {key: likes[key] for key in self.losses if key not in self.shapes}
+
+    @cached_property
+    def joined(self) -> dict[Key, torch.Tensor]:
+        """What a shard has of the results that are joined, as arrays without memory."""
+        likes = self.part.results
+        return {key: likes[key] for key in self.shapes}
+
+    @cached_property
+    def results(self) -> tuple[tuple[Tensor, Key], ...]:
+        """What stays readable after an update."""
+        return tuple((key.owner, key) for key in (*self.single, *self.shapes))
+
+    @cached_property
+    def statistics(self) -> tuple[Key, ...]:
+        """What a shard changes."""
+        return tuple(key for key in self.part.written if key.kind == KeyKind.VALUE)
+
+    @cached_property
+    def size(self) -> int:
+        """How many numbers a shard has for losses and statistics."""
+        return len(self.single) + sum(key.owner.descriptor.element_count for key in self.statistics)
 
     @property
     def batch(self) -> int:
@@ -151,6 +182,7 @@ class Shards:
         self.session, self.parallel, self.world = session, parallel, world
         self._divisions: dict[int, _Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
+        self._totals: list[torch.Tensor] = []
 
     def execute(
         self,
@@ -194,29 +226,42 @@ class Shards:
                 if update.failure is not None:
                     break
             numbers = self._agreed(update)
-            device = session.device.torch
-            add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
-            totals = update.buckets.by_tensor(add(update.gradients, update.buckets, world, device))
+            totals = self._summed(update)
             results = update.losses(numbers) | self._joined(update)
             update.store_statistics(numbers)
-            update.update(totals)
+            counts = update.update(totals)
         except BaseException:
             update.roll_back()
             raise
-        session.hold(tuple((key.owner, key) for key in results), results)
+        session.hold(division.results, results)
         session.has_drawn()
         shown = session.gradients.handles
         session.forget_passes({gradient(t): array for t, array in totals.items() if gradient(t) in shown})
-        session.updated()
+        if counts:
+            session.updated()
         session.write_outputs(outputs_data, {key.owner: array for key, array in results.items()})
         return self._answer(results)
 
+    def _summed(self, update: _Update) -> dict[Tensor, torch.Tensor]:
+        """The gradients of all shards."""
+        buckets, device = update.division.buckets, self.session.device.torch
+        add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
+        totals = add(update.gradients, buckets, self.world, device)
+        if device.type == "cuda":  # a captured update reads gradients where they were the last time
+            self._totals = self._totals or [torch.empty_like(one) for one in totals]
+            totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]
+        return buckets.by_tensor(totals)
+
     def _agreed(self, update: _Update) -> torch.Tensor:
         """The sum of the small numbers of all shards; raises if any rank has failed, or has another batch."""
-        failure, world = update.failure, self.world
-        header = [float(failure is not None), float(update.division.batch), update.sample]
+        failure, world, division = update.failure, self.world, update.division
+        if world.size == 1:  # nothing to compare, and reading a GPU's numbers would synchronize
+            if failure is not None:
+                raise failure
+            return update.numbers.total[0]
+        header = [float(failure is not None), float(division.batch), update.sample]
         most = most_nodes(self.parallel.shards)
-        headers, total = exchange.gathered(update.numbers, header, update.size, most, world)
+        headers, total = exchange.gathered(update.numbers, header, division.size, most, world)
         if failure is not None:
             raise failure
         where = f"rank {world.rank} of {world.size}"
@@ -235,9 +280,9 @@ class Shards:
         found, world, division = {}, self.world, update.division
         counts = [sum(map(division.rows, own(len(division.spans), rank, world.size))) for rank in range(world.size)]
         for key, shape in division.shapes.items():
-            like = division.part.results[key]
+            like = division.joined[key]
             times = shape[0] // division.batch
-            mine = torch.zeros((max(counts) * times, *shape[1:]), dtype=like.dtype, device=world.device)
+            mine = torch.zeros((max(counts) * times, *shape[1:]), dtype=like.dtype, device=like.device)
             if update.rows[key]:
                 torch.cat(update.rows[key], out=mine[: counts[world.rank] * times])
             everyone = world.gather(mine, f"rows of '{key.owner.label}'")()
@@ -262,21 +307,39 @@ class Shards:
     def _divided(self, batch: int) -> _Division:
         compiled, pieces = self.session.compilation, spans(batch, self.parallel.shards)
         rows = pieces[0][1]
-        part = compiled.programs.executable(PartName.SHARD, rows).part
-        whole = compiled.step(batch, True).descriptors
-        shapes = {value(t): whole[t].shape for t in _wanted(compiled) if math.prod(whole[t].shape) > 1}
-        for key, shape in shapes.items():
-            like = tuple(part.results[key].shape)
-            if (shape[0] * rows, *shape[1:]) != (like[0] * batch, *like[1:]) or shape[0] % batch:
-                problem = f"{key.owner!r} does not have a row per row of the batch, so that shards could not be joined"
+        executable = compiled.programs.executable(PartName.SHARD, rows)
+        part, losses = executable.part, tuple(value(node.results[0]) for node in compiled.losses)
+        whole, likes = compiled.step(batch, True).descriptors, part.results
+        shapes = {}
+        for tensor in _wanted(compiled):
+            key, shape = value(tensor), whole[tensor].shape if tensor in whole else ()
+            if key in losses and math.prod(shape) == 1:
+                continue
+            if key not in likes or not _has_rows(shape, tuple(likes[key].shape), batch, rows):
+                problem = f"{tensor!r} does not have a row per row of the batch, so that shards could not be joined"
                 raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
-        return _Division(pieces, part, shapes, self._fixed_shares(pieces))
+            shapes[key] = shape
+        buckets = Buckets.of(_by_completion(executable.part, executable.step))
+        return _Division(pieces, part, losses, shapes, self._fixed_shares(pieces), buckets)
 
     def _fixed_shares(self, pieces: list[tuple[int, int]]) -> torch.Tensor | None:
         losses = self.session.compilation.losses
         if any(map(counts_labels, losses)):
             return None
         return shares([[stop - start] * len(losses) for start, stop in pieces], losses, self.session.device.torch)
+
+
+def _has_rows(whole: tuple[int, ...], shard: tuple[int, ...], batch: int, rows: int) -> bool:
+    """Whether a result has as many rows for a whole batch as its shards have together."""
+    if not whole or not shard or whole[0] % batch:
+        return False
+    return whole[0] * rows == shard[0] * batch and whole[1:] == shard[1:]
+
+
+def _by_completion(part: Part, step: Step) -> list[Tensor]:
+    """The tensors whose gradients a shard computes, in the order in which these become complete: last layers first."""
+    found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
+    return sorted(found, key=lambda tensor: -step.first_use[tensor])
 
 
 def _wanted(compiled: Compilation) -> list[Tensor]:
@@ -306,7 +369,7 @@ class _Update:
     """One update on one rank.
 
     Attributes:
-        gradients: the gradients of its shards, summed as far as possible.
+        gradients: the gradients of its shards, summed as far as possible; an array per bucket.
         numbers: what `losses` and `store_statistics` combine, in one float64 array per shard.
         rows: results of its shards that are joined.
         failure: the error of a shard that could not run.
@@ -330,21 +393,9 @@ class _Update:
         state = self.session.state
         assert state is not None
         self.stream, self.factors = state.arrays[STREAM], state.loss_factors
-        held = self.session.arrays()
-        self.statistics = {key: held[key] for key in self.division.part.written if key.kind == KeyKind.VALUE}
+        self.statistics = {key: key.owner.array() for key in self.division.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone()
-
-    @property
-    def single(self) -> list[Key]:
-        """The losses that are one number."""
-        keys = (value(node.results[0]) for node in self.session.compilation.losses)
-        return [key for key in keys if key not in self.division.shapes]
-
-    @property
-    def size(self) -> int:
-        """How many numbers a shard has for losses and statistics."""
-        return len(self.single) + sum(array.numel() for array in self.statistics.values())
 
     @property
     def sample(self) -> float:
@@ -355,14 +406,6 @@ class _Update:
             few = flat[:: max(1, len(flat) // SAMPLE)].double().nan_to_num(posinf=0, neginf=0)
             found += (few * torch.arange(1, len(few) + 1, device=few.device)).sum()
         return float(found)
-
-    @cached_property
-    def buckets(self) -> Buckets:
-        """The gradients in the order in which they become complete: the last layers first."""
-        step = self.session.compilation.programs.program(self.division.rows(0)).step
-        trained = [key.owner for key in self.division.part.outputs if key.kind == KeyKind.GRADIENT]
-        learned = [tensor for tensor in trained if tensor in step.trainable_set]
-        return Buckets.of(sorted(learned, key=lambda tensor: -step.first_use[tensor]))
 
     @cached_property
     def shares(self) -> torch.Tensor:
@@ -392,14 +435,10 @@ class _Update:
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
             self.failure = error
             return
-        self.gradients.add((0, shard), self.buckets.flat({t: found[gradient(t)] for t in self._learned}))
+        self.gradients.add((0, shard), self.division.buckets.flat(found))
         self.numbers.add((0, shard), [self._weighted(found, shard, rows)])
         for key, arrays_of_key in self.rows.items():
             arrays_of_key.append(found[key].clone())
-
-    @cached_property
-    def _learned(self) -> list[Tensor]:
-        return [tensor for bucket in self.buckets.members for tensor in bucket]
 
     def _run(self, binding: Any, arrays: Arrays) -> Arrays:
         found = self.session.run(binding, arrays, self.options, self.execution)
@@ -409,22 +448,21 @@ class _Update:
 
     def _weighted(self, found: Arrays, shard: int, rows: int) -> torch.Tensor:
         """Losses times their shares, and statistics times rows."""
-        keys = [value(node.results[0]) for node in self.session.compilation.losses]
-        every = zip(keys, self.shares[shard], strict=True)
-        losses = [found[key].reshape(1).double() * share for key, share in every if key not in self.division.shapes]
+        every, single = zip(self.division.losses, self.shares[shard], strict=True), self.division.single
+        losses = [found[key].reshape(1).double() * share for key, share in every if key in single]
         statistics = [array.reshape(-1).double() * rows for array in self.statistics.values()]
         return torch.cat([*losses, *statistics]) if losses or statistics else self.shares.new_empty(0)
 
     def losses(self, numbers: torch.Tensor) -> Arrays:
         """The losses that are one number, of the whole batch."""
-        likes = self.division.part.results
-        pairs = zip(self.single, numbers[: len(self.single)], strict=True)
-        return {key: number.to(likes[key].dtype).reshape(likes[key].shape) for key, number in pairs}
+        single = self.division.single
+        pairs = zip(single.items(), numbers[: len(single)], strict=True)
+        return {key: number.to(like.dtype).reshape(like.shape) for (key, like), number in pairs}
 
     def store_statistics(self, numbers: torch.Tensor) -> None:
         """Sets statistics to the mean over the rows of all shards, and moves the random stream on."""
         counts = [array.numel() for array in self.statistics.values()]
-        means = (numbers[len(self.single) :] / self.division.batch).split(counts)
+        means = (numbers[len(self.division.single) :] / self.division.batch).split(counts)
         for array, mean in zip(self.statistics.values(), means, strict=True):
             array.copy_(mean.view(array.shape))
         self.stream.copy_(self.position)
@@ -432,12 +470,13 @@ class _Update:
             self.stream[1].add_(1)
         self.factors.fill_(1)
 
-    def update(self, totals: Mapping[Tensor, torch.Tensor]) -> None:
-        """Updates the parameters with the gradients of all shards."""
+    def update(self, totals: Mapping[Tensor, torch.Tensor]) -> bool:
+        """Updates the parameters with the gradients of all shards; returns whether that counts as a step."""
         binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
         self._run(binding, {gradient(tensor): array for tensor, array in totals.items()})
         if self.profiles:
             self.execution.profile = Profile.sum_of(self.profiles)
+        return binding.executable.counts_steps
 
     def roll_back(self) -> None:
         """Continues from before the call."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from stepgraph.compiler.step import Key, gradient
 from stepgraph.runtime.shards import Node, TreeSum, partial_nodes
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
@@ -42,9 +43,9 @@ class Buckets:
                 done.append(tuple(filling.pop(tensor.data_type.torch)))
         return cls((*done, *map(tuple, filling.values())))
 
-    def flat(self, gradients: Mapping[Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    def flat(self, found: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of one shard, copied."""
-        return [torch.cat([gradients[one].reshape(-1) for one in bucket]) for bucket in self.members]
+        return [torch.cat([found[gradient(one)].reshape(-1) for one in bucket]) for bucket in self.members]
 
     def zeros(self, device: torch.device) -> list[torch.Tensor]:
         """The gradients of no shard."""
