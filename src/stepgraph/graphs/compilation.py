@@ -361,7 +361,11 @@ class Compilation:
         rows = "" if batch == self.feeds.batch else f" (batch_size={batch})"
         where = f"{self.declaration.kind}.{call}{rows}"
         persistent = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
-        if part not in (PartName.STEP, PartName.SHARD):
+        if part == PartName.SHARD:
+            where = f"{self.declaration.kind}.{call}"
+            problem = f"a shard of {batch} rows needs {needed:,} bytes even with recomputation; the limit is {limit:,}"
+            fix = "use more shards or smaller batches, or raise the limit"
+        elif part != PartName.STEP:
             problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
             whole = "run whole steps with execute, which can recompute results, or raise the limit"
             fix = whole if part in PASSES else "use fewer rows, or raise the limit"
