@@ -34,6 +34,7 @@ def quick(example: Path) -> Any:
         "15",
         "18",
         "19",
+        "20",
     )
     return pytest.param(example, id=example.stem, marks=[pytest.mark.deep] if alike else [])
 
@@ -107,3 +108,16 @@ def test_mixed_precision_recognizes_as_many_digits(kind: str, tmp_path: Path) ->
     print(f"mean test accuracy {plain:.2f}% in float32, {mixed:.2f}% in {kind}")
     assert plain >= 98
     assert mixed >= plain - 0.5
+
+
+@pytest.mark.deep
+def test_several_processes_learn_the_numbers_of_one(tmp_path: Path) -> None:
+    example = FOLDER / "20_parallel.py"
+    alone = run(example, "--quick", folder=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "--quick"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert alone.splitlines()[-1].replace("1 processes", "2 processes") == done.stdout.splitlines()[-1]

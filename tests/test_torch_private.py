@@ -38,6 +38,7 @@ PRIVATE = {
     "torch._fused_adam_": ("fused_adam_", "update parameters by Adam on the CPU"),
     "torch._fused_adamw_": ("fused_adamw_", "update parameters by AdamW on the CPU"),
     "torch._fused_sgd_": ("fused_sgd_", "update parameters by SGD on the CPU"),
+    "torch.ops._c10d_functional": ("functional_collectives", "exchange arrays between ranks"),
     "torch.cuda._compile_kernel": ("compile_cuda", "update parameters with one kernel made from the rule"),
     "torch.cuda._utils._get_gpu_runtime_library": ("launch_cuda", "pass that kernel many arrays in one structure"),
     "torch.cuda._utils._check_cuda": ("launch_cuda", "raise an error if that kernel cannot be launched"),

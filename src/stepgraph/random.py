@@ -140,6 +140,11 @@ def _(stream: torch.Tensor, salt: int, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32, device=stream.device)
 
 
+def seed_of_shard(seed: Any, shard: int) -> Any:
+    """The seed that a part of a batch draws from; the first part draws what a whole batch would."""
+    return seed ^ _mix(shard)
+
+
 def draws_from_generator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator of PyTorch, called with these arguments, draws from its global generator."""
     if not isinstance(operator, OpOverload) or torch.Tag.nondeterministic_seeded not in operator.tags:

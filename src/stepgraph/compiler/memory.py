@@ -75,6 +75,8 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
     copies = {t: len(step.slots_of(t)) + step.averages for t in step.trainable} if learns else {}
+    shards = step.shards.bit_length() if learns else 0  # sums of gradients that are kept at once, see runtime/shards.py
+    sums = shards * sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
     rounded = sum(t.descriptor.element_count for t in step.rounded) * 2  # bytes of half precision
     seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)
     learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
@@ -83,9 +85,9 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
         optimizer_state=sum(t.descriptor.tensor_allocation_size_in_bytes * copies[t] for t in copies),
         statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
         activations=at_peak.get("activations", 0),
-        gradients=at_peak.get("gradients", 0) + seeds,
+        gradients=at_peak.get("gradients", 0) + seeds + sums,
         workspace=at_peak.get("workspace", 0),
-        timeline=tuple((layer, phase, sum(kinds.values()) + seeds) for layer, phase, kinds in live),
+        timeline=tuple((layer, phase, sum(kinds.values()) + seeds + sums) for layer, phase, kinds in live),
     )
 
 

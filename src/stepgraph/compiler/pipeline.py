@@ -52,7 +52,7 @@ from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import surroundings, torch_private
 
-WHOLE = (PartName.STEP, PartName.INFERENCE)  # parts that run a whole call
+WHOLE = (PartName.STEP, PartName.SHARD, PartName.INFERENCE)  # parts that run a whole call, or a shard of one
 
 
 class Stage(StrEnum):

@@ -36,6 +36,7 @@ class PartName(StrEnum):
     """The parts of a step that are compiled. `step` and `inference` run a whole call, `trial` runs for inspection."""
 
     STEP = "step"
+    SHARD = "shard"  # forward and gradient, for a part of a batch
     FORWARD = "forward"
     GRADIENT = "gradient"
     UPDATE = "update"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
@@ -45,6 +46,7 @@ class Settings:
         tf32: whether a GPU may round float32 factors to TF32; None uses PyTorch's setting.
         memory_limit: bytes that a step may need.
         precision: the resulting precision.
+        parallel: how updates are divided among ranks; None if they are not.
     """
 
     options: GraphCompilationOptions = GraphCompilationOptions.NONE
@@ -52,21 +54,29 @@ class Settings:
     tf32: bool | None = None
     memory_limit: int | None = None
     precision: Precision = FULL
+    parallel: Parallel | None = None
 
     @classmethod
     def checked(
-        cls, options: Any, compute_type: Any, tf32: Any, memory_limit: Any = None, **switches: bool | None
+        cls,
+        options: Any,
+        compute_type: Any,
+        tf32: Any,
+        memory_limit: Any = None,
+        parallel: Any = None,
+        **switches: bool | None,
     ) -> Settings:
         """Checked settings; rejects invalid ones, and keywords that contradict the option flags."""
         require_options(options, GraphCompilationOptions)
         options = switched(options, switches)
         tf32 = tf32_allowed(tf32)
-        return cls(options, mixed(compute_type), tf32, limited(memory_limit), Precision.of(tf32))
+        divided = divisible(parallel, options)
+        return cls(options, mixed(compute_type), tf32, limited(memory_limit), Precision.of(tf32), divided)
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether to look for faster implementations."""
-        return GraphCompilationOptions.DETERMINISTIC not in self.options
+        """Whether to look for faster implementations; ranks would choose different ones."""
+        return GraphCompilationOptions.DETERMINISTIC not in self.options and self.parallel is None
 
 
 SAME_DEVICE = _Same.DEVICE
@@ -139,15 +149,30 @@ def limited(memory_limit: int | None) -> int | None:
     return memory_limit
 
 
-def fusion_of(options: GraphCompilationOptions, device: torch.device) -> Fusion:
+def divisible(parallel: Any, options: GraphCompilationOptions) -> Parallel | None:
+    """How updates are divided; rejected with options that need the whole batch in one program."""
+    if parallel is None:
+        return None
+    if not isinstance(parallel, Parallel):
+        raise DataTypeError("compile", f"parallel is {parallel!r}", fix="pass Parallel(shards=8), or None")
+    for option in (GraphCompilationOptions.LINK_GRAPHS, GraphCompilationOptions.DEBUG_LAYERS):
+        if option in options:
+            raise ArgumentError("compile", f"{option!r} and parallel exclude each other", fix="pass one of them")
+    return parallel
+
+
+def fusion_of(options: GraphCompilationOptions, device: torch.device, parallel: Parallel | None = None) -> Fusion:
     """On CUDA a fused step repays its long compilation, on the CPU a tiny one does; elsewhere it must be requested.
 
-    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are.
+    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. Several ranks would not be ready for it in
+    the same step.
     """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST
+    if parallel is not None:
+        return Fusion.NEVER
     if device.type == "cpu" and GraphCompilationOptions.CHECK_NUMERICS not in options:
         return Fusion.FIXED
     return Fusion.LATER if device.type == "cuda" else Fusion.NEVER

@@ -110,7 +110,7 @@ SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving avera
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
 SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
 REFUSED = Key(KeyKind.REFUSED)  # the first index out of range, see `compiler/guard.py`; zeros if there was none
-SEEDS = Key(KeyKind.SEEDS)  # of several losses, the factor of each one's gradient: 1, but for parts of a larger batch
+SEEDS = Key(KeyKind.SEEDS)  # the factor of each loss's gradient: 1, but for parts of a larger batch
 
 
 class Fusion(Enum):
@@ -136,6 +136,7 @@ class Step:
         optimizer: how trainable tensors are updated; None leaves them unchanged.
         slots: the optimizer's buffers of trainable tensors, where they are not the same for all.
         groups: the number of the optimizer's group that each trainable tensor is in; empty if there are no groups.
+        shards: the parts of a batch that are run one after another before an update; 0 if batches are not divided.
         averages: whether the update also moves an average of each trainable tensor.
         rounds: whether the update also writes trainable tensors in the compute type, for layers that read them so.
         seeded: results that receive a gradient from outside the graph.
@@ -164,6 +165,7 @@ class Step:
     optimizer: Optimizer | None = None
     slots: Mapping[Tensor, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[Tensor, int] = field(default_factory=dict)
+    shards: int = 0
     averages: bool = False
     rounds: bool = False
     seeded: tuple[Tensor, ...] = ()
@@ -218,8 +220,8 @@ class Step:
 
     @cached_property
     def seeds_losses(self) -> bool:
-        """Whether each loss has a factor of its own, because a mean may divide by something else than the others."""
-        return self.training and len(self.losses) > 1
+        """Whether each loss has a factor: the share of a part in a mean, which may differ from loss to loss."""
+        return self.training and (len(self.losses) > 1 or self.shards > 0)
 
     @cached_property
     def scales_loss(self) -> bool:

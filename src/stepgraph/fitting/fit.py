@@ -106,6 +106,9 @@ def fit(
     given = graph.metrics(metrics)
     stopper = watcher(others, watch=watch, better=better, patience=patience, restore_best=restore_best)
     limit, folder = bytes_of(memory_limit), None if run is None else as_path("fit", run)
+    if limit is not None and graph.shards:
+        problem = f"memory_limit divides batches, but the graph was compiled with parallel and {graph.shards} shards"
+        raise ArgumentError("fit", problem, fix="leave memory_limit out, and use more shards")
     settings = Settings(
         epochs=_count("epochs", epochs, 0),
         accumulate=_count("accumulate", accumulate, 1),
@@ -125,8 +128,9 @@ def fit(
     remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
     if folder is not None:
         graph.compile_for(train)  # a record begins with the step's memory plan
-    recorder = Unrecorded() if folder is None else Recorder(training, folder, resume)
-    screen = display(progress, epochs, graph.device)
+    first = training.world.is_first  # of the ranks that train together: it shows progress and writes files
+    recorder = Recorder(training, folder, resume) if folder is not None and first else Unrecorded()
+    screen = display(progress if first else "quiet", epochs, graph.device)
     parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
     loop = Loop(parts, settings, {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate})
     return _trained(loop, resume, remarks)
@@ -138,7 +142,7 @@ def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
     if resume:
         check_notes(folder, loop.parts.metrics)
         loop.go_on()
-    if folder is not None:
+    if folder is not None and loop.world.is_first:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
     with _interruptible() as interrupted:

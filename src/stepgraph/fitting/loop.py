@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,9 @@ class Loop:
 
     def __init__(self, parts: Parts, settings: Settings, shape: dict[str, Any]) -> None:
         self.parts, self.settings, self.graph = parts, settings, parts.graph
+        self.world = parts.graph.training.world
+        if self.world.size > 1:
+            self.seldom = (16, inf)  # time passes differently on each rank, and a NaN must stop all in the same step
         self.optimizer = parts.graph.optimizer
         self.seed, origin = parts.graph.stream
         self.position = Position(origin, shape=shape, portion=parts.graph.portion)
@@ -100,7 +103,7 @@ class Loop:
         self.parts.screen.begin(self.position.step)
         try:
             self._start()
-            while self.position.epoch < self.settings.epochs and self.asked is None:
+            while self.position.epoch < self.settings.epochs and not self._is_over():
                 self._run_epoch(interrupted)
             self.history.stopped = self.asked or FINISHED
         finally:
@@ -115,18 +118,28 @@ class Loop:
 
     def _run_epoch(self, interrupted: Callable[[], bool]) -> None:
         def halted() -> bool:
-            return self.asked is not None or interrupted()
+            return self._any(self.asked is not None or interrupted())
 
         began = time.perf_counter() - self.position.seconds
         self._train_epoch(halted)
         tested = None if halted() else self._validate(halted)
         self.position.seconds = time.perf_counter() - began
-        if interrupted() and self.asked is None:
+        if halted() and self.asked is None:
             self.asked = INTERRUPTED
         if self.asked is None:
             self._close_epoch(tested)
         else:
             self._break_off()
+
+    def _is_over(self) -> bool:
+        """Whether something has asked to stop between epochs, on any rank."""
+        if self._any(self.asked is not None) and self.asked is None:
+            self.asked = INTERRUPTED  # by a callback of another rank
+        return self.asked is not None
+
+    def _any(self, stops: bool) -> bool:
+        """Whether a rank stops: all do so in the same step."""
+        return self.world.any(stops, "whether to stop")
 
     def _train_epoch(self, halted: Callable[[], bool]) -> None:
         position, settings, recorder = self.position, self.settings, self.parts.recorder
@@ -135,7 +148,7 @@ class Loop:
         with self.graph.fed(epoch, self.parts.train, settings.prefetch) as batches:
             coming = self._timed(until(batches, halted))
             while group := list(islice(coming, settings.accumulate)):
-                if halted() and len(group) < settings.accumulate:
+                if len(group) < settings.accumulate and halted():
                     break  # no partial updates
                 if self.schedule is not None:
                     self._set_rate(rate_at(self.schedule, position.step))
@@ -338,6 +351,8 @@ class Loop:
 
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""
+        if not self.world.is_first:
+            return None
         try:
             path = self.graph.training.save(folder, notes=self._notes(), **settings)
         except StorageError as error:

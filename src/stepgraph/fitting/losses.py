@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,12 @@ from stepgraph.fitting.named_metrics import Task, named
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.node import Node
+from stepgraph.runtime.amounts import Amount, Given, amount, reduction
 from stepgraph.runtime.loss_slots import Loss
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ReductionType
 
 ASSUMED = {"axis": 1, "ignored_label": None}  # by metrics, unless they are told otherwise
-Amount = torch.Tensor | int
-Given = Callable[[Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class TrainedLoss:
     @property
     def reduction(self) -> ReductionType:
         """How it is reduced; a custom loss is taken for a mean."""
-        return self.layer.descriptor.reduction_type if isinstance(self.layer, LossLayer) else ReductionType.MEAN
+        return reduction(self.node)
 
     @property
     def is_mean(self) -> bool:
@@ -79,16 +78,7 @@ class TrainedLoss:
             rows: the rows of the batch.
             given: the array of a label tensor in the batch.
         """
-        layer, labels = self.layer, self.labels
-        if not isinstance(layer, LossLayer) or not layer.counts_labels or labels is None:
-            return rows
-        weights = self.node.labels[1] if len(self.node.labels) > 1 else None
-        array = given(labels)
-        each = None if weights is None else given(weights).to(array.device)
-        # A label tensor has the batch size of the call, which need not be that of the declared prediction.
-        shape = self.prediction.shape
-        is_batched = labels.shape[0] == shape[0]
-        return layer.divisor((array.shape[0], *shape[1:]) if is_batched else shape, array, each)
+        return amount(self.node, rows, given)
 
     def settings(self) -> dict[str, Any]:
         """What a metric should know of it, unless it is what metrics assume."""

@@ -20,6 +20,7 @@ from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime.execution import Execution
 from stepgraph.tensors import buffers
+from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions
 
@@ -31,6 +32,7 @@ class Trained:
 
     Attributes:
         portion: the most rows that run at once; larger batches run in parts. None if there is no limit.
+        shards: the parts that the graph itself divides the batch of an update into; 0 if it does not.
     """
 
     portion: int | None = None
@@ -41,6 +43,7 @@ class Trained:
         session = training.require_session("fit")
         self.training, self.device = training, session.device
         compiled = session.compilation
+        self.shards = compiled.shards
         pairs = zip(compiled.loss_names, compiled.losses, strict=True)
         self.losses = [TrainedLoss(name, node) for name, node in pairs]
         if not self.losses:
@@ -103,10 +106,12 @@ class Trained:
         compiled = self.training.require_session("fit").compilation
         if compiled.feeds.is_open and isinstance(data, Rows):
             rows = min(data.batch_size, data.count, self.portion or data.count)
-            compiled.programs.executable(compiled.whole, rows, "fit")
+            compiled.programs.executable(compiled.whole, compiled.rows_at_once(rows), "fit")
 
     def update(self, group: Sequence[Batch], tally: Tally | None) -> list[list[Measured]]:
         """One update with the gradients of a group of batches; returns the losses of the parts of each batch."""
+        if self.shards and len(group) > 1:
+            group = [self._joined(group)]
         if len(group) == 1 and not self.is_divided(group[0]):
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
@@ -146,6 +151,25 @@ class Trained:
             for part, names in zip(batch.parts, self._names(), strict=True)
         ]
         return [self._slice(whole, start, min(start + size, batch.rows)) for start in starts]
+
+    def _joined(self, group: Sequence[Batch]) -> Batch:
+        """Several batches as the one that an update in shards is made of; what has no rows must be the same in all."""
+        feeds = self.training.require_session("fit").feeds
+        parts: list[dict[str, torch.Tensor]] = []
+        for kind, names in enumerate(self._names()):
+            parts.append({})
+            for name, tensor in ((name, names[name]) for name in group[0].parts[kind]):
+                shapes = (shape_at(tensor.shape, feeds.batch, batch.rows) for batch in group)
+                pairs = zip((batch.parts[kind][name] for batch in group), shapes, strict=True)
+                arrays = [buffers.read(values, shape, tensor.data_type, tensor.where) for values, shape in pairs]
+                if feeds.is_batched(tensor):
+                    parts[-1][name] = torch.cat(arrays)
+                elif all(torch.equal(arrays[0], one) for one in arrays):
+                    parts[-1][name] = arrays[0]
+                else:
+                    problem = f"'{name}' has no rows and differs between the batches of one update"
+                    raise StateError("fit", problem, fix="leave accumulate out, or compile without parallel")
+        return Batch(tuple(parts), sum(batch.rows for batch in group))
 
     def _rows(self, tensor: Tensor, values: Any, rows: int) -> tuple[torch.Tensor, bool]:
         """Data as an array, and whether its rows are those of the batch."""

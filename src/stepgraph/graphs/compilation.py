@@ -24,6 +24,7 @@ from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.programs import PASSES, Programs
 from stepgraph.tensors import buffers
+from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import GraphCompilationOptions as Options
 
@@ -107,8 +108,20 @@ class Compilation:
 
     @cached_property
     def whole(self) -> PartName:
-        """The name of the part that runs a whole call."""
-        return PartName.STEP if self.declaration.trains else PartName.INFERENCE
+        """The name of the part that runs a whole call, or a shard of one."""
+        if not self.declaration.trains:
+            return PartName.INFERENCE
+        return PartName.SHARD if self.shards else PartName.STEP
+
+    @cached_property
+    def shards(self) -> int:
+        """The parts of an update's batch; 0 if it is not divided."""
+        parallel = self.settings.parallel
+        return parallel.shards if parallel is not None and self.declaration.trains else 0
+
+    def rows_at_once(self, batch: int) -> int:
+        """The rows that a training program runs for a batch: all of them, or those of the largest shard."""
+        return -(-batch // self.shards) if self.shards and not isinstance(batch, BatchExtent) else batch
 
     @cached_property
     def checks_numerics(self) -> bool:
@@ -124,9 +137,9 @@ class Compilation:
     def guards_indices(self) -> bool:
         """Whether a step checks indices on the device, and shows in its losses that one is out of range.
 
-        Linked graphs would not know it of one another, and a step that is rolled back would forget it.
+        Linked graphs and other ranks would not know it of one another, and a step that is rolled back would forget it.
         """
-        alone = len(self.group) == 1 and not self.checks_numerics
+        alone = len(self.group) == 1 and not self.checks_numerics and not self.shards
         return self.device.torch.type in GUARDED and bool(self.losses) and alone
 
     @property
@@ -145,8 +158,8 @@ class Compilation:
             compute_type=settings.compute_type,
             chooses_kernels=settings.chooses_kernels,
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
-            channels_last=device.type == "cuda" and settings.chooses_kernels,
-            fusion=fusion_of(settings.options, device),
+            channels_last=device.type == "cuda" and Options.DETERMINISTIC not in settings.options,
+            fusion=fusion_of(settings.options, device, settings.parallel),
             guards=self.guards_indices,
             precision=settings.precision,
             memory_limit=settings.memory_limit,
@@ -164,6 +177,7 @@ class Compilation:
             optimizer=declared.optimizer,
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
+            shards=self.shards,
             averages=declared.optimizer is not None and declared.average is not None,
             rounds=self.device.torch.type in ROUNDED,
             seeded=self.seeded(),
@@ -206,15 +220,20 @@ class Compilation:
 
     @property
     def usual_batch(self) -> int:
-        """The declared batch size; for `BATCH`, that of the last program, and before the first a few rows."""
-        return int(self.programs.last_batch or self.feeds.batch) if self.feeds.is_open else self.feeds.batch
+        """The rows that programs usually run: the declared ones, or those of their largest shard.
+
+        For `BATCH`, those of the last program, and before the first a few.
+        """
+        if not self.feeds.is_open:
+            return self.rows_at_once(self.feeds.batch)
+        return int(self.programs.last_batch or self.feeds.batch)
 
     def prepare(self, call: str) -> None:
         """Builds what a call with the declared batch size runs; with `BATCH`, checks what can be checked before."""
         if self.feeds.is_open:
             self.programs.outline(self.feeds.batch, self.declaration.trains)
         else:
-            self.programs.executable(self.whole, self.feeds.batch, call)
+            self.programs.executable(self.whole, self.rows_at_once(self.feeds.batch), call)
 
     # What stays readable after a call
 
@@ -331,7 +350,7 @@ class Compilation:
     def memory_plan_for(self, batch: int) -> MemoryPlan:
         """The memory that a whole call would need with another batch size; nothing is kept."""
         return replace(self, channels_last=self.programs.channels_last).programs.plan_for(
-            self.whole, self.batch_size(batch)
+            self.whole, self.rows_at_once(self.batch_size(batch))
         )
 
     def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
@@ -342,7 +361,11 @@ class Compilation:
         rows = "" if batch == self.feeds.batch else f" (batch_size={batch})"
         where = f"{self.declaration.kind}.{call}{rows}"
         persistent = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
-        if part != PartName.STEP:
+        if part == PartName.SHARD:
+            where = f"{self.declaration.kind}.{call}"
+            problem = f"a shard of {batch} rows needs {needed:,} bytes even with recomputation; the limit is {limit:,}"
+            fix = "use more shards or smaller batches, or raise the limit"
+        elif part != PartName.STEP:
             problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
             whole = "run whole steps with execute, which can recompute results, or raise the limit"
             fix = whole if part in PASSES else "use fewer rows, or raise the limit"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from rich.console import RenderableType
 
 from stepgraph.checkpoint import restoring, saving
+from stepgraph.checkpoint.files import as_path
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.kernels import emulated
@@ -35,6 +36,7 @@ from stepgraph.runtime.gradients import Gradients
 from stepgraph.runtime.numerics import NumericsReport
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.state import Progress
+from stepgraph.runtime.world import ALONE, World
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.tensor import Tensor
@@ -220,18 +222,26 @@ class CompiledGraph(Graph):
 
     # Saving
 
+    @property
+    def world(self) -> World:
+        """The ranks that train this graph together, as `world.rank` and `world.size`: 0 and 1 without `parallel`."""
+        return ALONE
+
     def save(
         self, path: str | os.PathLike[str], *, keep: int | None = None, notes: Mapping[str, Any] | None = None
     ) -> Path:
         """Writes a checkpoint: the graph and everything needed to continue training. Returns its directory.
 
         An existing checkpoint is replaced atomically: if the process is killed, the path holds the old or the new one.
+        Of several ranks that train together, the first one writes it; the others return at once.
 
         Args:
             path: the directory of the checkpoint; with `keep`, a folder for a series of them.
             keep: write `path/checkpoint-000001`, `…2` and so on, and keep the newest `keep` of them.
             notes: your own JSON values (an epoch, a score), returned by `restore`.
         """
+        if not self.world.is_first:
+            return as_path("save", path)
         # No other thread may run a step while the arrays are read.
         with nullcontext() if self.device is None else turn(self.device):
             return saving.save([graph.kept() for graph in self.linked], self.linked.index(self), path, keep, notes)

@@ -122,7 +122,7 @@ class InferenceGraph(CompiledGraph):
             session.check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Arrays) -> Answer:
-                session.hold(binding.executable, found)
+                session.hold(binding.executable.results, found)
                 session.write_outputs(outputs_data, results_of(found))
                 last = compiled.nodes[-1].results[0]
                 *_, loss, names, outputs = session.answer(binding.executable, found, evaluated=True)
@@ -226,8 +226,10 @@ def _settings(compilation: Compilation) -> dict[str, Any]:
     """The settings of a compilation that also apply to inference."""
     training_only = GraphCompilationOptions.COMPUTE_ALL_GRADIENTS | GraphCompilationOptions.LINK_GRAPHS
     settings = compilation.settings
+    # Ranks that train together must predict the same, so none chooses kernels by itself.
+    alike = GraphCompilationOptions.DETERMINISTIC if settings.parallel else GraphCompilationOptions.NONE
     return {
-        "options": settings.options & ~training_only,
+        "options": settings.options & ~training_only | alike,
         "compute_type": settings.compute_type,
         "tf32": settings.tf32,
     }

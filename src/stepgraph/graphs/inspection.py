@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 
 from stepgraph import draw
 from stepgraph.compiler import memory
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import STREAM
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Arrays, Compilation
@@ -86,7 +87,9 @@ def check_numerics(session: Session, given: tuple[Data | None, ...], batch_size:
 def profiled(session: Session, given: tuple[Data | None, ...], batch_size: int | None, repeat: int) -> Profile:
     """Time by layer and phase, the minimum over several runs."""
     chosen = _chosen(session, "profile", given, batch_size)
-    executable = session.compilation.programs.executable(session.compilation.whole, chosen.batch)
+    compiled = session.compilation
+    whole = PartName.STEP if compiled.declaration.trains else PartName.INFERENCE  # of shards, too: with the update
+    executable = compiled.programs.executable(whole, chosen.batch)
     found = []
     with executable.settings():
         for _ in range(repeat):

@@ -87,7 +87,7 @@ class Session:
         self.last: Call | None = None
         self.takes_seeds = False
         if state is not None:
-            step = compilation.programs.outline(self.feeds.batch).step
+            step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
             self.takes_seeds = bool(step.seeded)
             state.keep_rounded(step.rounded, step.compute_type)
         self._updatable, self._switches = [*map(_is_updatable, compilation.held)], -1
@@ -200,6 +200,10 @@ class Session:
                 self._raising.add(batch)
         return found
 
+    def require_indices(self, batch: int, arrays: Mapping[Key, torch.Tensor]) -> None:
+        """Raises if a call has failed because of an index out of range."""
+        self._indices_of(batch).require_all(arrays)
+
     def in_range(self, tensor: Tensor, array: torch.Tensor) -> torch.Tensor:
         """A feed's array as a step reads it: a step that checks indices itself replaces those out of range."""
         if self._refusal is None or array.device != self.device.torch:  # checked before, on the host
@@ -267,15 +271,15 @@ class Session:
             if discard is not None and binding.executable.allocates and not self.compilation.checks_numerics:
                 discard()
             try:
-                execution.finish(*keep(self._run(binding, arrays, options, execution)))
+                execution.finish(*keep(self.run(binding, arrays, options, execution)))
             except (ExecutionError, NumericsError) as error:
-                self._indices_of(binding.executable.step.batch[1]).require_all(arrays)
+                self.require_indices(binding.executable.step.batch[1], arrays)
                 execution.fail(error)
                 if completion is None:
                     raise
         return execution
 
-    def _run(
+    def run(
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution
     ) -> Arrays:
         """Runs an executable once and returns its results."""
@@ -316,13 +320,13 @@ class Session:
 
     # Results
 
-    def hold(self, executable: Executable, found: Arrays) -> None:
+    def hold(self, results: tuple[tuple[Tensor, Key], ...], found: Arrays) -> None:
         """Makes results readable through their tensors, and results of earlier calls unreadable."""
-        if self.holding is not executable.results:
+        if self.holding is not results:
             readable = {*dict(self.holding), *self.compilation.compared}
-            for tensor in readable - dict(executable.results).keys():
+            for tensor in readable - dict(results).keys():
                 tensor.hold(None, DROPPED)
-            self.holding = executable.results
+            self.holding = results
         for tensor, key in self.holding:
             tensor.hold(found[key])
 
@@ -385,8 +389,13 @@ class Session:
 
     # Outputs
 
-    def check_destinations(self, outputs_data: Data | None, part: Part) -> None:
-        """Rejects, before anything runs, memory for outputs that are not declared, not computed or do not fit."""
+    def check_destinations(
+        self, outputs_data: Data | None, part: Part, shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
+        """Rejects, before anything runs, memory for outputs that are not declared, not computed or do not fit.
+
+        `shapes` are those of outputs that have others than the part computes.
+        """
         outputs = self.compilation.declaration.outputs
         for name, destination in (outputs_data or {}).items():
             if name not in outputs:
@@ -397,7 +406,8 @@ class Session:
             where = f"Tensor '{tensor.label}' (output '{name}')"
             if like is None:
                 raise DataError(where, "this pass does not compute it", fix="leave it out")
-            buffers.destination(destination, like.shape, DataType.of(like.dtype), where)
+            shape = shapes.get(self.gradients.key(tensor), like.shape)
+            buffers.destination(destination, shape, DataType.of(like.dtype), where)
 
     def write_outputs(self, outputs_data: Data | None, found: Mapping[Tensor, torch.Tensor]) -> None:
         """Copies results into the caller's memory."""

@@ -11,8 +11,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
-from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
@@ -21,6 +22,7 @@ from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
+from stepgraph.graphs.sharded import Shards, require_divisible, require_same, share_state
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
@@ -29,6 +31,7 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
+from stepgraph.runtime.world import ALONE, World, joined, own_gpu
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -78,6 +81,7 @@ class TrainingGraph(CompiledGraph):
         decay = None if average is None else checked_decay(average)
         self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked, average=decay)
         self._pending: Progress | None = None  # restored before the graph is compiled
+        self._shards: Shards | None = None
 
     # Preparing
 
@@ -183,6 +187,7 @@ class TrainingGraph(CompiledGraph):
         all_gradients: bool | None = None,
         debug_layers: bool | None = None,
         link_graphs: bool | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         """Compiles the whole step for `device`; afterwards its memory is known and `execute` compiles nothing.
 
@@ -208,6 +213,8 @@ class TrainingGraph(CompiledGraph):
             all_gradients: also compute gradients that no update needs: of inputs and of frozen layers.
             debug_layers: keep results and gradients of layers with `is_debugging_enabled` readable.
             link_graphs: prepare the graph for `link`.
+            parallel: train with all processes that torchrun started, or in this one as they would. Kernels are then
+                not chosen by measurement, and operators fused only with `fuse=True`.
         """
         settings = Settings.checked(
             options,
@@ -220,8 +227,18 @@ class TrainingGraph(CompiledGraph):
             all_gradients=all_gradients,
             debug_layers=debug_layers,
             link_graphs=link_graphs,
+            parallel=parallel,
         )
+        if parallel is not None:
+            device = own_gpu(chosen("TrainingGraph.compile", device, self.device))
         self._compile(device, settings, input_tensors, input_tensors_data)
+        if self._shards is not None:
+            share_state(self._shards.session, self._shards.world)
+
+    @property
+    def world(self) -> World:
+        """The ranks that train this graph together, as `world.rank` and `world.size`: 0 and 1 without `parallel`."""
+        return ALONE if self._shards is None else self._shards.world
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
@@ -430,13 +447,15 @@ class TrainingGraph(CompiledGraph):
                     "a linked graph would not receive the gradients of this one",
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
+            if learning and self._shards is not None:
+                return self._shards.execute(feeds, batch, options, outputs_data, completion)
             part = _STEP if learning else PartName.EVALUATION if evaluating else PartName.FORWARD_ONLY
             binding = session.bound(part, batch)
             if outputs_data:
                 session.check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Arrays) -> Answer:
-                session.hold(binding.executable, found)
+                session.hold(binding.executable.results, found)
                 if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
                     others = binding.executable.others
@@ -509,6 +528,8 @@ class TrainingGraph(CompiledGraph):
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_forward")
+            if ExecutionOptions.FORWARD_FOR_INFERENCE not in options:
+                self._require_passes("execute_forward")
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)  # type: ignore[arg-type]
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
@@ -517,7 +538,7 @@ class TrainingGraph(CompiledGraph):
             session.check_destinations(outputs_data, binding.executable.part)
 
             def keep(found: Arrays) -> Answer:
-                session.hold(binding.executable, found)
+                session.hold(binding.executable.results, found)
                 if not evaluating:  # an evaluation does not affect earlier passes
                     session.has_drawn()
                     session.saved, session.forward_batch = feeds | found, batch
@@ -558,6 +579,7 @@ class TrainingGraph(CompiledGraph):
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_gradient")
+            self._require_passes("execute_gradient")
             batch = _forward_batch(session, batch_size)
             given = self._user_gradients(user_gradients_data or {})  # type: ignore[arg-type]
             passed = {user_gradient(tensor): session.seed(tensor, array, batch) for tensor, array in given.items()}
@@ -592,6 +614,7 @@ class TrainingGraph(CompiledGraph):
             require_completion(completion)
         with turn(device):
             session = self.refreshed("execute_optimizer_update")
+            self._require_passes("execute_optimizer_update")
             if self._declared.optimizer is None:
                 raise StateError(
                     "execute_optimizer_update", "the graph has no optimizer", fix="call compile_optimizer(optimizer)"
@@ -624,6 +647,15 @@ class TrainingGraph(CompiledGraph):
 
             execution = session.launch(binding, gradients, options, completion, keep)
         return announced(execution, options, completion)
+
+    def _require_passes(self, call: str) -> None:
+        """Rejects separate passes of a graph whose updates are divided."""
+        if self._shards is not None:
+            raise StateError(
+                f"TrainingGraph.{call}",
+                "the graph was compiled with parallel, which divides whole updates",
+                fix="call execute or fit, or compile without parallel",
+            )
 
     def synchronize_updates(self) -> None:
         """Copies parameters and statistics back: afterwards your own arrays hold the new values."""
@@ -689,7 +721,7 @@ class TrainingGraph(CompiledGraph):
             slots,
             scaled=scaled,
             decay=self._declared.average,
-            losses=len(compilation.losses),
+            factors=len(compilation.losses) if compilation.shards or len(compilation.losses) > 1 else 0,
             guarded=len(compilation.guarded),
         )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
@@ -699,10 +731,17 @@ class TrainingGraph(CompiledGraph):
 
     def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
         """Creates a session and returns a function that installs it and continues from previously restored state."""
+        parallel, world = compilation.settings.parallel, ALONE
+        if parallel is not None:
+            require_divisible(compilation)
+            world = joined(compilation.device.torch, parallel.timeout)
+            require_same(compilation, world)
         put_in_place = super().prepared(compilation, keeps_passes, same_call)
 
         def put_and_resume() -> None:
             put_in_place()
+            assert self.session is not None
+            self._shards = None if parallel is None else Shards(self.session, parallel, world)
             if self._pending is not None:
                 self.resume(self._pending)
 

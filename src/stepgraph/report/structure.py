@@ -6,7 +6,6 @@ from typing import Any
 
 from stepgraph import draw
 from stepgraph.compiler import memory
-from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import Step
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.layers.node import Node
@@ -37,11 +36,11 @@ def plan(training: TrainingGraph) -> dict[str, Any]:
     """The memory plan: its totals, live bytes by kind at each operator, and what is alive at the peak."""
     compiled = training.require_session("report").compilation
     programs, batch = compiled.programs, compiled.usual_batch
-    part = programs.executable(PartName.STEP, batch).part
+    part = programs.executable(compiled.whole, batch).part
     live = memory.timeline(part)
     totals = [sum(kinds.values()) for _, _, kinds in live]
     peak = max(range(len(totals)), key=totals.__getitem__, default=None)
-    found = programs.plans[PartName.STEP, batch]
+    found = programs.plans[compiled.whole, batch]
     kinds = ("activations", "gradients", "workspace")
     return {
         "plan": {

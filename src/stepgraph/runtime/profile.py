@@ -100,6 +100,16 @@ class Profile:
         ]
 
     @classmethod
+    def sum_of(cls, profiles: Sequence[Profile]) -> Profile:
+        """The sum over several runs that make one step together."""
+        total: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [0.0, 0])
+        for one in profiles:
+            for layer, phase, seconds, size in one.rows:
+                total[layer, phase][0] += seconds
+                total[layer, phase][1] += size
+        return cls(tuple(sorted(((*key, *cost) for key, cost in total.items()), key=lambda row: -row[2])))
+
+    @classmethod
     def best_of(cls, profiles: Sequence[Profile]) -> Profile:
         """The minimum time of each row over several runs of the same program, which excludes interference."""
         least: dict[tuple[str, str], tuple[float, int]] = {}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from stepgraph.compiler import memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
-from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, value
+from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, gradient, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.switch import Switch, switches
@@ -206,6 +206,11 @@ class Programs:
         match part:
             case PartName.STEP | PartName.INFERENCE:
                 return {part: phases.whole(program, self._kept(program))}
+            case PartName.SHARD:
+                learned = [gradient(tensor) for tensor in program.step.trainable]
+                wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
+                both = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))
+                return {part: both, PartName.UPDATE: phases.split(program).update}
             case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept(None))}

@@ -76,7 +76,7 @@ class TrainingState:
         *,
         scaled: bool,
         decay: float | None,
-        losses: int,
+        factors: int,
         guarded: int,
     ) -> TrainingState:
         """A state with an optimizer: buffers bound by the user, previous ones, or zeros.
@@ -89,7 +89,7 @@ class TrainingState:
             slots: the buffers of every trained tensor.
             scaled: whether the loss is scaled.
             decay: that of the averages; None if there are none.
-            losses: their number; several have a factor each.
+            factors: the number of losses that have a factor each.
             guarded: the number of tensors whose indices steps check.
         """
         new = TrainingState.__new__(TrainingState)
@@ -103,8 +103,8 @@ class TrainingState:
         new.arrays.pop(REFUSED, None)  # what the device notes refers to one compilation
         if guarded:
             new.arrays[REFUSED] = torch.zeros(guarded, dtype=torch.int64, device=self.device.torch)
-        if losses > 1:
-            new.arrays[SEEDS] = torch.ones(losses, device=self.device.torch)
+        if factors:
+            new.arrays[SEEDS] = torch.ones(factors, device=self.device.torch)
         if optimizer is not None:
             new.attach(optimizer, slots)
         if optimizer is not None and decay is not None:
@@ -243,7 +243,7 @@ class TrainingState:
 
     @property
     def loss_factors(self) -> torch.Tensor:
-        """The factor of each of several losses' gradients: 1, but for batches that are parts of a larger one."""
+        """The factor of each loss's gradient: 1, but for batches that are parts of a larger one."""
         return self.arrays[SEEDS]
 
     @property

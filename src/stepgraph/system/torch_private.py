@@ -58,6 +58,10 @@ fused_sgd_ = torch._fused_sgd_
 """SGD in one pass over memory; the public `torch.optim.SGD` holds its own state."""
 
 
+functional_collectives: Any = torch.ops._c10d_functional
+"""Collectives as operators on arrays; their public counterparts write in place, and Python wrappers change names."""
+
+
 def compile_cuda(source: str, name: str, **settings: Any) -> Any:
     """A CUDA kernel from its source, compiled for the current device; publicly that takes a C++ compiler."""
     return torch.cuda._compile_kernel(source, name, **settings)

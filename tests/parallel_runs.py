@@ -1,0 +1,172 @@
+"""Networks that train in shards, and processes that train them together as torchrun would start them."""
+
+import hashlib
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+import stepgraph as sg
+from stepgraph.compiler.step import KeyKind
+
+SHARDS, STEPS = 8, 20
+SIZES = (13, 16, 5)  # rows of a batch: uneven shards, even ones, and fewer rows than shards
+Batch = tuple[dict[str, np.ndarray], ...]
+
+
+def compiled(training: sg.TrainingGraph, shards: int | None = SHARDS, **settings: Any) -> sg.TrainingGraph:
+    parallel = None if shards is None else sg.Parallel(shards, timeout=60, **settings.pop("parallel", {}))
+    training.compile("cpu", parallel=parallel, **settings)
+    return training
+
+
+def mlp() -> sg.TrainingGraph:
+    """Fully connected layers with momentum; some labels are ignored."""
+    x, y, graph = sg.Tensor((sg.BATCH, 6), label="x"), sg.Tensor((sg.BATCH,), "int64", label="y"), sg.Graph()
+    graph.dense(graph.tanh(graph.dense(x, 16)), 3)
+    loss = sg.LossLayer.softmax_cross_entropy(ignored_label=-1)
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(0.1, momentum=0.9))
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def cnn() -> sg.TrainingGraph:
+    """Convolutions with batch normalization and dropout, for a declared batch size."""
+    x, y, graph = sg.Tensor((16, 3, 8, 8), label="x"), sg.Tensor((16,), "int64", label="y"), sg.Graph()
+    h = graph.relu(graph.batch_normalization(graph.convolution(x, 4, 3)))
+    h = graph.dropout(h, 0.25)
+    h = graph.node(sg.GlobalPoolingLayer.average(), graph.convolution(h, 8, 3))
+    graph.dense(graph.reshape((16, 8), h), 3)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(0.01))
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def transformer() -> sg.TrainingGraph:
+    """Attention with tied weights, dropout, parameter groups, clipping by the global norm, and averages."""
+    words, width = 11, 8
+    x, y = sg.Tensor((sg.BATCH, 5), "int64", label="x"), sg.Tensor((sg.BATCH, 5), "int64", label="y")
+    embedding, graph = sg.EmbeddingLayer.create(words, width), sg.Graph()
+    h = graph.node(embedding, x)
+    h = h + graph.dropout(graph.attention(graph.rms_normalization(h), 2, causal=True), 0.1)
+    h = h + graph.gated_feed_forward(graph.rms_normalization(h), hidden=12)
+    graph.node(sg.FullyConnectedLayer(embedding.weights, None, sg.ConvolutionDescriptor(1, width, words)), h)
+    loss = sg.LossLayer.softmax_cross_entropy(axis=-1, ignored_label=-1)
+    optimizer = sg.AdamWOptimizer(0.01, weight_decay=0.1, clip_norm=0.5, groups=sg.DECAY_MATRICES_ONLY)
+    training = sg.TrainingGraph([graph], loss, optimizer, average=0.9)
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def heads() -> sg.TrainingGraph:
+    """Two losses that divide by different things: labels that count, and weights."""
+    x, graph = sg.Tensor((sg.BATCH, 6), label="x"), sg.Graph()
+    classes, target = sg.Tensor((sg.BATCH,), "int64", label="y"), sg.Tensor((sg.BATCH, 2), label="t")
+    weights = sg.Tensor((sg.BATCH,), label="w")
+    h = graph.tanh(graph.dense(x, 8))
+    training = sg.TrainingGraph([graph], optimizer=sg.SGDOptimizer(0.1))
+    loss = sg.LossLayer.softmax_cross_entropy(ignored_label=-1, label="classes")
+    training.node(loss, graph.dense(h, 3), loss_labels=[classes])
+    loss = sg.LossLayer.mean_squared_error(divides_by_weights=True, label="target")
+    training.node(loss, graph.dense(h, 2), loss_labels=[target, weights])
+    training.add_inputs({"x": x}, {"y": classes, "t": target}, {"w": weights})
+    return training
+
+
+NETWORKS: dict[str, Callable[[], sg.TrainingGraph]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "transformer": transformer,
+    "heads": heads,
+}
+
+
+def batch(name: str, rows: int, seed: int) -> Batch:
+    """Data of a network; some labels are ignored."""
+    random = np.random.default_rng(seed)
+    if name == "transformer":
+        words = random.integers(0, 11, (rows, 6))
+        return {"x": words[:, :-1]}, {"y": np.where(random.random((rows, 5)) < 0.3, -1, words[:, 1:])}
+    shape = (rows, 3, 8, 8) if name == "cnn" else (rows, 6)
+    x = random.standard_normal(shape).astype(np.float32)
+    y = x.reshape(rows, -1)[:, :3].argmax(1)
+    counted = y if name == "cnn" else np.where(np.arange(rows) % 4 == 1, -1, y)
+    if name != "heads":
+        return {"x": x}, {"y": counted}
+    target = x[:, :2] * 2
+    return {"x": x}, {"y": counted, "t": target}, {"w": random.random(rows).astype(np.float32)}
+
+
+def new(name: str, **settings: Any) -> sg.TrainingGraph:
+    """A network that starts with the same numbers each time."""
+    sg.set_seed(5)
+    return compiled(NETWORKS[name](), **settings)
+
+
+def trained(name: str, steps: int = STEPS) -> dict[str, str]:
+    """Trains a network in shards; the bits of everything it has then, and of its losses and predictions."""
+    training = new(name)
+    training.keep_predictions()
+    losses, predictions = [], hashlib.sha256()
+    for step in range(steps):
+        rows = SIZES[step % len(SIZES)]
+        losses.append(training.execute(*batch(name, rows, step), batch_size=rows).losses)
+        for tensor in training.require_session("test").compilation.compared:
+            assert tensor.torch().shape[0] == rows
+            predictions.update(tensor.torch().numpy().tobytes())
+    return {**marks(training), "losses": repr(losses), "predictions": predictions.hexdigest()}
+
+
+def marks(training: sg.TrainingGraph) -> dict[str, str]:
+    """The bits of parameters, statistics, optimizer state and averages, and the position of the random stream."""
+    session = training.require_session("test")
+    found: dict[str, Any] = {}
+    for key, array in session.arrays().items():
+        found.setdefault(key.kind, hashlib.sha256()).update(array.contiguous().numpy().tobytes())
+    assert KeyKind.VALUE in found and KeyKind.STREAM in found
+    return {kind: one.hexdigest() for kind, one in found.items()}
+
+
+# Several processes
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _rank(rank: int, world: int, port: int, job: Callable[..., Any], given: tuple[Any, ...], back: Connection) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process it is forked from ignores it
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    try:
+        back.send((job(*given), None))
+    except BaseException as error:  # the test shows it
+        back.send((f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+def together(world: int, job: Callable[..., Any], *given: Any, timeout: float = 120) -> list[Any]:
+    """What a function returns on each rank; what it raised is text."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel_warm"])
+    port, ends = _free_port(), [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, port, job, given, ends[rank][1]), daemon=True)
+        for rank in range(world)
+    ]
+    for one in ranks:
+        one.start()
+    found = [end.recv() if end.poll(timeout) else ("silent", "no answer") for end, _ in ends]
+    for one in ranks:
+        one.join(10)
+        assert one.exitcode == 0, f"a rank ended with {one.exitcode}"
+    return [answer for answer, _ in found]

@@ -1,0 +1,8 @@
+"""Imported once by the process that ranks are forked from: compiling a network imports most of PyTorch."""
+
+import torch
+
+from tests.parallel_runs import trained
+
+torch.set_num_threads(1)
+trained("mlp", 1)
