@@ -237,8 +237,8 @@ class Shards:
         session.has_drawn()
         shown = session.gradients.handles
         session.forget_passes({gradient(t): array for t, array in totals.items() if gradient(t) in shown})
-        if counts:
-            session.updated()
+        if counts and session.state is not None:
+            session.state.updated()
         session.write_outputs(outputs_data, {key.owner: array for key, array in results.items()})
         return self._answer(results)
 
