@@ -154,7 +154,7 @@ def _rank(rank: int, world: int, port: int, job: Callable[..., Any], given: tupl
         back.send((f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
-def together(world: int, job: Callable[..., Any], *given: Any, timeout: float = 120) -> list[Any]:
+def together(world: int, job: Callable[..., Any], *given: Any, timeout: float = 300) -> list[Any]:
     """What a function returns on each rank; what it raised is text."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.parallel_warm"])
@@ -167,6 +167,7 @@ def together(world: int, job: Callable[..., Any], *given: Any, timeout: float = 
         one.start()
     found = [end.recv() if end.poll(timeout) else ("silent", "no answer") for end, _ in ends]
     for one in ranks:
-        one.join(10)
+        one.join(30)
+        one.kill()
         assert one.exitcode == 0, f"a rank ended with {one.exitcode}"
     return [answer for answer, _ in found]

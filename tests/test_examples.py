@@ -120,4 +120,4 @@ def test_several_processes_learn_the_numbers_of_one(tmp_path: Path) -> None:
         [*torchrun, "--quick"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert alone.splitlines()[-1].replace("1 processes", "2 processes") == done.stdout.splitlines()[-1]
+    assert alone.splitlines()[-1].replace("ranks: 1", "ranks: 2") == done.stdout.splitlines()[-1]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,26 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
-from tests.parallel_runs import NETWORKS, STEPS, batch, compiled, marks, mlp, new, together, trained
+from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, trained
 
 DEEP = pytest.mark.deep
 
 
-def everything(names: list[str], steps: int) -> dict[str, dict[str, str]]:
-    return {name: trained(name, steps) for name in names}
+alone = cache(trained)
+ORDINARY = {2: ("cnn", "transformer"), 3: ("mlp", "heads"), 4: ("mlp", "cnn")}
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, str]]:
-    return everything([*NETWORKS], STEPS)
+def several(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    return {name: trained(name) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_world_computes_the_same_bits(world: int, alone: dict[str, Any]) -> None:
-    for found in together(world, everything, [*NETWORKS], STEPS):
-        assert found == alone
+@pytest.mark.parametrize(
+    "world, names",
+    [*ORDINARY.items(), *(pytest.param(world, tuple(NETWORKS), marks=DEEP, id=f"{world}-all") for world in ORDINARY)],
+)
+def test_every_world_computes_the_same_bits(world: int, names: tuple[str, ...]) -> None:
+    expected = {name: alone(name) for name in names}
+    assert together(world, several, names) == [expected] * world
 
 
 # ------------------------------------------------------------------------------------------------------------ fit
