@@ -348,7 +348,10 @@ def test_the_law_holds_after_every_row(kind: str, monkeypatch: pytest.MonkeyPatc
 # Losses together with their gradients
 
 
-@pytest.mark.parametrize(("reduction", "weighted"), [(MEAN, True), (SUM, False), (NONE, True)])
+@pytest.mark.parametrize(
+    ("reduction", "weighted"),
+    [(MEAN, True), *(pytest.param(*one, marks=pytest.mark.deep) for one in ((SUM, False), (NONE, True)))],
+)
 def test_a_step_computes_the_same_as_its_phases(reduction: sg.ReductionType, weighted: bool) -> None:
     given: dict[str, Any] = {"weighted": weighted, "reduction_type": reduction, "ignored_label": IGNORED}
     whole, _, data = network((6, 4, 21), 2, "float16", **given)

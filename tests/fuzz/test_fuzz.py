@@ -24,7 +24,7 @@ from tests.fuzz.recipe import Input, Op, Parameter, Recipe, is_loss
 from tests.fuzz.shrink import failure, program, shrink
 from tests.fuzz.table import TABLE
 
-FEW, MANY = 40, 1000
+FEW, MANY = 28, 1000
 TURNS = [name for name in CHECKS if name != "training"]
 
 
