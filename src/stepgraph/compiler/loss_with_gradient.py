@@ -16,9 +16,9 @@ from torch import fx
 
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import note_workspace
-from stepgraph.compiler.program import Part, Phase, call, fake, inherit, mutates, note, notes, storage, writes
+from stepgraph.compiler.program import Part, Phase, call, mutates, note, notes, storage, writes
 
-aten, ours = torch.ops.aten, torch.ops.stepgraph
+ours = torch.ops.stepgraph
 
 
 def join_losses(part: Part) -> Part:
@@ -27,23 +27,10 @@ def join_losses(part: Part) -> Part:
         return part
     graph = fx.Graph()
     graph.output(graph.graph_copy(part.module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=aten.ones_like.default):
-        _fill(node)
     for node in graph.find_nodes(op="call_function", target=ours.label_losses_gradient.default):
         _join(node)
     graph.lint()
     return replace(part, module=Module(part.module, graph))
-
-
-def _fill(node: fx.Node) -> None:
-    """Makes ones without reading an array: the gradient of a loss with respect to itself does not depend on it."""
-    ones = fake(node)
-    if ones.is_contiguous():
-        with node.graph.inserting_before(node):
-            kind = {"dtype": ones.dtype, "device": ones.device}
-            filled = node.graph.call_function(aten.full.default, (list(ones.shape), 1), kind)
-        node.replace_all_uses_with(inherit(filled, node))
-        node.graph.erase_node(node)
 
 
 def _join(gradient: fx.Node) -> None:

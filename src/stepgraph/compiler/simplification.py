@@ -57,7 +57,13 @@ def _transposed_back(node: fx.Node) -> fx.Node | None:
     return _source(inner) if inner is not None and inner.target is aten.t.default else None
 
 
-RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (_alias, _same_view, _transposed_back)
+def _sum_of_one(node: fx.Node) -> fx.Node | None:
+    """A sum in which every number is the only summand, such as the gradient of a bias for one row."""
+    source = _source(node) if node.target is aten.sum.dim_IntList else None
+    return source if source is not None and _layout(source) == _layout(node) else None
+
+
+RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (_alias, _same_view, _transposed_back, _sum_of_one)
 
 
 def _source(node: fx.Node) -> fx.Node | None:

@@ -181,7 +181,8 @@ class _Walk:
         """Starts the reverse walk: one for each loss value, and gradients from outside."""
         for index, node in enumerate(self.step.losses):
             with self._tag(node, Phase.GRADIENT):
-                seed = torch.ones_like(self._value(node.results[0]))
+                loss = self._value(node.results[0])
+                seed = torch.full(loss.shape, 1.0, dtype=loss.dtype, device=loss.device)
                 if self.step.seeds_losses:
                     seed = seed * self.arrays[SEEDS][index].to(seed.dtype)
                 self.open[node.results[0]].append(self._scaled(seed))
@@ -287,7 +288,7 @@ class _Walk:
         with _tagged("optimizer", Phase.UPDATE):
             numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
             steps = numbers[:, column] if optimizer.groups else numbers[column]
-            steps.add_(1 if allowed is None else allowed)
+            steps.add_(1.0 if allowed is None else allowed)
             if finite is not None:
                 _adapt(self.arrays[SCALE], finite, self._allowed())
 

@@ -1,7 +1,7 @@
-"""Views of arrays that stay between calls, created once instead of in every call.
+"""Views of arrays that stay between calls, and numbers that never change, created once instead of in every call.
 
-A transposed weight or one of the optimizer's numbers refers to the same memory in every call. Creating such a view
-takes as long as computing with few numbers.
+A transposed weight or one of the optimizer's numbers refers to the same memory in every call; the gradient of a loss
+with respect to itself is always one. Creating such an array takes as long as computing with few numbers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
+import torch
 from torch import fx
 
-from stepgraph.compiler.program import Part, mutates, operators, storage
+from stepgraph.compiler.program import Part, fake, mutates, operators, storage, storages, writes
 from stepgraph.compiler.step import Key, KeyKind, Step
 
+FEW = 64  # bytes of an array that may stay for one that is filled in every call
 STAYING = {KeyKind.STATE, KeyKind.NUMBERS}
 
 
@@ -32,10 +34,11 @@ def move_out(graph: fx.Graph, inputs: Collection[int]) -> fx.Graph:
         The graph that creates these views from all inputs.
     """
     given = graph.find_nodes(op="placeholder")
+    changed = _changed(graph)
     known = {given[index] for index in inputs}
     moved: list[fx.Node] = []
     for node in operators(graph):
-        if _is_view(node) and node.all_input_nodes[0] in known:
+        if (_is_view(node) and node.all_input_nodes[0] in known) or _is_steady(node, changed):
             known.add(node)
             moved.append(node)
     before = fx.Graph()
@@ -64,3 +67,19 @@ def _is_view(node: fx.Node) -> bool:
         and storage(node) is not None
         and storage(node) == storage(sources[0])
     )
+
+
+def _changed(graph: fx.Graph) -> set[int]:
+    """The memory that operators change, and that is returned."""
+    (end,) = graph.find_nodes(op="output")
+    return {one for node in graph.nodes for array in writes(node) for one in storages(array)} | {
+        one for node in end.all_input_nodes for one in storages(node)
+    }
+
+
+def _is_steady(node: fx.Node, changed: Collection[int]) -> bool:
+    """Whether an operator fills a few numbers, always the same, which nothing changes; a CUDA graph has its own."""
+    if node.target is not torch.ops.aten.full.default:
+        return False
+    array = fake(node)
+    return array.device.type == "cpu" and array.nbytes <= FEW and storage(node) not in changed
