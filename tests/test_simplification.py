@@ -1,0 +1,21 @@
+"""Simplifications of recorded operators."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from stepgraph.compiler.program import operators
+from stepgraph.compiler.simplification import simplify
+
+
+def test_a_sum_of_one_summand_each_is_the_summand() -> None:
+    def step(one: torch.Tensor, several: torch.Tensor) -> list[torch.Tensor]:
+        return [one.sum([0], keepdim=True) * 2, several.sum([0], keepdim=True), one.sum([0], dtype=torch.float64)]
+
+    given = torch.tensor([[1.0, 2.0]]), torch.ones(3, 2)
+    traced = make_fx(step, tracing_mode="fake")(*given)
+    simplify(traced)
+    traced.recompile()
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)) == 2
+    assert len(operators(traced.graph)) == 3
+    for found, expected in zip(traced(*given), step(*given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
