@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler import filters
 from stepgraph.compiler.program import Part, PartName, fake
 from stepgraph.compiler.settings import require_options
 from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, Limit, value
@@ -89,7 +90,7 @@ class Session:
         if state is not None:
             step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
             self.takes_seeds = bool(step.seeded)
-            state.keep_rounded(step.rounded, step.compute_type)
+            state.keep_rounded(step.rounded, step.compute_type, filters.strides(step))
         self._updatable, self._switches = [*map(_is_updatable, compilation.held)], -1
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
