@@ -3,6 +3,7 @@
 On CUDA images have their channels last and parameters have copies. Here both are so on the CPU.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import filters
+from stepgraph.compiler.conversions import convert_in_order
 from stepgraph.compiler.kernels.update_kernel import is_ordered
-from stepgraph.compiler.program import fake
-from stepgraph.compiler.step import KeyKind, Step, gradient, rounded
+from stepgraph.compiler.program import PartName, fake
+from stepgraph.compiler.step import KeyKind, Step, gradient, rounded, value
 from stepgraph.graphs import compilation
 from stepgraph.graphs.compilation import Compilation
+from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor
 
 aten = torch.ops.aten
@@ -98,6 +101,49 @@ def test_the_same_bits_as_with_filters_that_each_step_reorders(last: None) -> No
         assert ours.weights.array().is_contiguous()  # what users see keeps its order
 
 
+def test_images_are_converted_and_reordered_at_once(last: None) -> None:
+    training, _ = network()
+    program = training.compilation.programs.program(2)
+    images = program.inputs[value(next(iter(training.inputs.values())))]
+    (first,) = images.users
+    (second,) = first.users
+    assert (first.target, second.target) == (torch_private.to_copy.default, aten.clone.default)
+    order = fake(second).stride()
+    convert_in_order(program.module.graph)
+    (only,) = images.users
+    assert only is second and only.target is torch_private.to_copy.default
+    made = only.target(torch.from_numpy(X), **only.kwargs)
+    assert made.stride() == order == fake(only).stride()
+    assert torch.equal(made, torch.from_numpy(X).bfloat16())
+
+
+def test_fed_images_may_have_their_channels_last(last: None) -> None:
+    training, other = network()[0], network()[0]
+    (x,) = training.inputs.values()
+    assert training.compilation.images == {x}
+    images = torch.from_numpy(X).contiguous(memory_format=torch.channels_last)
+    for _ in range(3):
+        assert training.execute({"x": images}, {"y": Y}).loss == other.execute({"x": X}, {"y": Y}).loss
+    assert training.session.written[value(x)].data_ptr() == images.data_ptr()  # read where they are
+    part = training.compilation.programs.executable(PartName.STEP, 2).part
+    moved = part.reordered({value(x): images.stride()})
+    strides = dict(zip(moved.inputs, (fake(node).stride() for node in moved.placeholders), strict=True))
+    assert strides[value(x)] == images.stride()
+    assert part.reordered({value(x): torch.from_numpy(X).stride()}) is part
+
+
+def test_images_that_other_layers_read_are_copied_into_order(last: None) -> None:
+    x, graph = sg.Tensor(X.shape), sg.Graph()
+    graph.node(sg.ConvolutionLayer.create(3, 3, 3), graph.add(x, graph.node(sg.ConvolutionLayer.create(3, 3, 3), x)))
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile(CPU, OPTIONS.DETERMINISTIC)
+    assert not inference.compilation.images
+    images = torch.from_numpy(X).contiguous(memory_format=torch.channels_last)
+    inference.execute({"x": images})
+    assert inference.session.written[value(x)].is_contiguous()
+
+
 def test_another_layout_gets_other_copies(last: None, monkeypatch: pytest.MonkeyPatch) -> None:
     training, (plain, *_) = network()
     losses(training)
@@ -116,3 +162,31 @@ def test_steps_on_a_gpu_follow_the_cpu() -> None:
     found = [training.execute({"x": X}, {"y": Y}).loss for _ in range(3)]
     np.testing.assert_allclose(found, losses(network()[0]), rtol=0.03)
     assert torch.equal(arrays[rounded(plain.weights)], plain.weights.array().bfloat16())
+
+
+def settle(training: sg.TrainingGraph, images: torch.Tensor, labels: torch.Tensor) -> None:
+    """Steps until they are fused and captured."""
+    executable = training.compilation.programs.executable(PartName.STEP, 2)
+    deadline = time.monotonic() + 120
+    while "fused CUDA" not in executable.mode and time.monotonic() < deadline:
+        training.execute({"x": images}, {"y": labels}).wait()
+    assert executable.mode == "fused CUDA graph", executable.fusing
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_images_in_either_order() -> None:
+    first, labels = torch.from_numpy(X).cuda(), torch.from_numpy(Y).cuda()
+    last = first.contiguous(memory_format=torch.channels_last)
+    found = []
+    for order in ([first, first, first], [last, last, last], [last, first, last.clone()]):
+        training, _ = network("cuda")
+        start = {name: array.clone() for name, array in training.state_dict().items()}
+        settle(training, order[0], labels)
+        training.load_state_dict(start)
+        now = training.progress()
+        zeros = {tensor: tuple(map(torch.zeros_like, buffers)) for tensor, buffers in now.buffers.items()}
+        training.resume(replace(now, buffers=zeros))
+        training.optimizer.time_step = 1
+        found.append([training.execute({"x": one}, {"y": labels}).loss for one in (*order, *order)])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-3)

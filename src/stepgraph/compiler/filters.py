@@ -1,4 +1,4 @@
-"""How the filters of two-dimensional convolutions lie in memory, where images have their channels last.
+"""How filters and fed images of two-dimensional convolutions lie in memory, where images have their channels last.
 
 The convolution reads filters with the channels of its source last. A transposed one reads them input-major, with the
 channels of its result last.
@@ -40,6 +40,15 @@ def orders(step: Step) -> dict[Tensor, ConvolutionLayer]:
             if layer.weights in step.rounded_set and layer.weights.shape == layer.descriptor.weights_shape:
                 found.setdefault(layer.weights, layer)
     return found
+
+
+def images(step: Step) -> frozenset[Tensor]:
+    """Fed images that may have their channels last in memory: only convolutions read them, which reorder others."""
+    readers: dict[Tensor, list[bool]] = {}
+    for node in step.nodes:
+        for tensor in node.arguments:
+            readers.setdefault(tensor, []).append(are_laid_out(step, node.layer))
+    return frozenset(tensor for tensor in step.feeds if all(readers.get(tensor, [False])))
 
 
 def strides(step: Step) -> dict[Tensor, tuple[int, ...]]:

@@ -37,6 +37,7 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.conversions import convert_in_order
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -199,6 +200,7 @@ TABLE: tuple[Pass, ...] = (
         _measures,
     ),
     Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
+    Pass("convert and reorder at once", RECORDED, _graph(convert_in_order), _on_gpu),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
     Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),

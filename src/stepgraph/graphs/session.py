@@ -186,7 +186,8 @@ class Session:
             then = zip(self.written.items(), self.given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
         checks = self.compilation.checks_indices and batch not in self._raising
-        return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None, exact)
+        indices = self._indices_of(batch) if checks else None
+        return self.feeds.arrays(given, batch, self.device, indices, exact, self.compilation.images)
 
     def _indices_of(self, batch: int) -> Indices:
         """Which feeds are indices, and into what, for a batch size."""
