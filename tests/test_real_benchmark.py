@@ -8,7 +8,7 @@ import torch
 
 import stepgraph as sg
 from benchmarks.real.__main__ import Wanted, main, options
-from benchmarks.real.contenders import OURS, Contender, Eager, FromTransformers, Imported, Stepgraph
+from benchmarks.real.contenders import OURS, Contender, Eager, FromTransformers, Imported, Stepgraph, in_jax
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
 from benchmarks.real.turns import Failed, in_short, rounds
@@ -67,6 +67,19 @@ def test_a_model_is_the_same_in_stepgraph_and_in_pytorch(name: str) -> None:
             torch.testing.assert_close(parameters[key], parameter.detach(), **close, msg=key)
     ours.reset()
     assert trained(ours, model) == losses  # from the first weights, with an optimizer that knows nothing
+
+
+@pytest.mark.deep
+def test_gpt2_is_the_same_in_jax() -> None:
+    pytest.importorskip("optax")
+    model = SMALL["gpt2"]
+    twin, eager = made(in_jax, model), made(Eager, model)  # type: ignore[arg-type]
+    losses = trained(twin, model)
+    assert losses == pytest.approx(trained(eager, model), rel=1e-5)
+    twin.reset()
+    assert trained(twin, model) == losses
+    twin.wait()
+    assert twin.settled and twin.peak() is None
 
 
 @pytest.mark.deep
@@ -224,7 +237,7 @@ def test_an_error_is_an_answer() -> None:
     "arguments, words",
     [
         (["--models", "gpt3"], "there is no model 'gpt3'"),
-        (["--peers", "jax"], "there is no peer 'jax'"),
+        (["--peers", "mxnet"], "there is no peer 'mxnet'"),
         (["--modes", "default"], "there is no mode 'default'"),
         (["--at-once", "0"], "--at-once is 0"),
     ],

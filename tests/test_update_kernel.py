@@ -25,6 +25,7 @@ from stepgraph.compiler.kernels.update_kernel import (
     Form,
     Update,
     arguments,
+    is_ordered,
     kernel,
     tables,
     written,
@@ -106,6 +107,36 @@ class Case:
         return arrays
 
 
+class Reordered(Case):
+    """Filters whose gradients and copies have their channels last, or those of a transposed convolution."""
+
+    SHAPES = ((5, 7, 3, 3), (64, 33, 3, 3), (4, 3, 2, 2), (1, 6, 1, 1), (8, 1, 3, 3), (6, 4), (9,), (2, 3, 5, 7, 3))
+
+    def __init__(self, optimizer: Optimizer, device: str = "cpu", gradient: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(optimizer, device, gradient)
+        generator = torch.Generator().manual_seed(6)
+
+        def arrays(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+            return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in self.SHAPES]
+
+        parameters, states = arrays(), [[one.abs() for one in arrays()] for _ in optimizer.slots]
+        gradients = [moved(one, index % 3) for index, one in enumerate(arrays(gradient))]
+        copies = [moved(one, (index + 1) % 3) for index, one in enumerate(arrays(torch.bfloat16))]
+        self.arrays = self.arrays._replace(parameters=parameters, gradients=gradients, states=states, copies=copies)
+
+    @property
+    def form(self) -> Form:
+        return super().form._replace(reorders=True)
+
+
+def moved(array: torch.Tensor, kind: int) -> torch.Tensor:
+    """The same numbers in another order in memory: the second or the first dimension last, or none."""
+    if array.ndim < 2 or kind == 2:
+        return array
+    order = [0, *range(2, array.ndim), 1] if kind == 0 else [*range(1, array.ndim), 0]
+    return array.permute(order).contiguous().permute(*np.argsort(order).tolist())
+
+
 def changing(arrays: Update) -> list[Sequence[torch.Tensor]]:
     return [arrays.parameters, arrays.copies, *arrays.states]
 
@@ -137,6 +168,7 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CASES: dict[str, Callable[[], Case]] = {
     **{name: lambda make=make: Case(make()) for name, make in RULES.items()},
     **{name: lambda kind=kind: Case(RULES["adamw"](), gradient=kind) for name, kind in HALVES.items()},
+    "reordered": lambda: Reordered(RULES["adamw"]()),
 }
 
 
@@ -159,9 +191,10 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
 def test_the_code_of_a_rule_computes_its_bits(name: str, on_host: ctypes.CDLL) -> None:
     case, run = CASES[name](), getattr(on_host, f"run{list(CASES).index(name)}")
     assert case.arrays.norm is not None
-    expected, norms = case.expected(), [case.arrays.norm] * len(COUNTS)
-    launched = list(tables(case.arrays, case.form, norms, range(len(COUNTS))))
-    assert len(launched) == -(-len(COUNTS) // case.form.slots) == 2  # each fills the arguments of a launch
+    count = len(case.arrays.parameters)
+    expected, norms = case.expected(), [case.arrays.norm] * count
+    launched = list(tables(case.arrays, case.form, norms, range(count)))
+    assert len(launched) == -(-count // case.form.slots) == (1 if name == "reordered" else 2)  # as few as possible
     for allowed in (False, True):
         for table, blocks in launched:
             finite = torch.tensor(allowed)
@@ -176,6 +209,16 @@ def test_the_code_of_a_rule_computes_its_bits(name: str, on_host: ctypes.CDLL) -
 def test_the_arguments_of_a_kernel_fit_into_a_launch(name: str) -> None:
     form = CASES[name]().form
     assert ARGUMENT_BYTES - 128 < ctypes.sizeof(arguments(form)) <= ARGUMENT_BYTES
+
+
+def test_orders_that_a_kernel_follows() -> None:
+    filters = torch.empty(4, 3, 5, 5)
+    for one in (filters, moved(filters, 0), moved(filters, 1), filters[:, :, 1:2], filters.expand(2, 4, 3, 5, 5)[0]):
+        assert is_ordered(one)
+    for one in (filters[:, :, 1:3, :4], filters.transpose(2, 3)):
+        assert not is_ordered(one)
+    assert is_ordered(torch.empty(1 << 32, device="meta"))  # in the order of its parameter, its size does not matter
+    assert not is_ordered(torch.empty(1 << 16, 1 << 16, device="meta").t())
 
 
 def test_blocks_are_spread_over_parameters_by_their_size() -> None:
@@ -245,6 +288,15 @@ def test_the_kernel_computes_the_bits_of_the_rule(
         update(case.optimizer, arrays._replace(finite=stopped), lambda: case.named)
     same(arrays, expected)
     assert len(launched) == 4
+
+
+@pytest.mark.gpu
+def test_the_kernel_follows_other_orders() -> None:
+    case = Reordered(RULES["adamw"](), "cuda")
+    expected = case.expected()
+    with torch.inference_mode():
+        update(case.optimizer, case.arrays._replace(numbers=case.live, norm=None), lambda: case.named)
+    same(case.arrays, expected)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Who trains a model: stepgraph in its forms, and PyTorch's eager loop and compiler.
+"""Who trains a model: stepgraph in its forms, PyTorch's eager loop and compiler, and JAX (`in_jax.py`).
 
 A contender is made with the weights and knows nothing of time. `make` is what a user waits for before the first step.
 """
@@ -76,6 +76,12 @@ class Contender(ABC):
         """Waits for the last step."""
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+    def peak(self) -> dict[str, int] | None:
+        """The most memory since PyTorch's counters were reset; None on a device that does not count."""
+        if self.device != "cuda":
+            return None
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
 class Eager(Contender):
@@ -311,18 +317,25 @@ def _turned(name: str, one: torch.Tensor) -> torch.Tensor:
     return one.t() if is_linear else one
 
 
+def in_jax(model: Model, device: str) -> Contender:
+    """The contender in another framework, which only its own process loads."""
+    from benchmarks.real.in_jax import InJax
+
+    return InJax(model, device)
+
+
 class Row(NamedTuple):
-    """Where a contender's class is, and what it is for.
+    """How a contender is made, and what it is for.
 
     Args:
-        place: its class in this module.
+        place: makes it.
         kinds: the models it can train; all if empty.
         devices: where it runs.
         package: what must be installed.
         usual: the models for which it is measured unless the command line says otherwise; all if None.
     """
 
-    place: type[Contender]
+    place: Callable[[Model, str], Contender]
     kinds: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     package: str = "torch"
@@ -349,4 +362,5 @@ CONTENDERS: dict[str, Row] = {
     "stream": Row(HalfStream, TRANSFORMERS, ("cuda",), usual=()),
     "reduce": Row(ReducedOverhead, (), ("cuda",), usual=()),
     "autotune": Row(Autotuned, (), ("cuda",), usual=()),
+    "jax": Row(in_jax, ("gpt2",), package="optax", usual=()),
 }

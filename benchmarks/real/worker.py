@@ -43,7 +43,7 @@ class Worker:
         self.began = time.perf_counter() - self.made
         self._step()
         found = {"first_step": time.perf_counter() - self.began}
-        self.last_peak = self.most = self._peak()
+        self.last_peak = self.most = self.contender.peak()
         return found
 
     def settle(self, seconds: float) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Worker:
         while not self.contender.settled and time.perf_counter() - self.began < seconds:
             self._reset_peak()
             self._step()
-            self.last_peak = self._peak()
+            self.last_peak = self.contender.peak()
             self.most = _larger(self.most, self.last_peak)
         if not self.contender.settled:  # its CUDA graph was captured in an earlier step
             self.last_peak = self.most
@@ -67,7 +67,7 @@ class Worker:
         for _ in range(PEAK_STEPS):
             self._step()
         data = sum(one.nbytes for one in (*self.inputs.values(), self.labels))  # in the peak, but in no plan
-        found: dict[str, Any] = {"peak": _larger(self.last_peak, self._peak()), "data": data}
+        found: dict[str, Any] = {"peak": _larger(self.last_peak, self.contender.peak()), "data": data}
         if self.device == "cuda":
             torch.cuda.empty_cache()
             found["kept"] = torch.cuda.memory_reserved()
@@ -128,11 +128,6 @@ class Worker:
         for name, array in inputs.items():
             self.inputs[name].copy_(array)
         self.labels.copy_(labels)
-
-    def _peak(self) -> dict[str, int] | None:
-        if self.device != "cuda":
-            return None
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
     def _forget_peak(self) -> None:
         gc.collect()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from stepgraph.compiler.filters import LAST, are_laid_out, laid_out
 from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
@@ -27,7 +28,6 @@ from stepgraph.layers.torch_layer import TorchLayer
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 WIDEST_FLASH = 256  # the widest head of PyTorch's flash attention
 HALF = torch.float16, torch.bfloat16
-LAST = torch.channels_last
 Forward = Callable[[Sequence[torch.Tensor], Scope], tuple[torch.Tensor, ...]]
 
 
@@ -43,7 +43,7 @@ def lowered(step: Step, layer: Layer, forward: Forward, computed: Sequence[torch
     reads_half = step.compute_type in HALF and step.chooses_kernels and computed and computed[0].dtype in HALF
     if reads_half and isinstance(layer, LossLayer):
         return _under(_HalfPredictions(computed[0]), forward)
-    if step.channels_last and isinstance(layer, ConvolutionLayer) and layer.descriptor.dimensions == 2:
+    if isinstance(layer, ConvolutionLayer) and are_laid_out(step, layer):
         return _channels_last(layer, forward)
     if step.device.type == "cuda" and isinstance(layer, MultiheadAttentionLayer):
         return _under(_Attention(step), forward)
@@ -57,9 +57,9 @@ def _channels_last(layer: ConvolutionLayer, forward: Forward) -> Forward:
 
     def run(sources: Sequence[torch.Tensor], scope: Scope) -> tuple[torch.Tensor, ...]:
         (x,) = sources
-        weights = scope.array(layer.weights, *layer.descriptor.weights_shape).contiguous(memory_format=LAST)
-        laid_out = replace(scope, arrays={**scope.arrays, layer.weights: weights})
-        (y,) = forward([x.contiguous(memory_format=LAST)], laid_out)
+        weights = laid_out(layer, scope.array(layer.weights, *layer.descriptor.weights_shape))
+        own = replace(scope, arrays={**scope.arrays, layer.weights: weights})
+        (y,) = forward([x.contiguous(memory_format=LAST)], own)
         # Images with one channel have both layouts, and libraries accept either, so the layout is made explicit.
         return (y.clone(memory_format=LAST) if x.shape[1] == 1 else y,)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import label_losses, layer_norm
+from stepgraph.compiler.kernels import label_losses, layer_norm, statistics
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
@@ -110,6 +110,7 @@ TABLE: dict[Any, Operator] = {
     ours.uniform.default: Operator(direct=draw_uniform),
     ours.layer_norm.default: Operator(direct=layer_norm.layer_norm),
     ours.layer_norm_gradient.default: Operator(direct=layer_norm.layer_norm_gradient, workspace=layer_norm.workspace),
+    ours.track_.default: Operator(direct=statistics.track),
     ours.update_.default: Operator(direct=update_on_cpu),
     ours.update_by_rule_.default: Operator(direct=update_by_rule, workspace=workspace),
     # transposed weights

@@ -37,10 +37,12 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.conversions import convert_in_order
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
 from stepgraph.compiler.loss_with_gradient import join_losses
+from stepgraph.compiler.merge_statistics import merge_statistics
 from stepgraph.compiler.merge_updates import merge_updates
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pad_classes import pad_classes
@@ -198,9 +200,11 @@ TABLE: tuple[Pass, ...] = (
         _measures,
     ),
     Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
+    Pass("convert and reorder at once", RECORDED, _graph(convert_in_order), _on_gpu),
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
     Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),
+    Pass("merge updates of statistics", PART, lambda part, step: merge_statistics(part), _on_cuda),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),
@@ -214,6 +218,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand GELU", FUSED, _graph(kernels.expand_gelu), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
+    Pass("expand updates of statistics", FUSED, _graph(kernels.expand_statistics), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
@@ -259,6 +260,24 @@ class Part:
         """Its outputs, as arrays without memory."""
         return {key: fake(node) for key, node in zip(self.outputs, self.returned, strict=True)}
 
+    def reordered(self, orders: Mapping[Key, tuple[int, ...]]) -> Part:
+        """The same for inputs with other strides, which every operator that reads them must accept."""
+        if not any(key in orders and fake(node).stride() != orders[key] for key, node in self._given):
+            return self
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        given = zip(self.inputs, graph.find_nodes(op="placeholder"), strict=True)
+        for node, strides in ((node, orders[key]) for key, node in given if key in orders):
+            like = fake(node)
+            with like.fake_mode:
+                set_fake(node, torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device))
+        before = None if self.unlimited is None else self.unlimited.reordered(orders)
+        return replace(self, module=Module(self.module, graph), unlimited=before)
+
+    @property
+    def _given(self) -> Iterable[tuple[Key, fx.Node]]:
+        return zip(self.inputs, self.placeholders, strict=True)
+
     @cached_property
     def is_tiny(self) -> bool:
         """Whether one thread finishes it before others would wake up."""
@@ -277,8 +296,7 @@ class Part:
         receives copies of these; a run that may be rolled back keeps copies of them.
         """
         changed = {storage(array) for node in self.nodes for array in writes(node)}
-        given = zip(self.inputs, self.placeholders, strict=True)
-        return tuple(key for key, node in given if storage(node) in changed)
+        return tuple(key for key, node in self._given if storage(node) in changed)
 
 
 def operators(graph: fx.Graph) -> list[fx.Node]:

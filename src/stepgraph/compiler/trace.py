@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import kernels
+from stepgraph.compiler import filters, kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
@@ -126,8 +126,17 @@ def arguments(step: Step) -> list[torch.Tensor]:
     """What a step reads, in the order of `input_keys`, as arrays without memory."""
     shapes = step.descriptors
     with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
-        signatures = (_signature(step, shapes, key) for key in input_keys(step))
-        return [torch.empty(shape, dtype=dtype, device=step.device) for shape, dtype in signatures]
+        orders = {rounded(tensor): strides for tensor, strides in filters.strides(step).items()}
+        signatures = ((*_signature(step, shapes, key), orders.get(key)) for key in input_keys(step))
+        return [_empty(shape, dtype, strides, step.device) for shape, dtype, strides in signatures]
+
+
+def _empty(
+    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, device: torch.device
+) -> torch.Tensor:
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) -> tuple[tuple[int, ...], torch.dtype]:

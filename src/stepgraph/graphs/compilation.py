@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stepgraph import draw
+from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
@@ -132,6 +133,11 @@ class Compilation:
     def checks_indices(self) -> bool:
         """Whether indices are checked before a call. On other devices operators raise if one is out of range."""
         return Options.FUSE_LAYERS in self.settings.options or self.device.torch.type != "cpu"
+
+    @cached_property
+    def images(self) -> frozenset[Tensor]:
+        """Feeds that may have their channels last in memory."""
+        return filters.images(self.step(int(self.feeds.batch), False))
 
     @property
     def guards_indices(self) -> bool:

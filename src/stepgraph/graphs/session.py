@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler import filters
 from stepgraph.compiler.program import Part, PartName, fake
 from stepgraph.compiler.settings import require_options
 from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, Limit, value
@@ -89,7 +90,7 @@ class Session:
         if state is not None:
             step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
             self.takes_seeds = bool(step.seeded)
-            state.keep_rounded(step.rounded, step.compute_type)
+            state.keep_rounded(step.rounded, step.compute_type, filters.strides(step))
         self._updatable, self._switches = [*map(_is_updatable, compilation.held)], -1
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
@@ -185,7 +186,8 @@ class Session:
             then = zip(self.written.items(), self.given, strict=True)
             given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
         checks = self.compilation.checks_indices and batch not in self._raising
-        return self.feeds.arrays(given, batch, self.device, self._indices_of(batch) if checks else None, exact)
+        indices = self._indices_of(batch) if checks else None
+        return self.feeds.arrays(given, batch, self.device, indices, exact, self.compilation.images)
 
     def _indices_of(self, batch: int) -> Indices:
         """Which feeds are indices, and into what, for a batch size."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler import fusion, operators
+from stepgraph.compiler import filters, fusion, operators
 from stepgraph.compiler.fusion import Function, Fused
 from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.memory import MemoryPlan
@@ -72,6 +72,8 @@ class Executable:
         held = self._code.allocations
         self._views = ArenaViews(arena or Arena(), part.held, held, part.module) if part.held else None
         self._surroundings = step.device.type, part.is_open_to_switches
+        self.images = frozenset(map(value, filters.images(step)))  # inputs whose channels may be first or last
+        self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
         self._bound: tuple[list[Any], Binding] | None = None
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
@@ -181,12 +183,27 @@ class Executable:
         self._bound = None
         self._capture = None if self._capture is None else _Capture(self)
 
-    def fuse_later(self) -> None:
-        """Starts fusing operators while calls continue unfused."""
+    def fuse_later(self, given: Mapping[Key, torch.Tensor]) -> None:
+        """Starts fusing operators, for images in the order of these, while calls continue unfused."""
         if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
             began = time.perf_counter()
-            self._fusing = fusion.fuse_in_background(self.part, self.step)
+            self.orders = {key: given[key].stride() for key in self.images if key in given}
+            self._fusing = fusion.fuse_in_background(self.part.reordered(self.orders), self.step)
             self._fusing.add_done_callback(lambda _: self._note_fusion(began))
+
+    def fits(self, key: Key, image: torch.Tensor) -> bool:
+        """Whether operators can read an image in its order; fused ones were compiled for one."""
+        order = self.orders.get(key)
+        return not self.is_fused or (image.is_contiguous() if order is None else image.stride() == order)
+
+    def fitting(self, key: Key, given: torch.Tensor) -> torch.Tensor:
+        """A copy of an input, in an order that operators can read."""
+        if key not in self.images or self.fits(key, given):
+            return given.clone()
+        order = self.orders.get(key)
+        if order is None:
+            return given.contiguous()
+        return torch.empty_strided(given.shape, order, dtype=given.dtype, device=given.device).copy_(given)
 
     def _fuse_now(self) -> None:
         began = time.perf_counter()
@@ -373,14 +390,16 @@ class _Capture:
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
         if self.calls == FUSES_AT:
-            self.executable.fuse_later()
+            self.executable.fuse_later(others)
+        unfit = [key for key in self.executable.images if key in others and not self._fits(key, others[key])]
         if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
             self._note(binding, others)
             with self.executable.settings():
                 if self.executable.tries:
                     algorithms.load(self.executable.part, self.executable.step.device)
-                return self.executable.run(binding.filled(others))
-        moved = [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
+                fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}
+                return self.executable.run(binding.filled({**others, **fitting} if fitting else others))
+        moved = unfit + [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.orders:
             moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
@@ -395,17 +414,24 @@ class _Capture:
         self.graph.replay()
         return self.results
 
+    def _fits(self, key: Key, image: torch.Tensor) -> bool:
+        return key in self.copied or self.executable.fits(key, image)
+
     def _note(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> None:
-        """Records the addresses of arrays that are read in place; an earlier part may pass them in another order."""
+        """Records the addresses of arrays that are read in place, and the orders of those that may have another one.
+
+        These are images, and what an earlier part passes.
+        """
         opened = [key for _, key in binding.opened if key not in self.copied]
         self.in_place = {key: others[key].data_ptr() for key in opened}
-        self.orders = {key: others[key].stride() for key in opened if key not in self.given}
+        images, given = self.executable.images, self.given
+        self.orders = {key: others[key].stride() for key in opened if key not in given or key in images}
 
     def _record(self, binding: Binding, others: Mapping[Key, torch.Tensor], moved: Sequence[Key]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
         for key in moved:
             if key in self.given:
-                self.copied[key] = others[key].clone()
+                self.copied[key] = self.executable.fitting(key, others[key])
         self.lending.call_in()
         self._note(binding, others)
         arrays = binding.filled({**others, **self.copied})

@@ -170,18 +170,19 @@ class Feeds:
         device: Device,
         indices: Indices | None = None,
         exact: bool = False,
+        channels_last: Collection[Tensor] = (),
     ) -> dict[Key, torch.Tensor]:
         """Arrays of all feeds for one call: passed with it, or bound to their tensors before.
 
         With `indices`, index feeds are checked at their source, before they are copied to the device. With `exact`,
-        arrays with more rows than the call reads are rejected.
+        arrays with more rows than the call reads are rejected. Those of `channels_last` may have their channels last.
         """
         found, place = {}, device.torch
         for key, shape, data_type, where in self._wanted(batch):
             values = given.get(key.owner)
             if values is None:
                 values = _bound_before(key.owner, where)
-            array = buffers.read(values, shape, data_type, where, exact)
+            array = buffers.read(values, shape, data_type, where, exact, key.owner in channels_last)
             if indices is not None and key in indices.limits:
                 indices.require(key, array)
             found[key] = array if array.device == place else array.to(place, non_blocking=True)

@@ -140,14 +140,27 @@ class TrainingState:
         self.arrays[SHARE] = torch.tensor([1 - decay], dtype=torch.float32, device=device)
         self._unaveraged = (*self._unaveraged, *new)
 
-    def keep_rounded(self, tensors: tuple[Tensor, ...], dtype: torch.dtype | None) -> None:
-        """Keeps copies of parameters in a type; `round` fills them."""
+    def keep_rounded(
+        self, tensors: tuple[Tensor, ...], dtype: torch.dtype | None, orders: Mapping[Tensor, tuple[int, ...]]
+    ) -> None:
+        """Keeps copies of parameters in a type; `round` fills them.
+
+        Args:
+            tensors: the parameters.
+            dtype: the type.
+            orders: strides of the copies that are in another order in memory than their parameters.
+        """
         before = {key: array for key, array in self.arrays.items() if key.kind == KeyKind.ROUNDED}
         if not tensors and not before:
             return
-        known = {key: array for key, array in before.items() if array.dtype is dtype}
-        new = (tensor for tensor in tensors if rounded(tensor) not in known)
-        known |= {rounded(t): torch.empty(t.shape, dtype=dtype, device=self.device.torch) for t in new}
+        kept = [t for t in tensors if rounded(t) in before and before[rounded(t)].dtype is dtype]
+        known = {rounded(t): before[rounded(t)] for t in kept}
+        for tensor in tensors:
+            array = known.get(rounded(tensor))
+            strides = orders.get(tensor) or torch.empty(tensor.shape, device="meta").stride()
+            if array is None or array.stride() != strides:
+                new = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=self.device.torch)
+                known[rounded(tensor)] = new
         self.rounded, self.rounded_at = tensors, None
         others = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.ROUNDED}
         self.arrays = others | {rounded(tensor): known[rounded(tensor)] for tensor in tensors}

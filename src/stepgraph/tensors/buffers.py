@@ -112,10 +112,13 @@ def _require_plain(array: torch.Tensor, where: str) -> None:
     raise DataTypeError(where, f"the torch tensor is {kind}, not dense", fix=f"convert it first, with .{fix}")
 
 
-def read(data: Any, shape: Sequence[int], data_type: DataType, where: str, exact: bool = False) -> torch.Tensor:
+def read(
+    data: Any, shape: Sequence[int], data_type: DataType, where: str, exact: bool = False, channels_last: bool = False
+) -> torch.Tensor:
     """An array of `shape` and `data_type` over `data`, without a copy if its memory allows it.
 
-    With `exact`, an array with more rows is rejected instead of reading the first ones; raw memory may be longer.
+    With `exact`, an array with more rows is rejected instead of reading the first ones; raw memory may be longer. With
+    `channels_last`, images may have their channels last in memory.
     """
     # Checked first, because in a loop the data usually needs no conversion.
     kind = type(data)
@@ -136,10 +139,12 @@ def read(data: Any, shape: Sequence[int], data_type: DataType, where: str, exact
             f"the data is {str(array.dtype).removeprefix('torch.')}, but the tensor is {data_type.debug_description}",
             fix=f"convert it first, for example .astype(np.{data_type.debug_description})",
         )
-    # A compiled step requires contiguous rows; other layouts are copied.
     if exact and array.numel() > math.prod(shape):
         _refuse_more(array, shape, where)
-    return _fit(array, shape, data_type, where).contiguous()
+    fitting = _fit(array, shape, data_type, where)
+    if channels_last and fitting.ndim == 4 and fitting.is_contiguous(memory_format=torch.channels_last):
+        return fitting.detach()
+    return fitting.contiguous()  # a compiled step requires contiguous rows; other layouts are copied
 
 
 def _refuse_more(array: torch.Tensor, shape: Sequence[int], where: str) -> None:

@@ -3,6 +3,7 @@
 from stepgraph.compiler.kernels.choose import choose_kernels
 from stepgraph.compiler.kernels.gelu import expand_gelu
 from stepgraph.compiler.kernels.layer_norm import expand_layer_norms
+from stepgraph.compiler.kernels.statistics import expand_statistics
 from stepgraph.compiler.kernels.update import (
     MANY,
     named,
@@ -19,6 +20,7 @@ __all__ = [
     "number_type",
     "expand_gelu",
     "expand_layer_norms",
+    "expand_statistics",
     "expand_updates",
     "Update",
     "update",

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.update_kernel import Update, launch, written
+from stepgraph.compiler.kernels.update_kernel import Update, is_ordered, launch, written
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
 from stepgraph.system.torch_private import disable_modes, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -335,7 +335,8 @@ def recorded(node: fx.Node) -> Recorded | None:
 def update_by_rule(*given: Any) -> None:
     """One pass over memory if the rule was recorded as code, else `reference` for an optimizer by its number."""
     own = Recorded(*given)
-    if own.rules and all(one.is_contiguous() for one in (*own.parameters, *own.states, *own.copies)):
+    in_order = all(one.is_contiguous() for one in (*own.parameters, *own.states))
+    if own.rules and in_order and all(map(is_ordered, own.copies)):
         _launch(own.arrays, own.rules, own.clips_by_value)
     else:
         expanded_update(*given)
@@ -343,7 +344,7 @@ def update_by_rule(*given: Any) -> None:
 
 def _launch(update: Update, rules: Sequence[str], by_value: bool) -> None:
     """Updates with kernels made from rules. Gradients that are clipped by their own norms are measured first."""
-    ordered = [gradient.contiguous() for gradient in update.gradients]
+    ordered = [one if is_ordered(one) else one.contiguous() for one in update.gradients]
     unread = update.numbers[0]
     norms = [unread if update.norm is None else update.norm] * len(ordered)
     if update.norm is None and not by_value:
@@ -385,8 +386,8 @@ def _(*_: object) -> None:
 def workspace(arguments: Sequence[Any], _: int) -> int:
     """The workspace of `update_by_rule_` in bytes."""
     own = Recorded(*arguments)
-    if own.rules:  # only gradients that are in another order are copied
-        return sum(gradient.nbytes for gradient in own.gradients if not gradient.is_contiguous())
+    if own.rules:  # only gradients in an order that the kernel cannot follow are copied
+        return sum(gradient.nbytes for gradient in own.gradients if not is_ordered(gradient))
     count = AT_ONCE.get(_numbered[own.optimizer].rule.removesuffix(" torch"), MOST_AT_ONCE)
     return count * max(parameter.nbytes for parameter in own.parameters)
 

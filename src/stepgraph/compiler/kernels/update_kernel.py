@@ -13,10 +13,12 @@ To support another operator, add a row to `OPERATORS`. A rule that needs anythin
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ ARGUMENT_BYTES = 4096  # of one launch, on every device
 THREADS = 256
 CHUNK = 4096  # elements per block: enough that reading the live numbers costs nothing
 NO_BLOCK = (1 << 31) - 1
+MOST_REORDERED = (1 << 31) - 1  # the last place in an array with an order of its own
 CONSTANT = "__int_as_float"
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # types of copies, and the C function that rounds
 GIVEN = {torch.float32: "float", torch.bfloat16: "unsigned short", torch.float16: "unsigned short"}  # gradients in C
@@ -44,7 +47,8 @@ def _call(name: str) -> Callable[..., str]:
 
 
 def _power(base: str, exponent: str) -> str | None:
-    return {_constant(2): f"{base} * {base}", _constant(0.5): f"sqrtf({base})"}.get(exponent)
+    known = {2: f"{base} * {base}", 0.5: f"sqrtf({base})", -2: f"1.0f / ({base} * {base})"}
+    return {_constant(number): code for number, code in known.items()}.get(exponent)
 
 
 def _quotient(a: str, b: str) -> str:
@@ -73,6 +77,7 @@ OPERATORS: dict[Any, Callable[..., str | None]] = {
     aten.eq.Tensor: _infix("=="),
     aten.gt.Scalar: _infix(">"),
     aten.gt.Tensor: _infix(">"),
+    aten.lerp.Scalar: _call("between"),
     aten.lt.Scalar: _infix("<"),
     aten.lt.Tensor: _infix("<"),
     aten.maximum.default: _call("larger"),
@@ -95,6 +100,10 @@ HELPERS = """
 __device__ float larger(float a, float b) { return a != a ? a : b != b ? b : fmaxf(a, b); }
 __device__ float smaller(float a, float b) { return a != a ? a : b != b ? b : fminf(a, b); }
 __device__ float clamped(float x, float low, float high) { return smaller(larger(x, low), high); }
+__device__ float between(float a, float b, float w) {
+  // PyTorch's own kernel is compiled to fused multiply-adds, too.
+  return fabsf(w) < 0.5f ? fmaf(w, b - a, a) : fmaf(w - 1.0f, b - a, b);
+}
 __device__ unsigned short bfloat16(float x) {
   const unsigned bits = __float_as_uint(x);
   return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -226,6 +235,8 @@ class Form(NamedTuple):
         numbers: how many live numbers there are.
         gradient: the type of the gradients.
         copied: the type of the copies that it writes beside the parameters, if there are any.
+        reorders: whether gradients or copies are in another order in memory than the parameters, as filters of
+            convolutions with their channels last are.
     """
 
     rule: str
@@ -233,6 +244,7 @@ class Form(NamedTuple):
     numbers: int
     gradient: torch.dtype = torch.float32
     copied: torch.dtype | None = None
+    reorders: bool = False
 
     @property
     def elements(self) -> dict[str, str]:
@@ -246,9 +258,21 @@ class Form(NamedTuple):
         return {**self.elements, "NORM": "const float"}
 
     @property
+    def reordered(self) -> list[str]:
+        """The arrays that are in an order of their own, by name."""
+        return [name for name in self.elements if name in "GH"] if self.reorders else []
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What a launch knows of each parameter besides its arrays."""
+        strides = [f"{name}{axis}" for name in self.reordered for axis in AXES]
+        extents = ("MIDDLE", "INNER") if self.reorders else ()
+        return {**COUNTS, **dict.fromkeys((*extents, *strides), ctypes.c_uint)}
+
+    @property
     def slots(self) -> int:
         """How many parameters fit into the arguments of one launch."""
-        per_slot = ctypes.sizeof(ctypes.c_void_p) * len(self.arrays) + sum(map(ctypes.sizeof, COUNTS.values()))
+        per_slot = ctypes.sizeof(ctypes.c_void_p) * len(self.arrays) + sum(map(ctypes.sizeof, self.counts.values()))
         return (ARGUMENT_BYTES - 4 * ctypes.sizeof(ctypes.c_void_p)) // per_slot
 
 
@@ -257,6 +281,9 @@ COUNTS = {  # what a launch knows of each parameter besides its arrays, by name
     "FIRST": ctypes.c_int,  # the first of its blocks
     "ALIGNED": ctypes.c_ubyte,  # whether four elements can be read at once
 }
+C_TYPES = {ctypes.c_longlong: "long long", ctypes.c_int: "int", ctypes.c_ubyte: "unsigned char"}
+C_TYPES[ctypes.c_uint] = "unsigned"
+AXES = "OMI"  # outer, middle and inner: the first, the second and all other dimensions of a parameter
 
 
 @cache
@@ -264,7 +291,7 @@ def arguments(form: Form) -> type[ctypes.Structure]:
     """The only argument of a kernel, which it receives by value: `Table` in its code."""
     given: list[tuple[str, Any]] = [("N", ctypes.c_void_p), ("ALLOWED", ctypes.c_void_p)]
     given += [(name, ctypes.c_void_p * form.slots) for name in form.arrays]
-    given += [(name, kind * form.slots) for name, kind in COUNTS.items()]
+    given += [(name, kind * form.slots) for name, kind in form.counts.items()]
     return type("Table", (ctypes.Structure,), {"_fields_": given})
 
 
@@ -274,15 +301,15 @@ def kernel(form: Form) -> str:
     Each block updates `CHUNK` elements of one parameter. Blocks are numbered over all parameters, so that each finds
     its own by bisection, and small ones leave none idle.
     """
-    elements = form.elements
-    four = {name: f"Four<{kind}>" for name, kind in elements.items()}
+    elements, reordered = form.elements, form.reordered
+    four = {name: f"Four<{kind}>" for name, kind in elements.items() if name not in reordered}
     return "\n".join(
         [
             HELPERS,
             "struct Table {",
             "const float* N; const unsigned char* ALLOWED;",
             *(f"{kind}* {name}[{form.slots}];" for name, kind in form.arrays.items()),
-            f"long long COUNT[{form.slots}]; int FIRST[{form.slots}]; unsigned char ALIGNED[{form.slots}];",
+            *(f"{C_TYPES[kind]} {name}[{form.slots}];" for name, kind in form.counts.items()),
             "};",
             f'extern "C" __global__ void __launch_bounds__({THREADS}) update(const Table T) {{',
             "if (T.ALLOWED && !*T.ALLOWED) return;",
@@ -292,7 +319,8 @@ def kernel(form: Form) -> str:
             f"if (slot + width < {form.slots} && T.FIRST[slot + width] <= block) slot += width;",
             f"const long long start = (block - T.FIRST[slot]) * {CHUNK}ll, rest = T.COUNT[slot] - start;",
             f"const int count = rest < {CHUNK} ? rest : {CHUNK}, fours = T.ALIGNED[slot] ? count / 4 : 0;",
-            *(f"{kind}* const {name} = T.{name}[slot] + start;" for name, kind in elements.items()),
+            *(f"{elements[name]}* const {name} = T.{name}[slot] + start;" for name in four),
+            *(_places(name, elements[name]) for name in reordered),
             "const float norm = *T.NORM[slot];",
             *(f"const float n{i} = T.N[{i}];" for i in range(form.numbers)),
             f"const auto change = [&]({', '.join(f'{kind}& {name}' for name, kind in elements.items())}) {{",
@@ -303,13 +331,25 @@ def kernel(form: Form) -> str:
             "};",
             f"for (int i = thread; i < fours; i += {THREADS}) {{",
             *(f"{kind} {name}4 = (({kind}*){name})[i];" for name, kind in four.items()),
-            f"for (int k = 0; k < 4; ++k) change({', '.join(f'{name}4.at[k]' for name in elements)});",
+            "for (int k = 0; k < 4; ++k)",
+            f"change({', '.join(f'{name}4.at[k]' if name in four else f'at{name}(4 * i + k)' for name in elements)});",
             *(f"(({kind}*){name})[i] = {name}4;" for name, kind in four.items() if name != "G"),
             "}",
             f"for (int i = 4 * fours + thread; i < count; i += {THREADS})",
-            f"change({', '.join(f'{name}[i]' for name in elements)});",
+            f"change({', '.join(f'{name}[i]' if name in four else f'at{name}(i)' for name in elements)});",
             "}",
         ]
+    )
+
+
+def _places(name: str, kind: str) -> str:
+    """A function for the element of an array that belongs to the i-th one of a block's parameter."""
+    return (
+        f"const auto at{name} = [&](unsigned i) -> {kind}& {{"
+        "const unsigned at = start + i, row = at / T.INNER[slot];"
+        f"return T.{name}[slot][row / T.MIDDLE[slot] * T.{name}O[slot] + row % T.MIDDLE[slot] * T.{name}M[slot]"
+        f" + at % T.INNER[slot] * T.{name}I[slot]];"
+        "};"
     )
 
 
@@ -342,10 +382,43 @@ def tables(update: Update, form: Form, norms: Sequence[Array], indices: Sequence
             for name, array in {**dict(zip(form.elements, own, strict=True)), "NORM": norms[index]}.items():
                 getattr(table, name)[slot] = array.data_ptr()
             table.COUNT[slot], table.FIRST[slot] = own[0].numel(), blocks
-            table.ALIGNED[slot] = all(one.data_ptr() % (4 * one.element_size()) == 0 for one in own)
+            in_order = [one for name, one in zip(form.elements, own, strict=True) if name not in form.reordered]
+            table.ALIGNED[slot] = all(one.data_ptr() % (4 * one.element_size()) == 0 for one in in_order)
+            if form.reorders:
+                _note_orders(table, slot, form, own)
             blocks += -(-own[0].numel() // CHUNK)
         if blocks:
             yield table, blocks
+
+
+def _note_orders(table: Any, slot: int, form: Form, own: Sequence[Array]) -> None:
+    """Notes the extents of a parameter, and the strides of the arrays that are in an order of their own."""
+    _, table.MIDDLE[slot], table.INNER[slot] = _extents(own[0].shape)
+    for name, array in zip(form.elements, own, strict=True):
+        if name in form.reordered:
+            for axis, stride in zip(AXES, _strides(array) or (), strict=True):
+                getattr(table, f"{name}{axis}")[slot] = stride
+
+
+def is_ordered(array: Array) -> bool:
+    """Whether a kernel can follow the order of an array in memory."""
+    return array.is_contiguous() or _strides(array) is not None
+
+
+def _strides(array: Array) -> tuple[int, ...] | None:
+    """The strides along the first, the second and all other dimensions, if these are dense and places are small."""
+    shape, strides = array.shape, array.stride()
+    inner = [(extent, stride) for extent, stride in zip(shape[2:], strides[2:], strict=True) if extent > 1]
+    is_dense = all(one[1] == other[0] * other[1] for one, other in pairwise(inner))
+    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if not is_dense or max(last, array.numel()) > MOST_REORDERED:
+        return None
+    return (*strides[:2], *(1,) * (2 - len(strides)), inner[-1][1] if inner else 1)
+
+
+def _extents(shape: Sequence[int]) -> tuple[int, int, int]:
+    outer, middle, *inner = (*shape, *(1,) * (2 - len(shape)))
+    return outer, middle, math.prod(inner)
 
 
 def _own(update: Update, index: int) -> list[Array]:
@@ -358,14 +431,16 @@ def launch(update: Update, rules: Sequence[str], norms: Sequence[Array]) -> None
     """Updates parameters, buffers and copies in place, with few kernels.
 
     Args:
-        update: contiguous arrays.
+        update: contiguous arrays; gradients and copies may be in any order that `is_ordered`.
         rules: the code of each parameter's rule.
         norms: those of the gradients, one per parameter.
     """
     copied = update.copies[0].dtype if update.copies else None
     alike: dict[Form, list[int]] = defaultdict(list)
     for index, (rule, gradient) in enumerate(zip(rules, update.gradients, strict=True)):
-        alike[Form(rule, len(update.states), len(update.numbers), gradient.dtype, copied)].append(index)
+        reorders = not all(one.is_contiguous() for one in (gradient, *update.copies[index : index + 1]))
+        form = Form(rule, len(update.states), len(update.numbers), gradient.dtype, copied, reorders)
+        alike[form].append(index)
     device = update.numbers.device
     with torch.cuda.device(device):
         for form, indices in alike.items():
