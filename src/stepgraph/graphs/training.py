@@ -448,6 +448,7 @@ class TrainingGraph(CompiledGraph):
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
             if learning and self._shards is not None:
+                self._shards.world.place.step += 1
                 return self._shards.execute(feeds, batch, options, outputs_data, completion)
             part = _STEP if learning else PartName.EVALUATION if evaluating else PartName.FORWARD_ONLY
             binding = session.bound(part, batch)
