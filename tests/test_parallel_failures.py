@@ -23,7 +23,7 @@ from stepgraph.report.run import Run
 from stepgraph.runtime.heartbeat import Place
 from stepgraph.runtime.world import joined, leave
 from stepgraph.system.interrupts import StopSignals
-from tests.parallel_runs import batch, compiled, fitted, marks, mlp, new, rows, together
+from tests.parallel_runs import batch, compiled, fitted, mlp, new, rows, together
 
 DEEP = pytest.mark.deep
 POSIX = pytest.mark.skipif(os.name == "nt", reason="sends POSIX signals")
@@ -199,37 +199,42 @@ def test_a_rank_that_has_ended_is_named() -> None:
 # ------------------------------------------------------------------------------------- killed, and started again
 
 
-def armed(moment: tuple[str, float]) -> None:
-    """Kills this process some seconds from now, or at an operation on files of a checkpoint."""
-    how, when = moment
-    if how == "seconds":
-        threading.Timer(when, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return
-    count = itertools.count()
+Moments = list[tuple[int, str, float]]  # which rank, and how many seconds or operations on files after its start
 
-    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+
+class Killed(sg.Callback):
+    """Kills this process at a moment."""
+
+    def __init__(self, how: str, when: float) -> None:
+        self.how, self.when, self.count = how, when, itertools.count()
+
+    def start(self, moment: sg.Moment) -> None:
+        if self.how == "seconds":
+            threading.Timer(self.when, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return
+        os.fsync, files.save_file = self.deadly(os.fsync), self.deadly(files.save_file)
+        for name in ("mkdir", "replace", "unlink"):
+            setattr(Path, name, self.deadly(getattr(Path, name)))
+
+    def deadly(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **settings: Any) -> Any:
-            if next(count) == when:
+            if next(self.count) == self.when:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*given, **settings)
 
         return call
 
-    os.fsync, files.save_file = deadly(os.fsync), deadly(files.save_file)
-    for name in ("mkdir", "replace", "unlink"):
-        setattr(Path, name, deadly(getattr(Path, name)))
 
-
-def killed(folder: str, moments: list[tuple[int, tuple[str, float]]]) -> dict[str, Any]:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt < len(moments) and moments[attempt][0] == int(os.environ["RANK"]):
-        armed(moments[attempt][1])
-    found = fitted(folder, 3, save_every=1)
+def killed(folder: str, epochs: int, moments: Moments) -> tuple[int, dict[str, Any]]:
+    """Trains to the end; one rank of each start is killed."""
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    mine = [one for one in moments[restarts : restarts + 1] if one[0] == int(os.environ["RANK"])]
+    found = fitted(folder, epochs, save_every=1, callbacks=[Killed(how, when) for _, how, when in mine])
     leave()
-    return found
+    return restarts, found
 
 
-def restarting(folder: str, moments: list[tuple[int, tuple[str, float]]], back: Any) -> None:
+def restarting(folder: str, epochs: int, moments: Moments, back: Any) -> None:
     """What `torchrun --standalone --nproc-per-node=2 --max-restarts=…` does, for a function."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -237,37 +242,39 @@ def restarting(folder: str, moments: list[tuple[int, tuple[str, float]]], back: 
     agent: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "test"}
     restarts = {"max_restarts": len(moments), "monitor_interval": 0.05}
     config = LaunchConfig(1, 1, 2, start_method="fork", **agent, **restarts)
-    back.send(elastic_launch(config, killed)(folder, moments))
+    back.send(elastic_launch(config, killed)(folder, epochs, moments))
 
 
-def survived(folder: Path, moments: list[tuple[int, tuple[str, float]]]) -> None:
+def survived(folder: Path, epochs: int, moments: Moments) -> int:
+    """Whether a job that was killed ends like one that was not; returns how often it was."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.parallel_warm"])
     ours, theirs = context.Pipe(duplex=False)
-    one = context.Process(target=restarting, args=(str(folder / "killed"), moments, theirs))
+    one = context.Process(target=restarting, args=(str(folder / "killed"), epochs, moments, theirs))
     one.start()
     theirs.close()
     found = ours.recv()
     one.join(30)
-    expected = fitted(str(folder / "whole"), 3)
-    assert found == {0: expected, 1: expected}
+    restarts, expected = found[0][0], fitted(str(folder / "whole"), epochs)
+    assert found == {0: (restarts, expected), 1: (restarts, expected)}
+    return restarts
 
 
 @POSIX
 def test_killed_while_saving_under_torchrun(tmp_path: Path) -> None:
-    survived(tmp_path, [(0, ("operation", 17))])
+    assert survived(tmp_path, 2, [(0, "operations", 17)]) == 1
 
 
 @DEEP
 @POSIX
 def test_killed_at_random_moments_under_torchrun(tmp_path: Path) -> None:
-    dice = np.random.default_rng(16)
-    moments: list[tuple[int, tuple[str, float]]] = []
-    for _ in range(7):
-        moments += [(int(dice.integers(2)), ("seconds", float(dice.uniform(0.2, 2))))]
-        moments += [(0, ("operation", int(dice.integers(30))))]
-    print(f"killed at {moments}")
-    survived(tmp_path, moments)
+    dice, moments = np.random.default_rng(16), []
+    for _ in range(8):
+        moments.append((int(dice.integers(2)), "seconds", float(dice.uniform(0, 1))))
+        moments.append((0, "operations", float(dice.integers(40))))
+    count = survived(tmp_path, 60, moments)
+    print(f"killed {count} times, at {moments[:count]}")
+    assert count >= 10
 
 
 # --------------------------------------------------------------------------------------------- ranks that differ
@@ -351,16 +358,17 @@ def test_the_report_has_a_line_per_rank(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys
+import os
+from pathlib import Path
 from tests.parallel_runs import batch, new
+
 training = new("mlp")
 training.execute(*batch("mlp", 13, 0))
-opened = {line.split()[9]: line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")}
-import os
-mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
-for one in mine:
-    if one.startswith("socket:["):
-        print(opened.get(one[8:-1], "-").split(":")[0])
+lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+addresses = {line[9]: line[1].split(":")[0] for line in lines}
+for one in list(Path("/proc/self/fd").iterdir()):
+    if one.is_symlink() and os.readlink(one).startswith("socket:["):
+        print(addresses.get(os.readlink(one)[8:-1], "-"))
 """
 
 

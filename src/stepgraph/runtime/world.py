@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.runtime.heartbeat import Heartbeat, Place
+from stepgraph.runtime.meeting import meet
 from stepgraph.system import torch_private, torchrun
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -188,30 +188,18 @@ def _join(device: torch.device, timeout: float) -> None:
     if missing or not dist.is_available():
         problem = f"{', '.join(missing)} is not set" if missing else "this PyTorch has no torch.distributed"
         raise StateError("compile", f"the other ranks cannot be found: {problem}", fix="start it with torchrun")
-    settings: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, JOINING))}
+    patience = timedelta(seconds=max(timeout, JOINING))
+    settings: dict[str, Any] = {"timeout": patience}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         settings["device_id"] = device
     try:
         with _on_loopback():
-            dist.init_process_group(BACKENDS[device.type], **settings, **_meeting(settings["timeout"]))
+            store, rank, size = meet(patience)
+            dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, **settings)
     except (RuntimeError, ValueError, OSError) as error:
         raise ExecutionError("compile", f"the other ranks cannot be reached: {reason(error)}") from error
     _left_at_exit.append(dist.group.WORLD)
-
-
-def _meeting(timeout: timedelta) -> dict[str, Any]:
-    """Where ranks find each other, if the first one serves that to this machine alone: on no other address.
-
-    PyTorch itself listens on all of them. Where torchrun's agent serves it, nothing is opened here.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or address not in ("127.0.0.1", "localhost"):
-        return {}
-    listening = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout, master_listen_fd=listening)
-    return {"store": store, "rank": rank, "world_size": size}
 
 
 @contextmanager
