@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import torch
 
 import stepgraph as sg
 from stepgraph.checkpoint import files
+from stepgraph.cli import machine
+from stepgraph.cli.main import main
 from stepgraph.report import page
 from stepgraph.report.run import Run
 from stepgraph.runtime.heartbeat import Place
-from stepgraph.runtime.world import joined, leave
+from stepgraph.runtime.world import joined, leave, own_gpu, unused_gpus
 from stepgraph.system.interrupts import StopSignals
 from tests.parallel_runs import batch, compiled, fitted, mlp, new, rows, together
 
@@ -390,3 +393,54 @@ def test_ranks_listen_on_loopback_only_and_end_without_a_word(tmp_path: Path) ->
         assert (one.returncode, complaints) == (0, "")
         addresses = {line for line in out.split() if line != "-"}
         assert addresses and addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}, addresses
+
+
+# ------------------------------------------------------------------------------------------------- several GPUs
+
+
+GPUS = sg.Device(sg.DeviceType.GPU, tuple(torch.device("cuda", index) for index in (0, 1, 3)))
+
+
+@pytest.mark.parametrize("world, is_parallel", [("1", False), ("1", True), ("3", False), ("3", True)])
+def test_several_gpus_in_one_process_say_what_to_type(
+    world: str, is_parallel: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "my train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["my train.py", "--epochs", "3"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    said = unused_gpus(GPUS, is_parallel)
+    if world == "3" and is_parallel:
+        assert said is None
+        return
+    assert said is not None and "the device has 3 GPUs, but a process uses one: this one trains on cuda:0" in said
+    assert ("compile with parallel=stepgraph.Parallel(shards=3)" in said) is not is_parallel
+    command = "torchrun --standalone --nproc-per-node=3 'my train.py' --epochs 3"
+    assert said.endswith(command) is (world == "1")
+
+
+def test_each_process_gets_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, index in enumerate((0, 1, 3)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert own_gpu(GPUS).torch_devices == (torch.device("cuda", index),)
+    assert own_gpu(sg.Device.cpu()) == sg.Device.cpu() and unused_gpus(sg.Device.cpu(), False) is None
+
+
+def test_devices_shows_what_torchrun_would_find(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "_cores", lambda: 6)
+    assert main(["devices"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"6 cores +torchrun --standalone --nproc-per-node=6 train.py", printed)
+    assert re.search(r"started by torchrun +no: this process is on its own", printed)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["devices"]) == 0 and "RANK=2 WORLD_SIZE=4" in capsys.readouterr().out
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    several = machine.processes(GPUS.torch_devices)
+    assert several["commands"]["cuda"] == "torchrun --standalone --nproc-per-node=3 train.py"

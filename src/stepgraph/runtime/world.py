@@ -6,6 +6,7 @@ Without torchrun there is one process, and nothing is exchanged. Arrays travel a
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
 from stepgraph.system import torch_private, torchrun
 
+logger = logging.getLogger("stepgraph")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 JOINING = 300.0  # seconds for all ranks to start, which takes longer than an exchange
 STORE_SECONDS = 5.0  # after which a store that has gone is given up
@@ -171,6 +173,14 @@ def joined(device: torch.device, timeout: float) -> World:
     return World(rank, size, device, group.group_name, beating.place, beating)
 
 
+def own_device(device: Device, is_parallel: bool) -> Device:
+    """The device of this process; says how to use all GPUs of one that has several."""
+    remark = unused_gpus(device, is_parallel)
+    if remark is not None:
+        logger.warning("%s", remark)
+    return own_gpu(device) if is_parallel else device
+
+
 def own_gpu(device: Device) -> Device:
     """The GPU for this process, where torchrun started several on a machine and all ask for the first, or for all."""
     index, several = int(os.environ.get("LOCAL_RANK", "0")), device.gpu_devices
@@ -179,6 +189,17 @@ def own_gpu(device: Device) -> Device:
     if not device.is_cuda or device.torch.index != 0 or index >= torch.cuda.device_count():
         return device
     return Device(device.type, (torch.device("cuda", index),))
+
+
+def unused_gpus(device: Device, is_parallel: bool) -> str | None:
+    """What to say of a device with several GPUs, of which one process uses the first; None if all are used."""
+    count, several = len(device.gpu_devices), torchrun.has_started_several()
+    if count < 2 or (is_parallel and several):
+        return None
+    found = f"the device has {count} GPUs, but a process uses one: this one trains on {device.torch}"
+    steps = [] if is_parallel else [f"compile with parallel=stepgraph.Parallel(shards={count})"]
+    steps += [] if several else [f"start the program with: {torchrun.command(count)}"]
+    return f"{found}. To use all of them, {', and '.join(steps)}"
 
 
 def _join(device: torch.device, timeout: float) -> None:
