@@ -3,17 +3,15 @@
 import io
 import os
 import signal
-import time
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import stepgraph as sg
-from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, trained
+from tests.parallel_runs import NETWORKS, batch, compiled, fitted, marks, new, together, trained
 
 DEEP = pytest.mark.deep
 
@@ -36,22 +34,6 @@ def test_every_world_computes_the_same_bits(world: int, names: tuple[str, ...]) 
 
 
 # ------------------------------------------------------------------------------------------------------------ fit
-
-
-def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    (inputs, labels) = batch("mlp", count, 9)
-    return inputs["x"], labels["y"]
-
-
-def fitted(folder: str, epochs: int, **settings: Any) -> dict[str, Any]:
-    """Trains up to an epoch, from the latest checkpoint if there is one; other ranks begin with other numbers."""
-    sg.set_seed(3 + int(os.environ.get("RANK", "0")))
-    training = compiled(mlp())
-    data = {"validation": rows(9), "batch_size": 13, "metrics": ["accuracy"], "progress": "plain", **settings}
-    history = sg.fit(training, rows(44), epochs=epochs, checkpoints=folder, resume=True, **data)
-    times = ("seconds", "waiting")
-    timeless = [{name: one for name, one in row.items() if name not in times} for row in history.epochs]
-    return {"epochs": timeless, "steps": history.steps, "marks": marks(training), "stopped": history.stopped}
 
 
 def shown(folder: str, epochs: int) -> tuple[dict[str, Any], int]:
@@ -153,21 +135,6 @@ def test_no_rank_waits_for_one_that_has_failed() -> None:
     first, second = together(2, failing)
     assert "rank 1 failed in this step; nothing has changed" in first
     assert second.startswith("DataError") and "99" in second
-
-
-def hanging() -> None:
-    training = mlp()
-    training.compile("cpu", parallel=sg.Parallel(4, timeout=2))
-    if os.environ["RANK"] == "1":
-        time.sleep(6)
-        return
-    training.execute(*batch("mlp", 13, 0))
-
-
-def test_a_rank_that_hangs_is_noticed() -> None:
-    first, second = together(2, hanging)
-    assert "rank 0 of 2: the other ranks could not be reached to exchange losses and statistics" in first
-    assert second is None
 
 
 @DEEP

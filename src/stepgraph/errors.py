@@ -142,6 +142,17 @@ def user_line() -> str:
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def line_of(thread: int) -> str:
+    """The innermost line of the user's program that another thread executes, and the function called there."""
+    innermost = frame = sys._current_frames().get(thread)
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    if innermost is None or frame is None:
+        return "no line of your program"
+    line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return line if frame is innermost else f"{line} (in {innermost.f_code.co_name})"
+
+
 def raised_line(error: BaseException, *packages: str) -> str | None:
     """The innermost line, outside of stepgraph and `packages`, that an exception passed through; None without one."""
     found, trace = None, error.__traceback__
@@ -157,6 +168,12 @@ def _is_ours(frame: FrameType) -> bool:
     # The `__init__` that dataclasses generate for a user's layer runs in the user's module, but is not the user's code.
     generated = frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>"
     return generated or str(frame.f_globals.get("__name__", "")).split(".")[0] == "stepgraph"
+
+
+def _is_library(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).split(".")[0]
+    generated = frame.f_code.co_filename.startswith("<")
+    return generated or package in sys.stdlib_module_names or package == "torch" or _is_ours(frame)
 
 
 def _short(filename: str) -> str:

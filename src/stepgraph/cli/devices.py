@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(one["device"], one["name"], _size(one["memory"]), _size(one["free"]), one["more"])
     parts += [table, "", "Versions", screen.facts(found["versions"]), "", "For PyTorch's compiler (FUSE_LAYERS)"]
     parts += [screen.facts(found["compiler"]), "", "Kernels chosen by measurement"]
-    parts += [screen.facts(_kernels(found["kernels"])), "", *_missing(found["missing"])]
+    parts += [screen.facts(_kernels(found["kernels"])), "", "Several processes (compile with parallel=)"]
+    parts += [screen.facts(_processes(found["processes"])), "", *_missing(found["missing"])]
     screen.show(*parts)
     return 0
 
@@ -54,6 +55,17 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, str]:
         return {"file": "none: there is no home directory, so each process measures again"}
     state = f"{kernels['choices']} choices" if kernels["exists"] else "missing: the first compilation creates it"
     return {"file": kernels["file"], "holds": state}
+
+
+def _processes(processes: Mapping[str, Any]) -> dict[str, str]:
+    names = {"cuda": "GPU", "cpu": "core"}
+    rows = {}
+    for kind, command in processes["commands"].items():
+        count = processes["counts"][kind]
+        rows[f"{count} {names[kind]}{'s' if count > 1 else ''}"] = command
+    told = processes["started_by_torchrun"]
+    started = " ".join(f"{name}={value}" for name, value in told.items()) or "no: this process is on its own"
+    return rows | {"started by torchrun": started}
 
 
 def _missing(missing: list[dict[str, str]]) -> list[Any]:

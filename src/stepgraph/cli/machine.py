@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepgraph import __version__
 from stepgraph.compiler.kernels.choices import CHOICES, processor
 from stepgraph.device import Device
+from stepgraph.system import torchrun
 from stepgraph.types import DeviceType
 
 INSTALL = "https://pytorch.org/get-started/locally"
@@ -31,18 +33,24 @@ def look() -> dict[str, Any]:
         "versions": _versions(),
         "compiler": _compiler(bool(gpus)),
         "kernels": _kernels(),
+        "processes": processes(gpus),
         "missing": missing(gpus),
     }
 
 
 def _cpu() -> dict[str, Any]:
     total, free = _host_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = _cores()
     name = processor()
     name = f"{platform.machine()}, part {name}" if name.startswith("0x") else name or platform.machine()
     threads = torch.get_num_threads()
     more = f"{threads} threads (OMP_NUM_THREADS sets them), {cores} cores"
     return {"device": "cpu", "name": name, "memory": total, "free": free, "threads": threads, "more": more}
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _host_memory() -> tuple[int | None, int | None]:
@@ -131,6 +139,15 @@ def _kernels() -> dict[str, Any]:
     if file is None:
         return {"file": None, "exists": False, "choices": 0}
     return {"file": str(file), "exists": file.is_file(), "choices": len(CHOICES.stored())}
+
+
+def processes(gpus: tuple[torch.device, ...]) -> dict[str, Any]:
+    """What torchrun would find here: how many processes have a GPU or a core each, and what to type for them."""
+    counts = {"cuda": len([gpu for gpu in gpus if gpu.type == "cuda"]), "cpu": _cores()}
+    found = {"cuda": dist.is_available() and dist.is_nccl_available(), "cpu": dist.is_available()}
+    usable = {kind: count for kind, count in counts.items() if count and found[kind]}
+    commands = {kind: torchrun.command(count, "train.py") for kind, count in usable.items()}
+    return {"counts": counts, "commands": commands, "started_by_torchrun": torchrun.environment()}
 
 
 # What is missing

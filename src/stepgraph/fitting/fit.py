@@ -5,11 +5,9 @@ It uses only what your own program could use: `execute`, the three phases, `lear
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -28,8 +26,10 @@ from stepgraph.fitting.trained import Trained
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.report.record import CHECKPOINTS
 from stepgraph.report.recorder import Recorder, Unrecorded
+from stepgraph.system.interrupts import SIGTERM, end_as_terminated
 from stepgraph.system.storage import require_writable
 
+logger = logging.getLogger("stepgraph")
 Metrics = str | Metric | Sequence[Any] | Mapping[str, Any]
 
 
@@ -145,9 +145,24 @@ def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
     if folder is not None and loop.world.is_first:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
-    with _interruptible() as interrupted:
-        loop.run(interrupted)
+    _run(loop)
     return loop.history
+
+
+def _run(loop: Loop) -> None:
+    """Runs the loop; a SIGTERM that came meanwhile, to any rank, then ends the program."""
+    stopping = loop.stopping
+    try:
+        with stopping.signals:
+            loop.run()
+    except Exception as error:
+        if stopping.signals.came != SIGTERM:
+            raise
+        logger.error("training failed after SIGTERM: %s", error)
+        end_as_terminated()
+        raise  # the program's own handler has returned
+    if stopping.is_terminated or stopping.signals.came == SIGTERM:
+        end_as_terminated()
 
 
 def evaluate(
@@ -169,27 +184,6 @@ def evaluate(
     batches = source(training, data, _optional_count("batch_size", batch_size, 1))
     tally = graph.evaluated(batches, given, _optional_count("prefetch", prefetch, 0))
     return tally.values()
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Makes the first Ctrl-C a request to stop; the second one does what it did before."""
-    asked = threading.Event()
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if in_main else None
-    if before is None or before == signal.SIG_IGN:
-        yield asked.is_set
-        return
-
-    def ask(*_: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # Checking arguments

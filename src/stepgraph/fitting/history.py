@@ -29,9 +29,12 @@ class History:
         steps: `(step, loss, rate)` of updates. A long run keeps every second, then every fourth…, at most `most_steps`.
         every: how many updates each entry of `steps` represents.
         best_epoch: the epoch with the best watched number.
-        stopped: why it ended: `"finished"`, `"no improvement"`, `"nan"`, `"interrupted"`, or what a callback said.
+        stopped: why it ended: `"finished"`, `"no improvement"`, `"nan"`, `"interrupted"` by Ctrl-C, `"terminated"` by
+            SIGTERM, or what a callback said.
         notes: what else there is to know: a loss that was not finite, batches that ran in parts, checkpoints or a
             report that could not be written.
+        ranks: for each of several processes that trained together its `rank`, the `seconds` of an update, the share of
+            them spent `waiting` for the others, and its `memory` in bytes: on a GPU, or the peak of the process.
 
     Example:
         >>> history = History([{"epoch": 1, "step": 10, "loss": 0.5, "rate": 0.1, "seconds": 1.0}])
@@ -45,6 +48,7 @@ class History:
     best_epoch: int | None = None
     stopped: str = ""
     notes: list[str] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
     most_steps: ClassVar[int] = 20_000
 
@@ -98,17 +102,27 @@ class History:
         for row in self.epochs:
             best = self.best_epoch == row["epoch"]
             table.add_row(*(shown(name, row.get(name)) for name in names), style="bold" if best else None)
-        return Group(table, *(Text(note) for note in self.notes)) if self.notes else table
+        notes = [Text(line) for line in self._remarks()]
+        return Group(table, *notes) if notes else table
+
+    def _remarks(self) -> list[str]:
+        """Notes, and a line per rank."""
+        return [*self.notes, *map(_rank, self.ranks)]
 
     def _repr_html_(self) -> str:
         names = self.shown_names()
         lines = [[shown(name, row.get(name)) for name in names] for row in self.epochs]
         best = next((i for i, row in enumerate(self.epochs) if row["epoch"] == self.best_epoch), None)
-        ended = "".join(f"<p>{escape(line)}</p>" for line in (self.stopped, *self.notes) if line)
+        ended = "".join(f"<p>{escape(line)}</p>" for line in (self.stopped, *self._remarks()) if line)
         return draw.styled(f"<div>{draw.html_table(names, lines, best=best)}{ended}</div>")
 
     def __str__(self) -> str:
         return draw.text(self.__rich__(), width=160)
+
+
+def _rank(one: Mapping[str, Any]) -> str:
+    times = f"{one['seconds'] * 1000:.1f} ms per update, {one['waiting']:.0%} of it waiting for other ranks"
+    return f"rank {one['rank']}: {times}, {draw.size(one['memory'])}"
 
 
 def shown(name: str, value: Any) -> str:

@@ -21,13 +21,14 @@ from stepgraph.fitting.history import History
 from stepgraph.fitting.losses import Measured, mean_loss
 from stepgraph.fitting.metrics import Tally
 from stepgraph.fitting.progress import Quiet
+from stepgraph.fitting.ranks import Ranks
 from stepgraph.fitting.schedule import Schedule, completed, rate_at
+from stepgraph.fitting.stopping import FAILED, FINISHED, NAN, Stopping
 from stepgraph.fitting.trained import Trained, until
 from stepgraph.report.recorder import Unrecorded
 from stepgraph.system.storage import plain, real
 
 logger = logging.getLogger("stepgraph")
-NAN, INTERRUPTED, FAILED, FINISHED = "nan", "interrupted", "failed", "finished"
 BEST = "best"  # the folder of the best epoch, in that of the checkpoints
 
 
@@ -90,22 +91,23 @@ class Loop:
         self.unread: list[_Unread] = []
         self.last_loss = float("nan")
         self.read_at = time.perf_counter()
-        self.asked: str | None = None  # why the run should stop
+        self.stopping, self.ranks = Stopping(self.world), Ranks(self.world, parts.graph.device)
         self.resumed = self.pointed_out = False
         self.unsaved = False  # the last checkpoint could not be written
         self.warned: set[str] = set()
         schedule = settings.schedule
         self.schedule = None if schedule is None else completed(schedule, self._known_total)
 
-    def run(self, interrupted: Callable[[], bool]) -> None:
+    def run(self) -> None:
         """Runs epochs until the last one, or until something asks to stop."""
         self._begin_record()
         self.parts.screen.begin(self.position.step)
+        self.world.place.step = self.position.step
         try:
             self._start()
-            while self.position.epoch < self.settings.epochs and not self._is_over():
-                self._run_epoch(interrupted)
-            self.history.stopped = self.asked or FINISHED
+            while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
+                self._run_epoch()
+            self.history.stopped = self.stopping.why or FINISHED
         finally:
             self._end()
 
@@ -113,48 +115,34 @@ class Loop:
         moment = self._moment(self.position.epoch + 1)
         self.parts.watcher.start(moment)
         if self.parts.watcher.gave_up:  # a run that was over when it was saved
-            self.asked = "no improvement"
+            self.stopping.ask("no improvement")
         self.parts.callbacks.start(moment)
 
-    def _run_epoch(self, interrupted: Callable[[], bool]) -> None:
-        def halted() -> bool:
-            return self._any(self.asked is not None or interrupted())
-
+    def _run_epoch(self) -> None:
         began = time.perf_counter() - self.position.seconds
-        self._train_epoch(halted)
-        tested = None if halted() else self._validate(halted)
+        self._train_epoch()
+        tested = None if self.stopping.is_due() else self._validate()
         self.position.seconds = time.perf_counter() - began
-        if halted() and self.asked is None:
-            self.asked = INTERRUPTED
-        if self.asked is None:
-            self._close_epoch(tested)
-        else:
+        if self.stopping.is_due():
             self._break_off()
+        else:
+            self._close_epoch(tested)
 
-    def _is_over(self) -> bool:
-        """Whether something has asked to stop between epochs, on any rank."""
-        if self._any(self.asked is not None) and self.asked is None:
-            self.asked = INTERRUPTED  # by a callback of another rank
-        return self.asked is not None
-
-    def _any(self, stops: bool) -> bool:
-        """Whether a rank stops: all do so in the same step."""
-        return self.world.any(stops, "whether to stop")
-
-    def _train_epoch(self, halted: Callable[[], bool]) -> None:
+    def _train_epoch(self) -> None:
         position, settings, recorder = self.position, self.settings, self.parts.recorder
         self._report(recorder.epoch_begins)
         epoch = self.parts.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
         with self.graph.fed(epoch, self.parts.train, settings.prefetch) as batches:
-            coming = self._timed(until(batches, halted))
+            coming = self._timed(until(batches, self.stopping))
             while group := list(islice(coming, settings.accumulate)):
-                if len(group) < settings.accumulate and halted():
+                if len(group) < settings.accumulate and self.stopping.is_due():
                     break  # no partial updates
                 if self.schedule is not None:
                     self._set_rate(rate_at(self.schedule, position.step))
                 if position.step + 1 == recorder.next_look:
                     self._report(lambda first=group[0]: recorder.look(position.step + 1, first))  # type: ignore[misc]
-                losses = self.graph.update(group, self.tally if self.parts.metrics else None)
+                with self.ranks.updating():
+                    losses = self.graph.update(group, self.tally if self.parts.metrics else None)
                 position.step, position.batch = position.step + 1, position.batch + len(group)
                 self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
@@ -174,10 +162,10 @@ class Loop:
                 return
             yield batch
 
-    def _validate(self, halted: Callable[[], bool]) -> Tally | None:
+    def _validate(self) -> Tally | None:
         if self.parts.test is None:
             return None
-        return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, halted)
+        return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
@@ -189,6 +177,7 @@ class Loop:
             self.history.best_epoch = row["epoch"]
         position.epoch, position.batch, self.tally = position.epoch + 1, 0, Tally(self.parts.metrics)
         position.seconds = position.waiting = 0.0
+        self._count_ranks()
         # Before the checkpoint: a run that resumes from it does not repeat the epoch.
         self._report(lambda: self.parts.recorder.epoch(row))
         self.parts.callbacks.epoch(moment)
@@ -196,6 +185,11 @@ class Loop:
             self._write(self.settings.folder / BEST)
         self._save(row["epoch"], row)
         self.parts.screen.epoch(row)
+
+    def _count_ranks(self) -> None:
+        """Lets the first rank report what each has done so far."""
+        self.history.ranks = self.ranks.rows()
+        self._report(lambda: self.parts.recorder.ranks(self.position.step, self.history.ranks))
 
     def _row(self, tested: Tally | None) -> dict[str, Any]:
         """The numbers of the epoch."""
@@ -207,13 +201,14 @@ class Loop:
 
     def _break_off(self) -> None:
         """Ends a run within an epoch. One whose loss is NaN is not saved: earlier checkpoints are worth more."""
-        if self.asked == NAN:
+        if self.stopping.why == NAN:
             return
+        self._count_ranks()
         self._save(self.position.epoch + 1)
         folder = self.settings.folder
         where = "" if folder is None or self.unsaved else f", saved in {folder}"
         place = f"epoch {self.position.epoch + 1} after step {self.position.step}"
-        self.parts.screen.line(f"{self.asked} in {place}{where}")
+        self.parts.screen.line(f"{self.stopping.why} in {place}{where}")
 
     def _end(self) -> None:
         stopped = self.history.stopped or FAILED
@@ -248,12 +243,9 @@ class Loop:
             found = {**self.tally.values(), "loss": self.last_loss} if row is None else row
             return self.history, {name: one for name, one in found.items() if name not in _NOT_METRICS}
 
-        def stop(why: str) -> None:
-            self.asked = self.asked or why
-
         rate, total = self.optimizer.learning_rate, self._total()
         told = (self.graph.training, epoch, self.settings.epochs, self.position.step, total, rate, self.resumed)
-        return Moment(*told, read=numbers, ask_to_stop=stop, **more)
+        return Moment(*told, read=numbers, ask_to_stop=self.stopping.ask, **more)
 
     def _report(self, telling: Callable[[], None]) -> None:
         """Writes to the report; whatever goes wrong there does not end the training."""
@@ -305,7 +297,7 @@ class Loop:
         if isfinite(loss):
             return
         if isnan(loss) and self.settings.stops_at_nan:
-            self.asked = self.asked or NAN
+            self.stopping.ask(NAN)
         if not self.pointed_out:
             self.pointed_out = True
             text = (
@@ -343,7 +335,7 @@ class Loop:
         if self.settings.folder is None:
             return
         self._read_losses()
-        if self.asked == NAN:
+        if self.stopping.why == NAN:
             return
         path = self._write(self.settings.folder, keep=self.settings.keep)
         if path is not None:

@@ -142,16 +142,20 @@ def one_line(numbers: Mapping[str, Any]) -> str:
 
 
 def memory(device: Device) -> str:
-    """Memory in use on the GPU, or the peak of this process."""
+    """Memory in use, as text."""
+    used = memory_used(device)
+    return "" if used is None else f"{used / 2**20:,.0f} MiB"
+
+
+def memory_used(device: Device) -> int | None:
+    """Bytes in use on the GPU, or the peak of this process; None where the system does not say."""
     kind = device.torch.type
     if kind == "cuda":
-        used = torch.cuda.memory_allocated(device.torch)
-    elif kind == "mps":
-        used = torch.mps.current_allocated_memory()
-    elif sys.platform == "win32":
-        return ""
-    else:
-        import resource
+        return torch.cuda.memory_allocated(device.torch)
+    if kind == "mps":
+        return torch.mps.current_allocated_memory()
+    if sys.platform == "win32":
+        return None
+    import resource
 
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"{used / 2**20:,.0f} MiB"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -15,6 +15,7 @@ from stepgraph.errors import DataTypeError, StateError
 from stepgraph.fitting.data import Batch, Rows, Source, ahead
 from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
 from stepgraph.fitting.metrics import Tally
+from stepgraph.fitting.stopping import Stopping
 from stepgraph.fitting.transfer import Transfer
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
@@ -240,13 +241,13 @@ class Trained:
         data: Source,
         metrics: Mapping[str, Any],
         prefetch: int | None,
-        interrupted: Callable[[], bool] = lambda: False,
+        stopping: Stopping | None = None,
     ) -> Tally:
         """Loss and metrics of all batches, in inference mode."""
         tally = Tally(metrics)
         measured: list[list[Measured]] = []
         with self.fed(data.epoch(0, (0,)), data, prefetch) as batches:
-            for batch in until(batches, interrupted):
+            for batch in until(batches, stopping):
                 measured.append([])
                 for part in self._divided(batch):
                     options = ExecutionOptions.FORWARD_FOR_INFERENCE
@@ -339,15 +340,15 @@ def _nonzero(amount: Amount) -> Amount:
     return torch.where(amount == 0, 1, amount) if isinstance(amount, torch.Tensor) else amount
 
 
-def until(batches: Iterator[Batch], interrupted: Callable[[], bool]) -> Iterator[Batch]:
+def until(batches: Iterator[Batch], stopping: Stopping | None) -> Iterator[Batch]:
     """Batches, until the run is interrupted."""
-    while not interrupted():
+    while stopping is None or not stopping.is_due():
         try:
             batch = next(batches)
         except StopIteration:
             return
         except Exception:  # of any loader: an interrupt also reaches its processes, which then fail in their own ways
-            if interrupted():
+            if stopping is not None and stopping.explains_failures:
                 return
             raise
         yield batch

@@ -319,7 +319,7 @@ class Shards:
                 problem = f"{tensor!r} does not have a row per row of the batch, so that shards could not be joined"
                 raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
             shapes[key] = shape
-        buckets = Buckets.of(_by_completion(executable.part, executable.step))
+        buckets = Buckets.of(_by_completion(executable.part, executable.step), executable.step.names)
         return _Division(pieces, part, losses, shapes, self._fixed_shares(pieces), buckets)
 
     def _fixed_shares(self, pieces: list[tuple[int, int]]) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.runtime.world import ALONE, World, joined, own_gpu
+from stepgraph.runtime.world import ALONE, World, joined, own_device
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -229,8 +229,7 @@ class TrainingGraph(CompiledGraph):
             link_graphs=link_graphs,
             parallel=parallel,
         )
-        if parallel is not None:
-            device = own_gpu(chosen("TrainingGraph.compile", device, self.device))
+        device = own_device(chosen("TrainingGraph.compile", device, self.device), parallel is not None)
         self._compile(device, settings, input_tensors, input_tensors_data)
         if self._shards is not None:
             share_state(self._shards.session, self._shards.world)
@@ -448,6 +447,7 @@ class TrainingGraph(CompiledGraph):
                     fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
                 )
             if learning and self._shards is not None:
+                self._shards.world.place.step += 1
                 return self._shards.execute(feeds, batch, options, outputs_data, completion)
             part = _STEP if learning else PartName.EVALUATION if evaluating else PartName.FORWARD_ONLY
             binding = session.bound(part, batch)

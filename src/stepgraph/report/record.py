@@ -1,7 +1,7 @@
 """The record of a run: an append-only file of JSON lines.
 
 The first line identifies the file. Every later one is an object with its `kind`: `begin`, `graph`, `memory`, `steps`,
-`epoch`, `distributions`, `profile`, `end`. Each line is one write, so a process killed at any time
+`epoch`, `ranks`, `distributions`, `profile`, `end`. Each line is one write, so a process killed at any time
 leaves a file with readable lines. At most the last one is incomplete, and a resumed run removes it first.
 """
 

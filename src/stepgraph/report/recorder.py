@@ -54,6 +54,9 @@ class Unrecorded:
     def epoch(self, row: Mapping[str, Any]) -> None:
         """An epoch has ended."""
 
+    def ranks(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What each of several ranks has done up to an update."""
+
     def end(self, step: int, stopped: str) -> None:
         """Training has ended."""
 
@@ -138,6 +141,10 @@ class Recorder(Unrecorded):
         old = time.perf_counter() - self.page_at > PAGE_SECONDS
         if self.page_seconds == 0 or (old and self.budget.has_room(self.page_seconds)):
             self._write_page()
+
+    def ranks(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            self._add("ranks", step=step, ranks=[{**row, "seconds": short(row["seconds"])} for row in rows])
 
     def end(self, step: int, stopped: str) -> None:
         try:

@@ -25,6 +25,7 @@ class Run:
         steps: `(step, loss, rate)` of every update that counts: updates that a killed run made after its last
             checkpoint and a resumed one repeated appear once.
         speeds: `(last step, rows, seconds)` of each time losses were read.
+        ranks: for each of several processes its step time, the share of waiting, and memory, as recorded last.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,6 +48,7 @@ class Run:
         self.steps: list[tuple[int, float, float]] = []
         self.speeds: list[tuple[int, int, float]] = []
         self.epochs: list[dict[str, Any]] = []
+        self.ranks: list[dict[str, Any]] = []
         self.distributions: list[dict[str, Any]] = []
         self.profiles: list[dict[str, Any]] = []
         self.missing: list[dict[str, Any]] = []
@@ -106,7 +108,7 @@ class Run:
         self.epochs = [one for one in self.epochs if one["epoch"] <= epoch]
         self.distributions = [one for one in self.distributions if one["step"] <= step]
         self.profiles = [one for one in self.profiles if one["step"] <= step]
-        self.end = None
+        self.ranks, self.end = [], None
 
     def take_steps(self, entry: dict[str, Any]) -> None:
         losses, rates = entry["loss"], entry["rate"]
@@ -151,6 +153,7 @@ _TAKERS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
     "memory": lambda run, entry: setattr(run, "memory", entry),
     "steps": Run.take_steps,
     "epoch": Run.take_epoch,
+    "ranks": lambda run, entry: setattr(run, "ranks", list(entry["ranks"])),
     "distributions": Run.take_distributions,
     "profile": Run.take_profile,
     "missing": lambda run, entry: run.missing.append(entry),

@@ -65,6 +65,7 @@ def _view(run: Run) -> dict[str, Any]:
         "rate": rates(run.steps),
         "speed": speeds(run.speeds),
         "epochs": [{name: finite(value) for name, value in row.items()} for row in run.epochs],
+        "ranks": run.ranks,
         "graph": graph,
         "memory": {**run.memory, **timeline(run.memory)},
         "profiles": [run.profiles[0], *run.profiles[1:][-1:]] if run.profiles else [],

@@ -7,7 +7,8 @@ and hands the total to the others. That is as much traffic as an ordinary reduct
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,14 @@ class Buckets:
 
     Args:
         members: the tensors whose gradients are in each.
+        names: what tensors are called.
     """
 
     members: tuple[tuple[Tensor, ...], ...]
+    names: Mapping[Any, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Buckets:
+    def of(cls, tensors: Sequence[Tensor], names: Mapping[Any, str] | None = None) -> Buckets:
         """Buckets for gradients that become complete in this order."""
         done: list[tuple[Tensor, ...]] = []
         filling: dict[torch.dtype, list[Tensor]] = {}
@@ -41,7 +44,13 @@ class Buckets:
             bucket.append(tensor)
             if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= BUCKET:
                 done.append(tuple(filling.pop(tensor.data_type.torch)))
-        return cls((*done, *map(tuple, filling.values())))
+        return cls((*done, *map(tuple, filling.values())), names or {})
+
+    def title(self, index: int) -> str:
+        """A bucket in words: which gradients it holds."""
+        first, last = (self.names.get(one, one.label) for one in (self.members[index][0], self.members[index][-1]))
+        held = f"'{first}'" if first == last else f"{len(self.members[index])} parameters, '{first}' to '{last}'"
+        return f"bucket {index} (gradients of {held})"
 
     def flat(self, found: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of one shard, copied."""
@@ -70,9 +79,12 @@ def summed(sums: TreeSum, buckets: Buckets, world: World, device: torch.device) 
     mine = [sums.sums[node] for node in nodes[world.rank]]
     whole = buckets.zeros(device) if not mine else mine[0]  # for their sizes
     # All exchanges are started before the first is waited for.
-    traded = [_traded([one[index] for one in mine], array, nodes, world, index) for index, array in enumerate(whole)]
+    titles = [*map(buckets.title, range(len(whole)))]
+    traded = [
+        _traded([one[index] for one in mine], array, nodes, world, titles[index]) for index, array in enumerate(whole)
+    ]
     totals = [_total(wait(), nodes, sums.count) for wait in traded]
-    gathered = [world.gather(total, f"bucket {index}") for index, total in enumerate(totals)]
+    gathered = [world.gather(total, title) for total, title in zip(totals, titles, strict=True)]
     return [wait().view(-1)[: len(array)] for wait, array in zip(gathered, whole, strict=True)]
 
 
@@ -80,7 +92,7 @@ def summed_in_any_order(sums: TreeSum, buckets: Buckets, world: World, device: t
     """The same sum in the order that the communication library chooses."""
     mine = [*sums.sums.values()] or [buckets.zeros(device)]
     local = [torch.stack(arrays).sum(0) if len(arrays) > 1 else arrays[0] for arrays in zip(*mine, strict=True)]
-    started = [world.sum(array, f"bucket {index}") for index, array in enumerate(local)]
+    started = [world.sum(array, buckets.title(index)) for index, array in enumerate(local)]
     return [wait() for wait in started]
 
 
@@ -113,13 +125,13 @@ def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world
 
 
 def _traded(
-    parts: Sequence[torch.Tensor], like: torch.Tensor, nodes: Sequence[Sequence[Node]], world: World, index: int
+    parts: Sequence[torch.Tensor], like: torch.Tensor, nodes: Sequence[Sequence[Node]], world: World, what: str
 ) -> Waiting:
     """Starts the exchange of a bucket: afterwards this rank has its slice of every partial sum."""
     size = -(-len(like) // world.size)
     padded = [F.pad(part, (0, size * world.size - len(part))).view(world.size, size) for part in parts]
     slices = [torch.cat([part[rank] for part in padded]) if padded else like.new_empty(0) for rank in range(world.size)]
-    return world.trade(slices, [len(own) * size for own in nodes], f"bucket {index}")
+    return world.trade(slices, [len(own) * size for own in nodes], what)
 
 
 def _total(received: torch.Tensor, nodes: Sequence[Sequence[Node]], count: int) -> torch.Tensor:

@@ -6,11 +6,13 @@ Without torchrun there is one process, and nothing is exchanged. Arrays travel a
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +21,15 @@ import torch.distributed as dist
 
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
-from stepgraph.system import torch_private
+from stepgraph.runtime.heartbeat import Heartbeat, Place
+from stepgraph.runtime.meeting import meet
+from stepgraph.system import torch_private, torchrun
 
+logger = logging.getLogger("stepgraph")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+JOINING = 300.0  # seconds for all ranks to start, which takes longer than an exchange
+STORE_SECONDS = 5.0  # after which a store that has gone is given up
 _HOST = torch.device("cpu")
-NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
 Waiting = Callable[[], torch.Tensor]  # for what a collective brings; it has been started
 
 
@@ -36,12 +42,16 @@ class World:
         size: the number of processes.
         device: where arrays are exchanged.
         group: PyTorch's name for all of them.
+        place: where this rank is.
+        heartbeat: where the others are.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = _HOST
     group: str = ""
+    place: Place = field(default_factory=Place, compare=False)
+    heartbeat: Heartbeat | None = field(default=None, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -82,34 +92,62 @@ class World:
             return array
         return self._start(what, "broadcast", _bytes(array), 0)().view(array.dtype).view(array.shape)
 
+    def gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        """A few numbers of each rank, by rank."""
+        if self.size == 1:
+            return [[*numbers]]
+        sent = torch.tensor([*numbers], dtype=torch.float64, device=self.device)
+        return self.gather(sent, what)().tolist()
+
+    def most(self, number: int, what: str) -> int:
+        """The greatest of the numbers of all ranks."""
+        return int(max(one for (one,) in self.gather_numbers([number], what)))
+
     def any(self, flag: bool, what: str) -> bool:
         """Whether a flag is set on any rank."""
-        if self.size == 1:
-            return flag
-        return bool(self.gather(torch.tensor([flag], device=self.device), what)().any())
+        return bool(self.most(flag, what))
 
     def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
         collectives = torch_private.functional_collectives
-        with self._explained(what):
+        number = self.place.start(what)
+        with self.explained(what, number):
             started = getattr(collectives, name)(array, *settings, self.group)
 
         def wait() -> torch.Tensor:
-            with self._explained(what):
+            with self.explained(what, number):
                 return collectives.wait_tensor(started)
 
         return wait
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Raises an error that names this rank and what it was exchanging."""
+    def explained(self, what: str, number: int) -> Iterator[None]:
+        """Around a part of an exchange: measures how long it waits; an error names the ranks that are missing.
+
+        Args:
+            what: what is exchanged.
+            number: what `place.start` has returned for it.
+        """
+        began, self.place.waiting = time.perf_counter(), True
         try:
             yield
         except RuntimeError as error:
-            raise ExecutionError(
-                f"rank {self.rank} of {self.size}",
-                f"the other ranks could not be reached to exchange {what}: {reason(error)}",
-                fix="see what the other ranks report; raise Parallel(timeout=...) if one of them is only slow",
-            ) from error
+            raise self._failed(what, number, time.perf_counter() - began, error) from error
+        finally:
+            self.place.waiting = False
+            self.place.waited += time.perf_counter() - began
+
+    def _failed(self, what: str, number: int, seconds: float, error: RuntimeError) -> ExecutionError:
+        missing = {} if self.heartbeat is None else self.heartbeat.missing(number)
+        where, step = f"rank {self.rank} of {self.size}", self.place.step
+        facts = {"waited": f"{seconds:.1f} s", "reported": reason(error)}
+        if not missing:
+            problem = f"the other ranks could not be reached to exchange {what} in step {step}"
+            return ExecutionError(where, problem, **facts, fix="see what the other ranks report")
+        names = " and ".join(f"rank {rank}" for rank in missing)
+        problem = f"{names} did not come to exchange {what} in step {step}"
+        found = {f"rank_{rank}": text for rank, text in missing.items()}
+        fix = f"look at the output of {names}; if that is only slow, raise Parallel(timeout=...)"
+        return ExecutionError(where, problem, **found, **facts, fix=fix)
 
 
 ALONE = World()
@@ -123,39 +161,66 @@ def joined(device: torch.device, timeout: float) -> World:
         timeout: seconds after which a rank stops waiting for the others.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        if not torchrun.has_started_several():
             return ALONE
         _join(device, timeout)
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
-    return ALONE if size == 1 or group is None else World(rank, size, device, group.group_name)
+    if size == 1 or group is None:
+        return ALONE
+    group.set_timeout(timedelta(seconds=timeout))
+    beating = _beating(group, rank, size)
+    return World(rank, size, device, group.group_name, beating.place, beating)
+
+
+def own_device(device: Device, is_parallel: bool) -> Device:
+    """The device of this process; says how to use all GPUs of one that has several."""
+    remark = unused_gpus(device, is_parallel)
+    if remark is not None:
+        logger.warning("%s", remark)
+    return own_gpu(device) if is_parallel else device
 
 
 def own_gpu(device: Device) -> Device:
-    """The GPU for this process, where torchrun started several on a machine and all ask for the first one."""
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    """The GPU for this process, where torchrun started several on a machine and all ask for the first, or for all."""
+    index, several = int(os.environ.get("LOCAL_RANK", "0")), device.gpu_devices
+    if len(several) > 1:
+        return Device(device.type, (several[index % len(several)],))
     if not device.is_cuda or device.torch.index != 0 or index >= torch.cuda.device_count():
         return device
     return Device(device.type, (torch.device("cuda", index),))
 
 
+def unused_gpus(device: Device, is_parallel: bool) -> str | None:
+    """What to say of a device with several GPUs, of which one process uses the first; None if all are used."""
+    count, several = len(device.gpu_devices), torchrun.has_started_several()
+    if count < 2 or (is_parallel and several):
+        return None
+    found = f"the device has {count} GPUs, but a process uses one: this one trains on {device.torch}"
+    steps = [] if is_parallel else [f"compile with parallel=stepgraph.Parallel(shards={count})"]
+    steps += [] if several else [f"start the program with: {torchrun.command(count)}"]
+    return f"{found}. To use all of them, {', and '.join(steps)}"
+
+
 def _join(device: torch.device, timeout: float) -> None:
     if device.type not in BACKENDS:
         raise DeviceError("compile", f"ranks cannot exchange arrays of '{device}'", fix='use "cpu" or "cuda"')
-    missing = [name for name in NAMES if name not in os.environ]
+    missing = [name for name in torchrun.NAMES if name not in os.environ]
     if missing or not dist.is_available():
         problem = f"{', '.join(missing)} is not set" if missing else "this PyTorch has no torch.distributed"
         raise StateError("compile", f"the other ranks cannot be found: {problem}", fix="start it with torchrun")
-    settings: dict[str, Any] = {}
+    patience = timedelta(seconds=max(timeout, JOINING))
+    settings: dict[str, Any] = {"timeout": patience}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         settings["device_id"] = device
     try:
         with _on_loopback():
-            dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout), **settings)
-    except (RuntimeError, ValueError) as error:
+            store, rank, size = meet(patience)
+            dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, **settings)
+    except (RuntimeError, ValueError, OSError) as error:
         raise ExecutionError("compile", f"the other ranks cannot be reached: {reason(error)}") from error
-    atexit.register(_leave)
+    _left_at_exit.append(dist.group.WORLD)
 
 
 @contextmanager
@@ -175,9 +240,30 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[name]
 
 
-def _leave() -> None:
-    if dist.is_initialized():
+_hearts: dict[Any, Heartbeat] = {}  # by process group: there is one
+_left_at_exit: list[Any] = []  # the process group, unless the program has made it itself
+
+
+def _beating(group: Any, rank: int, size: int) -> Heartbeat:
+    """What tells where this rank is, one per process group."""
+    if group not in _hearts:
+        _hearts.clear()
+        store = group.get_group_store().clone()
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        _hearts[group] = Heartbeat(rank, size, store, Place())
+        atexit.register(leave)
+    return _hearts[group]
+
+
+def leave() -> None:
+    """Tells the other ranks that this one ends, and leaves them; done by itself when a program ends."""
+    atexit.unregister(leave)
+    for heart in _hearts.values():
+        heart.stop()
+    if _left_at_exit and dist.is_initialized() and dist.group.WORLD is _left_at_exit[-1]:
         dist.destroy_process_group()
+    _hearts.clear()
+    _left_at_exit.clear()
 
 
 def _bytes(array: torch.Tensor) -> torch.Tensor:

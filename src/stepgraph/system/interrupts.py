@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: an interrupt that arrives during a change is delivered when the change is complete."""
+"""Ctrl-C and SIGTERM between steps: what arrives during a change takes effect when the change is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 # The functions that module `signal` wraps into enumerations, which takes three times as long as the work itself.
 _signal: Any = importlib.import_module("_signal")
-SIGINT, getsignal, signal = _signal.SIGINT, _signal.getsignal, _signal.signal
+SIGINT, SIGTERM, SIG_IGN = _signal.SIGINT, _signal.SIGTERM, _signal.SIG_IGN
+getsignal, signal, raise_signal = _signal.getsignal, _signal.signal, _signal.raise_signal
 
 
 class _Main:
@@ -56,3 +57,52 @@ class Uninterrupted:
             signal(SIGINT, self._before)
             if self._came is not None:
                 self._before(*self._came)
+
+
+class StopSignals:
+    """Makes the first Ctrl-C or SIGTERM during a block a request to stop; the next one does what it did before.
+
+    A handler that the program has installed is respected: it is restored, and after `end_as_terminated` it gets the
+    SIGTERM that it missed. A signal that the program ignores stays ignored, and outside the main thread, where Python
+    runs no handlers, nothing changes.
+
+    Attributes:
+        came: the signal that came, or None; of both, SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> StopSignals:
+        if get_ident() == _main.ident:
+            for number in (SIGINT, SIGTERM):
+                before = getsignal(number)
+                if before not in (None, SIG_IGN):  # None: installed by a library in C
+                    self._before[number] = before
+                    signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        signal(number, self._before[number])
+        if os.getpid() != self._process:  # a worker that was forked meanwhile, such as that of a data loader
+            raise_signal(number)
+        elif self.came != SIGTERM:
+            self.came = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal(number, before)
+
+
+def end_as_terminated() -> None:
+    """Does what SIGTERM would have done: calls the program's own handler, or ends the program with status 143.
+
+    It ends as by `sys.exit`, so files are flushed, and whatever waits for the end of the program runs.
+    """
+    handler = getsignal(SIGTERM) if get_ident() == _main.ident else None
+    if callable(handler):
+        raise_signal(SIGTERM)
+    elif handler != SIG_IGN:
+        raise SystemExit(128 + SIGTERM)

@@ -388,6 +388,7 @@ MLC_DEVICE = Class(
             "of",
             kind=one_of(sg.DeviceType),
             selects_multiple_compute_devices=BOOL,
+            note="a process uses the first GPU; compiling logs how to use all",
         ),
         make(
             "deviceWithGPUDevices:",

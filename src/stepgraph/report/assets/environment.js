@@ -37,8 +37,26 @@ function drawEnvironment(place, data, view) {
       { class: "times" },
       times(run).map((one) => element("li", null, one)),
     ),
+    run.ranks.length ? element("h3", null, "Ranks") : null,
+    run.ranks.length ? ranks(run) : null,
   );
 }
+
+/** A line per process that took part. */
+const ranks = (run) =>
+  table(
+    [["Rank"], ["Time of an update", true], ["Of it waiting for others", true], ["Memory", true]],
+    run.ranks.map((one) =>
+      element(
+        "tr",
+        null,
+        element("th", { scope: "row" }, String(one.rank)),
+        [seconds(one.seconds), share(one.waiting, 1), bytes(one.memory)].map((text) =>
+          element("td", { class: "numeric" }, text),
+        ),
+      ),
+    ),
+  );
 
 const list = (facts) =>
   element(

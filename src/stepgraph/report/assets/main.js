@@ -27,7 +27,10 @@ const sections = [
   [
     "environment",
     drawEnvironment,
-    (data) => [one(data).command, one(data).environment, one(data).settings, one(data).begins, one(data).end],
+    (data) => {
+      const { command, environment, settings, begins, end, ranks } = one(data);
+      return [command, environment, settings, begins, end, ranks];
+    },
   ],
 ];
 const drawn = new Map();
@@ -46,6 +49,7 @@ const STATUS = {
   finished: ["good", "finished"],
   "no improvement": ["good", "stopped: no improvement"],
   interrupted: ["fair", "interrupted"],
+  terminated: ["fair", "terminated"],
   failed: ["bad", "failed"],
   running: ["fair", "no end recorded"],
 };

@@ -1,0 +1,185 @@
+"""Where every rank is: each says so twice a second, and reads what the others say when an exchange fails.
+
+Communication libraries only report that time is up. Ranks make their exchanges in the same order, so the one that has
+made fewer than the others is the one they wait for. A thread writes the number to the store in which ranks have found
+each other; an exchange itself only counts, and nothing is read before one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from stepgraph.errors import line_of
+
+BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
+RANKS_PER_SECOND = 400  # messages that the store gets at most
+PATIENCE = 4  # beats after which a rank without a new message does not answer
+
+
+@dataclass
+class Place:
+    """Where this rank is.
+
+    Args:
+        step: the update it works on, or has finished, from 1.
+        number: the exchanges it has started.
+        what: the last of them.
+        waiting: whether it waits for that one.
+        waited: seconds it has waited for other ranks.
+    """
+
+    step: int = 0
+    number: int = 0
+    what: str = "nothing"
+    waiting: bool = False
+    waited: float = 0.0
+
+    def start(self, what: str) -> int:
+        """Counts an exchange; returns its number."""
+        self.number, self.what = self.number + 1, what
+        return self.number
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank says of itself.
+
+    Args:
+        beat: the number of the message.
+        line: the line of the user's program that its main thread executes.
+        has_failed: whether it has given up waiting.
+        has_left: whether it has ended.
+    """
+
+    step: int = 0
+    number: int = 0
+    what: str = "nothing"
+    waiting: bool = False
+    beat: int = 0
+    line: str = ""
+    has_failed: bool = False
+    has_left: bool = False
+
+    @property
+    def text(self) -> str:
+        """Where the rank is, in words."""
+        if self.has_left:
+            return f"its program has ended after step {self.step}"
+        if self.waiting:
+            return f"it exchanges {self.what} in step {self.step}"
+        return f"it runs {self.line} in step {self.step}; its last exchange was {self.what}"
+
+
+@dataclass
+class Heartbeat:
+    """Tells the other ranks where this one is, and finds those that have not come as far.
+
+    Args:
+        rank: the number of this process.
+        size: the number of processes.
+        store: that of the process group; a connection of its own, since a thread uses it.
+        place: where this rank is.
+    """
+
+    rank: int
+    size: int
+    store: dist.Store
+    place: Place
+    has_failed: bool = False
+    has_left: bool = False
+    _beat: int = 0
+    _is_cut_off: bool = False
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # a store is used by one thread at a time
+
+    def __post_init__(self) -> None:
+        self.pause = max(BEAT, self.size / RANKS_PER_SECOND)
+        self._main = threading.main_thread().ident or 0
+        self._say()
+        self._thread = threading.Thread(target=self._repeat, name="stepgraph heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Says that this rank has ended. The first one, which others may reach the store through, waits for them."""
+        self.has_left = True
+        self._stop.set()
+        self._thread.join(timeout=self.pause)
+        if self._is_cut_off:
+            return
+        try:
+            self._say()
+            if self.rank == 0 and not self.has_failed:
+                self._await(lambda found: all(one.has_left for one in found.values()))
+        except RuntimeError:  # the store has gone: there is nobody left to tell
+            return
+
+    def missing(self, number: int) -> dict[int, str]:
+        """The ranks that have not come to an exchange, with where they are; after it has failed on this one."""
+        self.has_failed = True
+        found: dict[int, Message] = {}
+        beats: dict[int, int] = {}
+
+        def is_settled(now: Mapping[int, Message]) -> bool:
+            found.update(now)
+            for rank, one in now.items():
+                beats.setdefault(rank, one.beat)
+            absent = [rank for rank, one in now.items() if _is_absent(one, number)]
+            fresh = all(now[rank].has_left or now[rank].beat > beats[rank] for rank in absent)
+            # Others reach the store through the first rank, so it lets them look before it ends.
+            others = self.rank != 0 or all(one.has_failed for rank, one in now.items() if rank not in absent)
+            return bool(absent) and fresh and others
+
+        try:
+            self._say()
+            self._await(is_settled)
+        except RuntimeError:  # the store has gone with a rank; what was read before counts
+            if not found:
+                return {}
+        absent = {rank: one for rank, one in found.items() if _is_absent(one, number)}
+        silent = {rank: one for rank, one in found.items() if one.beat == beats[rank] and not one.has_left}
+        return {
+            rank: f"it does not answer; when last heard, {one.text}" if rank in silent else one.text
+            for rank, one in (absent or silent).items()
+        }
+
+    def _await(self, is_settled: Any) -> None:
+        """Reads what others say until that settles it, for at most a few beats."""
+        deadline = time.monotonic() + PATIENCE * self.pause
+        while not is_settled(self._read()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _repeat(self) -> None:
+        try:
+            while not self._stop.wait(self.pause):
+                self._say()
+        except RuntimeError:  # the store has gone; an exchange that needs the others will say so
+            self._is_cut_off = True
+
+    def _say(self) -> None:
+        with self._writing:
+            self._beat += 1
+            place = {name: one for name, one in asdict(self.place).items() if name != "waited"}
+            flags = {"has_failed": self.has_failed, "has_left": self.has_left}
+            message = {**place, **flags, "beat": self._beat, "line": line_of(self._main)}
+            self.store.set(f"stepgraph/{self.rank}", json.dumps(message))
+
+    def _read(self) -> dict[int, Message]:
+        """What the other ranks have said last; nothing of a rank that has said nothing yet."""
+        found = {}
+        with self._writing:
+            for rank in range(self.size):
+                key = f"stepgraph/{rank}"
+                if rank != self.rank and self.store.check([key]):
+                    found[rank] = Message(**json.loads(self.store.get(key)))
+        return found
+
+
+def _is_absent(one: Message, number: int) -> bool:
+    return one.number < number or (one.has_left and not one.has_failed)
