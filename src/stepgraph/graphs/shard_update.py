@@ -20,6 +20,7 @@ from stepgraph.random import seed_of_shard
 from stepgraph.runtime.amounts import amount
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.profile import Profile
+from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions
 
@@ -140,6 +141,19 @@ class Update:
         if self.profiles:
             self.execution.profile = Profile.sum_of(self.profiles)
         return binding.executable.counts_steps
+
+    def copies(self) -> Arrays:
+        """Copies of everything that the update changes."""
+        binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
+        persistent = self.session.arrays()
+        return {key: persistent[key].clone() for key in binding.executable.part.written}
+
+    def put_back(self, copies: Arrays) -> None:
+        """Undoes an update."""
+        persistent = self.session.arrays()
+        for key, array in copies.items():
+            persistent[key].copy_(array)
+        writes.note()
 
     def roll_back(self) -> None:
         """Continues from before the call."""

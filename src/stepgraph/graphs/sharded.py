@@ -91,7 +91,7 @@ class Shards:
             totals = self._summed(update)
             results = update.losses(numbers) | self._joined(update)
             update.store_statistics(numbers)
-            counts = update.update(totals)
+            counts = self._applied(update, totals)
         except BaseException:
             update.roll_back()
             raise
@@ -115,6 +115,22 @@ class Shards:
         for bucket, total in zip(buckets, totals, strict=True):
             found |= bucket.pieces(total, self.world.rank)
         return found
+
+    def _applied(self, update: Update, totals: Pieces) -> bool:
+        """Updates the parameters; returns whether that counts as a step. What one rank rolls back, all do."""
+        world = self.world
+        if world.size == 1 or not self.session.compilation.checks_numerics:
+            return update.update(totals)
+        before, failure, counts = update.copies(), None, False
+        try:
+            counts = update.update(totals)
+        except NumericsError as error:
+            failure = error
+        if not world.any(failure is not None, "whether the update is finite"):
+            return counts
+        update.put_back(before)
+        problem = "the part of the update that another rank makes is not finite; nothing has changed"
+        raise failure or ExecutionError(f"rank {world.rank} of {world.size}", problem, fix="see the error of that rank")
 
     def _shown(self, division: Division, totals: Pieces) -> Arrays:
         """Whole gradients that are read through tensors."""
