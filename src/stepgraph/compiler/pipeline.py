@@ -38,6 +38,7 @@ from stepgraph.compiler import (
     stored,
 )
 from stepgraph.compiler.conversions import convert_in_order
+from stepgraph.compiler.exchange import exchange_gradients, gather_updates
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -54,7 +55,8 @@ from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import surroundings, torch_private
 
-WHOLE = (PartName.STEP, PartName.SHARD, PartName.INFERENCE)  # parts that run a whole call, or a shard of one
+# Parts that run a whole call, or a shard of one.
+WHOLE = (PartName.STEP, PartName.SHARD, PartName.LAST, PartName.INFERENCE)
 
 
 class Stage(StrEnum):
@@ -127,6 +129,14 @@ def _on_gpu(step: Step, part: PartName | None) -> bool:
 
 def _on_cuda(step: Step, part: PartName | None) -> bool:
     return step.device.type == "cuda"
+
+
+def _exchanges(step: Step, part: PartName | None) -> bool:
+    return step.ownership is not None and part == PartName.LAST
+
+
+def _gathers(step: Step, part: PartName | None) -> bool:
+    return step.ownership is not None and part == PartName.UPDATE
 
 
 def _merges_updates(step: Step, part: PartName | None) -> bool:
@@ -205,9 +215,11 @@ TABLE: tuple[Pass, ...] = (
     Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
     Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),
     Pass("merge updates of statistics", PART, lambda part, step: merge_statistics(part), _on_cuda),
+    Pass("exchange gradients with other ranks", PART, exchange_gradients, _exchanges),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),
+    Pass("gather what ranks update", PART, gather_updates, _gathers),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
     *(_fused(row) for row in MANIFEST if row.run is not None),

@@ -12,9 +12,11 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.parallel import TREE
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
+from stepgraph.compiler.slices import Ownership, slices
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
@@ -24,6 +26,7 @@ from stepgraph.runtime.blame import unread
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.programs import PASSES, Programs
+from stepgraph.runtime.world import ALONE, World, joined
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor
@@ -120,6 +123,30 @@ class Compilation:
         parallel = self.settings.parallel
         return parallel.shards if parallel is not None and self.declaration.trains else 0
 
+    @cached_property
+    def world(self) -> World:
+        """The ranks that divide updates among themselves, joined when it is first asked."""
+        parallel = self.settings.parallel
+        if parallel is None or not self.shards:
+            return ALONE
+        found = joined(self.device.torch, parallel.timeout)
+        if parallel.shards < found.size:
+            problem = f"{parallel.shards} shards cannot be divided among {found.size} ranks"
+            raise ArgumentError("compile", problem, fix=f"use a multiple of {found.size} shards, or fewer ranks")
+        return found
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Which rank updates which part of every trained tensor; None if there is only one."""
+        declared, world = self.declaration, self.world
+        optimizer = declared.optimizer
+        if world.is_alone or optimizer is None:
+            return None
+        cut = slices(self.trainable, lambda tensor: optimizer.cuts(declared.slots(tensor)), world.size)
+        parallel = self.settings.parallel
+        ordered = parallel is not None and parallel.order == TREE
+        return Ownership(world.rank, world.size, world.group, cut, ordered)
+
     def rows_at_once(self, batch: int) -> int:
         """The rows that a training program runs for a batch: all of them, or those of the largest shard."""
         return -(-batch // self.shards) if self.shards and not isinstance(batch, BatchExtent) else batch
@@ -184,6 +211,7 @@ class Compilation:
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
             shards=self.shards,
+            ownership=self.ownership,
             averages=declared.optimizer is not None and declared.average is not None,
             rounds=self.device.torch.type in ROUNDED,
             seeded=self.seeded(),

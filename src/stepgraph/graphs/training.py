@@ -17,12 +17,13 @@ from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, cho
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
+from stepgraph.graphs.agreement import require_divisible, require_same, share_state
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
-from stepgraph.graphs.sharded import Shards, require_divisible, require_same, share_state
+from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
@@ -31,7 +32,7 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.runtime.world import ALONE, World, joined, own_device
+from stepgraph.runtime.world import ALONE, World, own_device
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -723,6 +724,8 @@ class TrainingGraph(CompiledGraph):
             decay=self._declared.average,
             factors=len(compilation.losses) if compilation.shards or len(compilation.losses) > 1 else 0,
             guarded=len(compilation.guarded),
+            ownership=compilation.ownership,
+            world=compilation.world,
         )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
@@ -734,7 +737,7 @@ class TrainingGraph(CompiledGraph):
         parallel, world = compilation.settings.parallel, ALONE
         if parallel is not None:
             require_divisible(compilation)
-            world = joined(compilation.device.torch, parallel.timeout)
+            world = compilation.world
             require_same(compilation, world)
         put_in_place = super().prepared(compilation, keeps_passes, same_call)
 

@@ -54,6 +54,7 @@ class Optimizer:
     slots: tuple[str, ...] = ()
     rule: str = ""
     decouples_decay: ClassVar[bool] = False
+    is_elementwise: ClassVar[bool] = False  # whether the rule computes each element from the same element of all arrays
     selecting: ClassVar[tuple[str, ...]] = ()  # settings that select parameters
     live: tuple[str, ...] = (
         "learning_rate",
@@ -282,6 +283,10 @@ class Optimizer:
         """The buffers that a parameter with these names has."""
         return self.slots
 
+    def cuts(self, slots: Sequence[str]) -> bool:
+        """Whether parts of a parameter with these buffers can be updated by themselves."""
+        return self.is_elementwise and self.gradient_clipping_type is not GradientClippingType.BY_NORM
+
     @property
     def penalty(self) -> RegularizationType:
         """The penalty added to the gradient: none if the decay is decoupled from it."""
@@ -321,11 +326,6 @@ class Optimizer:
         shown = [f"{name}={getattr(self, name)!r}" for name in self.live if name in self.__dict__]
         shown += [f"groups={list(self.groups)!r}"] if self.groups else []
         return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def global_norm(gradients: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:
-    """`√Σ‖g‖²` over all gradients, or the custom norm if one is set."""
-    return combined_norm([torch.linalg.vector_norm(gradient) for gradient in gradients], n)
 
 
 def combined_norm(norms: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgraph.compiler import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.runtime.heartbeat import Heartbeat, Place
@@ -29,6 +30,7 @@ logger = logging.getLogger("stepgraph")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 JOINING = 300.0  # seconds for all ranks to start, which takes longer than an exchange
 STORE_SECONDS = 5.0  # after which a store that has gone is given up
+ALWAYS_EXCHANGES = False  # whether a single rank that torchrun started runs collectives, too, for tests
 _HOST = torch.device("cpu")
 Waiting = Callable[[], torch.Tensor]  # for what a collective brings; it has been started
 
@@ -54,13 +56,18 @@ class World:
     heartbeat: Heartbeat | None = field(default=None, compare=False)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to exchange anything with."""
+        return not self.group
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one that shows progress and writes files."""
         return self.rank == 0
 
     def gather(self, array: torch.Tensor, what: str) -> Waiting:
         """The arrays of all ranks, which have one shape, as `[rank, ...]`."""
-        if self.size == 1:
+        if self.is_alone:
             return lambda: array[None]
         sent = _bytes(array)
         shape, dtype = (self.size, *array.shape), array.dtype
@@ -75,26 +82,26 @@ class World:
             counts: how many numbers each rank sends to this one.
             what: what it is, for errors.
         """
-        if self.size == 1:
+        if self.is_alone:
             return lambda: slices[0]
         dtype = slices[0].dtype
         given, taken = ([count * dtype.itemsize for count in all] for all in ([len(one) for one in slices], counts))
         wait = self._start(what, "all_to_all_single", _bytes(torch.cat([*slices])), taken, given)
         return lambda: wait().view(dtype)
 
-    def sum(self, array: torch.Tensor, what: str) -> Waiting:
-        """The sum of the arrays of all ranks, in the order of the communication library."""
-        return (lambda: array) if self.size == 1 else self._start(what, "all_reduce", array, "sum")
+    def scatter_sum(self, array: torch.Tensor, what: str) -> Waiting:
+        """This rank's part, all of one size, of the sum of all ranks, in the order of the communication library."""
+        return self._start(what, "reduce_scatter_tensor", array, "sum", self.size)
 
     def share(self, array: torch.Tensor, what: str) -> torch.Tensor:
         """The array of the first rank."""
-        if self.size == 1:
+        if self.is_alone:
             return array
         return self._start(what, "broadcast", _bytes(array), 0)().view(array.dtype).view(array.shape)
 
     def gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         """A few numbers of each rank, by rank."""
-        if self.size == 1:
+        if self.is_alone:
             return [[*numbers]]
         sent = torch.tensor([*numbers], dtype=torch.float64, device=self.device)
         return self.gather(sent, what)().tolist()
@@ -107,7 +114,8 @@ class World:
         """Whether a flag is set on any rank."""
         return bool(self.most(flag, what))
 
-    def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
+    def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
+        """Starts a collective of PyTorch by its name; returns its result, and what waits for it."""
         collectives = torch_private.functional_collectives
         number = self.place.start(what)
         with self.explained(what, number):
@@ -117,7 +125,10 @@ class World:
             with self.explained(what, number):
                 return collectives.wait_tensor(started)
 
-        return wait
+        return started, wait
+
+    def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
+        return self.start(what, name, array, *settings)[1]
 
     @contextmanager
     def explained(self, what: str, number: int) -> Iterator[None]:
@@ -161,16 +172,18 @@ def joined(device: torch.device, timeout: float) -> World:
         timeout: seconds after which a rank stops waiting for the others.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        if not torchrun.has_started_several():
+        if not torchrun.has_started_several() and not (ALWAYS_EXCHANGES and "RANK" in os.environ):
             return ALONE
         _join(device, timeout)
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
-    if size == 1 or group is None:
+    if (size == 1 and not ALWAYS_EXCHANGES) or group is None:
         return ALONE
     group.set_timeout(timedelta(seconds=timeout))
     beating = _beating(group, rank, size)
-    return World(rank, size, device, group.group_name, beating.place, beating)
+    found = World(rank, size, device, group.group_name, beating.place, beating)
+    collectives.connect(found.group, found)
+    return found
 
 
 def own_device(device: Device, is_parallel: bool) -> Device:
