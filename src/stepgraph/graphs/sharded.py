@@ -23,8 +23,10 @@ from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import Part, PartName, Phase, Program, fake
 from stepgraph.compiler.step import STREAM, Key, KeyKind, Step, gradient, value
 from stepgraph.errors import ArgumentError, ExecutionError, NumericsError, StateError
+from stepgraph.graphs import synchronized
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.session import Answer, Session, announced
+from stepgraph.layers import over_ranks
 from stepgraph.layers.node import Node
 from stepgraph.random import seed_of_shard
 from stepgraph.runtime import exchange
@@ -193,6 +195,7 @@ class Shards:
         completion: Completion | None,
     ) -> Execution:
         """One update with a batch that every rank has; returns what a whole step would."""
+        synchronized.require_rows(self.session.compilation, batch)
         session, division = self.session, self._division(batch)
         session.check_destinations(outputs_data, division.part, division.shapes)
         session.accept(feeds, batch, options)
@@ -221,10 +224,12 @@ class Shards:
         session, world = self.session, self.world
         update = _Update(session, division, feeds, options, execution)
         try:
-            for shard in own(len(division.spans), world.rank, world.size):
-                update.run(shard)
-                if update.failure is not None:
-                    break
+            with over_ranks.among(world.gather):
+                for shard in own(len(division.spans), world.rank, world.size):
+                    update.run(shard)
+                    if update.failure is not None:
+                        synchronized.take_rest(division.part)
+                        break
             numbers = self._agreed(update)
             totals = self._summed(update)
             results = update.losses(numbers) | self._joined(update)

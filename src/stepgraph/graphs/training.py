@@ -17,6 +17,7 @@ from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, cho
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
+from stepgraph.graphs import synchronized
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
@@ -735,6 +736,7 @@ class TrainingGraph(CompiledGraph):
         if parallel is not None:
             require_divisible(compilation)
             world = joined(compilation.device.torch, parallel.timeout)
+            synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
         put_in_place = super().prepared(compilation, keeps_passes, same_call)
 
