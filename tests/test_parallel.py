@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.runtime.shards import TreeSum, most_nodes, own, partial_nodes, spans
+from stepgraph.compiler.shards import TreeSum, most_nodes, own, partial_nodes, spans
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new
 
 DEEP = pytest.mark.deep

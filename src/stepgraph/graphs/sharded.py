@@ -36,7 +36,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.profile import Profile
-from stepgraph.runtime.shards import TreeSum, most_nodes, own, spans
+from stepgraph.compiler.shards import TreeSum, most_nodes, own, spans
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent

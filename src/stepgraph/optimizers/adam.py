@@ -38,6 +38,7 @@ class AdamOptimizer(Optimizer):
         1
     """
 
+    is_elementwise = True
     live = (*Optimizer.live, "beta1", "beta2", "epsilon")
     amsgrad = Alias("uses_ams_grad")
     name = "adam"

@@ -54,6 +54,7 @@ class Optimizer:
     slots: tuple[str, ...] = ()
     rule: str = ""
     decouples_decay: ClassVar[bool] = False
+    is_elementwise: ClassVar[bool] = False  # whether the rule computes each element from the same element of all arrays
     selecting: ClassVar[tuple[str, ...]] = ()  # settings that select parameters
     live: tuple[str, ...] = (
         "learning_rate",
@@ -281,6 +282,10 @@ class Optimizer:
     def slots_of(self, tensor: Tensor, names: Sequence[str]) -> tuple[str, ...]:
         """The buffers that a parameter with these names has."""
         return self.slots
+
+    def cuts(self, slots: Sequence[str]) -> bool:
+        """Whether parts of a parameter with these buffers can be updated by themselves."""
+        return self.is_elementwise and self.gradient_clipping_type is not GradientClippingType.BY_NORM
 
     @property
     def penalty(self) -> RegularizationType:

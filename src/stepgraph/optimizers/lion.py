@@ -30,6 +30,7 @@ class LionOptimizer(Optimizer):
         ('momentum',)
     """
 
+    is_elementwise = True
     live = (*Optimizer.live, "beta1", "beta2")
     decouples_decay = True
     slots = ("momentum",)

@@ -50,6 +50,7 @@ class MuonOptimizer(Optimizer):
         'muon nesterov'
     """
 
+    is_elementwise = True
     live = (*Optimizer.live, "momentum_scale", "beta1", "beta2", "epsilon")
     momentum = Alias("momentum_scale")
     nesterov = Alias("uses_nesterov_momentum")
@@ -91,6 +92,10 @@ class MuonOptimizer(Optimizer):
         """`momentum` for matrices, also `velocity` for what AdamW updates."""
         by_adamw = len(tensor.shape) < 2 or ParameterGroup(self.adamw).selects(tensor, names)
         return self.slots if by_adamw else self.slots[:1]
+
+    def cuts(self, slots: Sequence[str]) -> bool:
+        """Not for matrices, whose singular values are all needed at once."""
+        return super().cuts(slots) and slots == self.slots
 
     def derive(self, n: SimpleNamespace) -> None:
         """What AdamW derives, and the weight of a new gradient in the momentum."""

@@ -37,6 +37,7 @@ class RMSPropOptimizer(Optimizer):
         ('velocity', 'momentum')
     """
 
+    is_elementwise = True
     live = (*Optimizer.live, "momentum_scale", "alpha", "epsilon")
     momentum = Alias("momentum_scale")
     centered = Alias("is_centered")

@@ -35,6 +35,7 @@ class SGDOptimizer(Optimizer):
         ('momentum',)
     """
 
+    is_elementwise = True
     live = (*Optimizer.live, "momentum_scale")
     momentum = Alias("momentum_scale")
     nesterov = Alias("uses_nesterov_momentum")

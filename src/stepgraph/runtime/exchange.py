@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.compiler.step import Key, gradient
-from stepgraph.runtime.shards import Node, TreeSum, partial_nodes
+from stepgraph.compiler.shards import Node, TreeSum, partial_nodes
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
 
