@@ -75,7 +75,9 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
     copies = {t: len(step.slots_of(t)) + step.averages for t in step.trainable} if learns else {}
-    shards = step.shards.bit_length() if learns else 0  # sums of gradients that are kept at once, see compiler/shards.py
+    shards = (
+        step.shards.bit_length() if learns else 0
+    )  # sums of gradients that are kept at once, see compiler/shards.py
     sums = shards * sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
     rounded = sum(t.descriptor.element_count for t in step.rounded) * 2  # bytes of half precision
     seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)

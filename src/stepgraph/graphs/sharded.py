@@ -21,6 +21,7 @@ import torch
 from stepgraph.compiler import phases
 from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import Part, PartName, Phase, Program, fake
+from stepgraph.compiler.shards import TreeSum, most_nodes, own, spans
 from stepgraph.compiler.step import STREAM, Key, KeyKind, Step, gradient, value
 from stepgraph.errors import ArgumentError, ExecutionError, NumericsError, StateError
 from stepgraph.graphs import synchronized
@@ -36,7 +37,6 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.profile import Profile
-from stepgraph.compiler.shards import TreeSum, most_nodes, own, spans
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent

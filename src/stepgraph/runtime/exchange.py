@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from stepgraph.compiler.step import Key, gradient
 from stepgraph.compiler.shards import Node, TreeSum, partial_nodes
+from stepgraph.compiler.step import Key, gradient
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
 
