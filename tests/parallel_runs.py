@@ -15,6 +15,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler.step import KeyKind
+from stepgraph.runtime.sliced import Sliced
 
 SHARDS, STEPS = 8, 20
 SIZES = (13, 16, 5)  # rows of a batch: uneven shards, even ones, and fewer rows than shards
@@ -80,11 +81,28 @@ def heads() -> sg.TrainingGraph:
     return training
 
 
+def wide(optimizer: sg.Optimizer | None = None) -> sg.TrainingGraph:
+    """Parameters of several blocks, of which ranks update slices, with clipping by the global norm and averages."""
+    x, y, graph = sg.Tensor((sg.BATCH, 6), label="x"), sg.Tensor((sg.BATCH,), "int64", label="y"), sg.Graph()
+    graph.dense(graph.tanh(graph.dense(x, 1400)), 3)
+    rule = optimizer or sg.AdamWOptimizer(0.01, clip_norm=0.1, groups=sg.DECAY_MATRICES_ONLY, weight_decay=0.1)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(ignored_label=-1), rule, average=0.9)
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+def orthogonal() -> sg.TrainingGraph:
+    """Matrices that ranks update whole, since their rule needs all of one; biases that they cut."""
+    return wide(sg.MuonOptimizer(0.01))
+
+
 NETWORKS: dict[str, Callable[[], sg.TrainingGraph]] = {
     "mlp": mlp,
     "cnn": cnn,
     "transformer": transformer,
     "heads": heads,
+    "wide": wide,
+    "orthogonal": orthogonal,
 }
 
 
@@ -125,11 +143,17 @@ def trained(name: str, steps: int = STEPS) -> dict[str, str]:
 
 
 def marks(training: sg.TrainingGraph) -> dict[str, str]:
-    """The bits of parameters, statistics, optimizer state and averages, and the position of the random stream."""
+    """The bits of parameters, statistics, optimizer state and averages, and the position of the random stream.
+
+    Every rank must ask, since each has only a part of the optimizer state.
+    """
     session = training.require_session("test")
     found: dict[str, Any] = {}
-    for key, array in session.arrays().items():
-        found.setdefault(key.kind, hashlib.sha256()).update(array.contiguous().numpy().tobytes())
+    arrays = [(key.kind, array) for key, array in session.arrays().items() if key.kind != KeyKind.STATE]
+    for buffers in training.progress().buffers.values():
+        arrays += [(KeyKind.STATE, one.whole("state") if isinstance(one, Sliced) else one) for one in buffers]
+    for kind, array in arrays:
+        found.setdefault(kind, hashlib.sha256()).update(array.contiguous().numpy().tobytes())
     assert KeyKind.VALUE in found and KeyKind.STREAM in found
     return {kind: one.hexdigest() for kind, one in found.items()}
 

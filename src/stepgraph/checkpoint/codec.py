@@ -30,6 +30,7 @@ from stepgraph.checkpoint.modules import HandedOver, constructor_arguments, is_f
 from stepgraph.errors import CheckpointError, DataTypeError, StepgraphError, reason
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.state import Buffer
 from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
@@ -94,13 +95,13 @@ class Encoder:
         self.layers: dict[Layer, int] = {}
         self.modules: dict[nn.Module, int] = {}
         self.described: list[dict[str, Any]] = []
-        self.arrays: dict[str, torch.Tensor] = {}
+        self.arrays: dict[str, Buffer] = {}
 
     def tensor(self, tensor: Tensor) -> int:
         """The number of a tensor."""
         return self.tensors.setdefault(tensor, len(self.tensors))
 
-    def array(self, key: str, array: torch.Tensor) -> str:
+    def array(self, key: str, array: Buffer) -> str:
         """Adds an array to the tensors file, under `key` or a similar name."""
         # A lone surrogate, which a label may contain, cannot be stored as UTF-8.
         name = unique(key.encode("utf-8", "backslashreplace").decode("utf-8"), self.arrays)

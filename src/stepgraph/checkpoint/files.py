@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
 
+from stepgraph.checkpoint.tensors_file import Stored, save_file
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, StorageError, reason
 from stepgraph.system.storage import as_path, open_regular, read_regular, storage, whole
 
@@ -31,7 +29,7 @@ DESCRIPTION = "graph.json"
 LARGEST_DESCRIPTION = 2**28  # bytes; a graph of a million nodes stays below
 LINE, DEEPEST = 200, 20  # characters per line, and the depth below which there are no new lines
 _TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
-_UNFINISHED = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # safetensors writes here first, and renames
+_UNFINISHED = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # left behind by earlier versions that were killed
 _MEMBER = re.compile(r"checkpoint-(\d{6,})")
 _SIGNED = re.compile(rb'(.*,\n "sha256": ")([0-9a-f]{64})"\n}\n', re.DOTALL)
 _PARTIAL = ".partial"
@@ -49,12 +47,12 @@ class Content:
 # Writing
 
 
-def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
+def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, Stored]) -> None:
     """Writes a checkpoint to `path`, replacing an existing one; a failure leaves that one unchanged."""
     with storage(path, "written"):
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        with storage(path, "written", SafetensorError):
+        with storage(path, "written"):
             path.mkdir(parents=True, exist_ok=True)
             tensors = _write_tensors(path, arrays)
             _write_description(path, {"format": FORMAT, "version": VERSION, "tensors_file": tensors, **description})
@@ -68,13 +66,9 @@ def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, torch
     _discard(path, keep=tensors["name"])
 
 
-def _write_tensors(path: Path, arrays: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _write_tensors(path: Path, arrays: Mapping[str, Stored]) -> dict[str, Any]:
     partial = path / ("tensors" + _PARTIAL)
-    # The library that writes tensors creates files that only their owner can read; other files follow the umask.
-    with partial.open("wb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    save_file(dict(arrays), partial)
-    partial.chmod(mode)
+    save_file(arrays, partial)
     with partial.open("rb+") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from torch import fx
 
@@ -12,6 +13,7 @@ from stepgraph import draw
 from stepgraph.compiler.program import Part, PartName, Phase, fakes, notes, storage, storages
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private
+from stepgraph.tensors.tensor import Tensor
 
 Timeline = list[tuple[str, Phase, dict[str, int]]]  # by operator: its layer, its phase, live bytes by kind
 _KINDS = {Phase.FORWARD: "activations", Phase.GRADIENT: "gradients"}
@@ -74,23 +76,27 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
-    copies = {t: len(step.slots_of(t)) + step.averages for t in step.trainable} if learns else {}
-    shards = (
-        step.shards.bit_length() if learns else 0
-    )  # sums of gradients that are kept at once, see compiler/shards.py
+    state = sum(_state(step, tensor) for tensor in step.trainable) if learns else 0
+    shards = step.shards.bit_length() if learns else 0  # sums of gradients that are kept at once, see `shards.py`
     sums = shards * sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
     rounded = sum(t.descriptor.element_count for t in step.rounded) * 2  # bytes of half precision
     seeds = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.seeded)
     learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
     return MemoryPlan(
         parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned) + rounded,
-        optimizer_state=sum(t.descriptor.tensor_allocation_size_in_bytes * copies[t] for t in copies),
+        optimizer_state=state,
         statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
         activations=at_peak.get("activations", 0),
         gradients=at_peak.get("gradients", 0) + seeds + sums,
         workspace=at_peak.get("workspace", 0),
         timeline=tuple((layer, phase, sum(kinds.values()) + seeds + sums) for layer, phase, kinds in live),
     )
+
+
+def _state(step: Step, tensor: Tensor) -> int:
+    """Bytes of a parameter's optimizer buffers on this rank, and of its average, which every rank has."""
+    own = prod(step.state_shape(tensor)) * len(step.slots_of(tensor)) * tensor.data_type.torch.itemsize
+    return own + tensor.descriptor.tensor_allocation_size_in_bytes * step.averages
 
 
 def plan_passes(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:

@@ -106,6 +106,7 @@ def _crossing_names(program: Program) -> dict[fx.Node, Key]:
     known |= {
         program.outputs[gradient(t)]: gradient(t) for t in program.step.trainable if gradient(t) in program.outputs
     }
+    known |= {node: key for key, node in program.outputs.items() if key.kind == KeyKind.PIECE}
     return {node: known.get(node, Key(KeyKind.HANDED_ON, index)) for index, node in enumerate(program.nodes)}
 
 

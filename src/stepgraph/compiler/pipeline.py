@@ -37,6 +37,7 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.exchange import gather_updates
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -127,6 +128,10 @@ def _on_cuda(step: Step, part: PartName | None) -> bool:
     return step.device.type == "cuda"
 
 
+def _gathers(step: Step, part: PartName | None) -> bool:
+    return step.ownership is not None and part == PartName.UPDATE
+
+
 def _merges_updates(step: Step, part: PartName | None) -> bool:
     # Within a limit, other results could not be kept because of gradients that wait.
     return step.device.type == "cuda" and step.memory_limit is None
@@ -204,6 +209,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),
+    Pass("gather what ranks update", PART, gather_updates, _gathers),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
     *(_fused(row) for row in MANIFEST if row.run is not None),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.compiler.slices import Ownership
 from stepgraph.errors import ShapeError, StepgraphError, shown_as
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
@@ -28,6 +29,7 @@ class KeyKind(StrEnum):
     USER_GRADIENT = "user gradient"
     STATE = "state"
     AVERAGE = "average"
+    PIECE = "piece"
     ROUNDED = "rounded"
     SHARE = "share"
     NUMBERS = "numbers"
@@ -79,6 +81,11 @@ def state(parameter: Tensor, index: int) -> Key:
 def average(parameter: Tensor) -> Key:
     """The moving average of a parameter."""
     return Key(KeyKind.AVERAGE, parameter)
+
+
+def piece(parameter: Tensor) -> Key:
+    """The part of a parameter's gradient that this rank needs for its update."""
+    return Key(KeyKind.PIECE, parameter)
 
 
 def rounded(parameter: Tensor) -> Key:
@@ -137,6 +144,7 @@ class Step:
         slots: the optimizer's buffers of trainable tensors, where they are not the same for all.
         groups: the number of the optimizer's group that each trainable tensor is in; empty if there are no groups.
         shards: the parts of a batch that are run one after another before an update; 0 if batches are not divided.
+        ownership: which rank updates which part of every parameter; None if there is only one.
         averages: whether the update also moves an average of each trainable tensor.
         rounds: whether the update also writes trainable tensors in the compute type, for layers that read them so.
         seeded: results that receive a gradient from outside the graph.
@@ -166,6 +174,7 @@ class Step:
     slots: Mapping[Tensor, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     shards: int = 0
+    ownership: Ownership | None = None
     averages: bool = False
     rounds: bool = False
     seeded: tuple[Tensor, ...] = ()
@@ -259,6 +268,15 @@ class Step:
     def slots_of(self, tensor: Tensor) -> tuple[str, ...]:
         """The optimizer's buffers of a trainable tensor."""
         return self.slots.get(tensor, () if self.optimizer is None else self.optimizer.slots)
+
+    @cached_property
+    def owned(self) -> frozenset[Tensor]:
+        """Trainable tensors that this rank updates, wholly or in part."""
+        return self.trainable_set if self.ownership is None else self.ownership.owned
+
+    def state_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of the optimizer's buffers of a trainable tensor on this rank."""
+        return tuple(tensor.shape) if self.ownership is None else self.ownership.shape(tensor)
 
     @property
     def numbers_shape(self) -> tuple[int, ...]:

@@ -110,7 +110,8 @@ def input_keys(step: Step) -> list[Key]:
     if step.differentiates:
         keys += [user_gradient(tensor) for tensor in step.seeded]
         if step.optimizer is not None:
-            keys += [state(tensor, i) for tensor in step.trainable for i in range(len(step.slots_of(tensor)))]
+            owned = [tensor for tensor in step.trainable if tensor in step.owned]
+            keys += [state(tensor, i) for tensor in owned for i in range(len(step.slots_of(tensor)))]
             keys.append(NUMBERS)
             if step.averages:
                 keys += [*map(average, step.trainable), SHARE]
@@ -134,7 +135,9 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
     match key.kind:
         case KeyKind.VALUE | KeyKind.USER_GRADIENT:
             return shapes[key.owner].shape, key.owner.data_type.torch
-        case KeyKind.STATE | KeyKind.AVERAGE:
+        case KeyKind.STATE:
+            return step.state_shape(key.owner), key.owner.data_type.torch
+        case KeyKind.AVERAGE:
             return key.owner.shape, key.owner.data_type.torch
         case KeyKind.ROUNDED:
             assert step.compute_type is not None

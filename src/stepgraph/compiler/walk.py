@@ -24,8 +24,11 @@ import torch
 from torch.fx import traceback
 
 from stepgraph.compiler import guard, kernels
+from stepgraph.compiler.block_norms import sums_of_squares
+from stepgraph.compiler.collectives import of_all_ranks, updated_
 from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
+from stepgraph.compiler.slices import BLOCK
 from stepgraph.compiler.step import (
     NUMBERS,
     REFUSED,
@@ -39,6 +42,7 @@ from stepgraph.compiler.step import (
     average,
     gradient,
     layer_tensors,
+    piece,
     rounded,
     source_gradient,
     state,
@@ -49,7 +53,7 @@ from stepgraph.errors import ExecutionError, StepgraphError, reason, shown_as
 from stepgraph.layers.failures import explained
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.node import Node
-from stepgraph.optimizers import FROZEN, combined_norm, global_norm
+from stepgraph.optimizers import FROZEN, combined_norm
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor
 
@@ -99,6 +103,7 @@ class _Walk:
     claimed: set[int] = field(default_factory=set)
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
     changes: dict[int, torch.Tensor] = field(default_factory=dict)
+    complete: list[Tensor] = field(default_factory=list)
     drew: bool = False
     notes: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     accepted: torch.Tensor | None = None
@@ -259,8 +264,12 @@ class _Walk:
                 self.open[tensor].append(torch.zeros_like(self._value(tensor)))
             self._total(tensor)
             self._own(gradient(tensor))
+            if self.step.ownership is not None and tensor in self.step.owned:
+                whole = self.found[gradient(tensor)].contiguous()
+                self.found[piece(tensor)] = self.step.ownership.piece(whole, tensor).clone()
         if self.step.optimizer is None:
             return
+        self.complete.append(tensor)
         # A large gradient is used immediately and freed; small ones are cheaper to update together, at the end.
         if self.step.updates_last or tensor.descriptor.element_count < SMALL:
             self.waiting.append(tensor)
@@ -287,11 +296,13 @@ class _Walk:
         if optimizer is None or not any(gradient(t) in self.found for t in self.step.trainable):
             return
         with _tagged("optimizer", Phase.UPDATE):
-            gradients = {t: self.found[gradient(t)] for t in self.waiting}
+            gradients = {t: self._learned(t) for t in self.waiting if t in self.step.owned}
             finite = self._finite(gradients) if self.step.scales_loss else None
             allowed = self._allowed(finite)
             norm = self._norm(gradients) if optimizer.needs_global_norm else None
         self._update(self.waiting, norm, allowed)
+        if self.step.ownership is not None:
+            self._follow_others(allowed)
         with _tagged("optimizer", Phase.UPDATE):
             numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
             steps = numbers[:, column] if optimizer.groups else numbers[column]
@@ -313,29 +324,67 @@ class _Walk:
         each = {tensor: array.isfinite().all() for tensor, array in gradients.items()}
         if self.step.groups:
             each = {tensor: one | self._frozen(self.step.groups[tensor]) for tensor, one in each.items()}
-        return torch.stack(list(each.values())).all()
+        ranks = self.step.ownership
+        if ranks is None:
+            return torch.stack(list(each.values())).all()
+        failed = [torch.zeros_like(self.arrays[SCALE][0]), *((~one).float() for one in each.values())]
+        everywhere = of_all_ranks(torch.stack(failed).amax(0, keepdim=True), ranks.rank, ranks.size, [1] * ranks.size)
+        return everywhere.sum() == 0
 
     def _norm(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients together, without those of groups that are frozen or not clipped."""
-        if not self.step.groups:
-            return global_norm(list(gradients.values()), self._numbers())
+        if self.step.shards:
+            each = self._norms(gradients)
+        else:
+            each = {tensor: torch.linalg.vector_norm(array) for tensor, array in gradients.items()}
         norms = []
-        for tensor, array in gradients.items():
-            group, norm = self.step.groups[tensor], torch.linalg.vector_norm(array)
-            counts = self._numbers(group).maximum_clipping_norm.isfinite() & ~self._frozen(group)
-            norms.append(torch.where(counts, norm, torch.zeros_like(norm)))
+        for tensor, norm in each.items():
+            if self.step.groups:
+                group = self.step.groups[tensor]
+                counts = self._numbers(group).maximum_clipping_norm.isfinite() & ~self._frozen(group)
+                norm = torch.where(counts, norm, torch.zeros_like(norm))
+            norms.append(norm)
         return combined_norm(norms, self._numbers())
+
+    def _norms(self, gradients: Mapping[Tensor, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
+        """The norm of every gradient, with the same bits for any number of ranks, which may have a part of each."""
+        ranks, trained = self.step.ownership, self.waiting
+        double = any(tensor.data_type.torch is torch.float64 for tensor in trained)
+        dtype = torch.float64 if double else torch.float32
+        pieces = list(gradients.values())
+        sums = sums_of_squares(pieces, dtype) if pieces else self.arrays[NUMBERS].new_empty(0, dtype=dtype)
+        blocks = [-(-tensor.descriptor.element_count // BLOCK) for tensor in trained]
+        if ranks is not None:
+            counts = [ranks.slices[tensor][rank].blocks for rank in range(ranks.size) for tensor in trained]
+            sums = of_all_ranks(sums, ranks.rank, ranks.size, counts)
+        return {t: own.sum().sqrt() for t, own in zip(trained, sums.split(blocks), strict=True)}
+
+    def _learned(self, tensor: Tensor) -> torch.Tensor:
+        """The gradient that this rank updates with."""
+        return self.found[gradient(tensor) if self.step.ownership is None else piece(tensor)]
+
+    def _follow_others(self, allowed: torch.Tensor | None) -> None:
+        """What depends on whole parameters, of which other ranks have updated parts."""
+        arrays, names = self.arrays, self.step.names
+        with _tagged("optimizer", Phase.UPDATE), torch.no_grad():
+            updated_([arrays[value(tensor)] for tensor in self.complete])
+        for tensor in self.complete:
+            with _tagged(names.get(tensor, tensor.label), Phase.UPDATE), torch.no_grad():
+                if tensor in self.step.rounded_set:
+                    arrays[rounded(tensor)].copy_(arrays[value(tensor)])
+                if self.step.averages:
+                    self._average(tensor, self._permitted(self.step.groups.get(tensor, 0), allowed))
 
     def _update(
         self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, allowed: torch.Tensor | None = None
     ) -> None:
         """Updates parameters, those of one group and with the same buffers and copies together."""
         together: dict[Any, list[Tensor]] = defaultdict(list)
-        for tensor in tensors if self.step.optimizer is not None else ():
+        for tensor in (one for one in tensors if one in self.step.owned):
             alike = self.step.slots_of(tensor), tensor in self.step.rounded_set
             together[self.step.groups.get(tensor, 0), alike].append(tensor)
         for (group, _), members in together.items():
-            self._update_alike(members, group, norm, allowed)
+            self._update_alike(members, group, norm, self._permitted(group, allowed))
 
     def _update_alike(
         self, tensors: Sequence[Tensor], group: int, norm: torch.Tensor | None, allowed: torch.Tensor | None
@@ -343,25 +392,33 @@ class _Walk:
         optimizer = self.step.optimizer
         assert optimizer is not None
         name = self.step.names.get(tensors[0], tensors[0].label) if len(tensors) == 1 else "optimizer"
-        parameters = [self.arrays[value(t)] for t in tensors]
-        gradients = [self.found[gradient(t)] for t in tensors]
+        ranks = self.step.ownership
+        gradients = [self._learned(t) for t in tensors]
         states = [[self.arrays[state(t, i)] for t in tensors] for i in range(len(self.step.slots_of(tensors[0])))]
-        copies = [self.arrays[rounded(t)] for t in tensors if t in self.step.rounded_set]
+        copies = [self.arrays[rounded(t)] for t in tensors if t in self.step.rounded_set and ranks is None]
         # PyTorch's compiler fuses a few small updates with what precedes them; others have a kernel.
         few = len(self.step.trainable) <= kernels.MANY
-        expanded = few and self.step.fusion is Fusion.FIRST and all(p.numel() < SMALL for p in parameters)
+        expanded = few and self.step.fusion is Fusion.FIRST and all(g.numel() < SMALL for g in gradients)
         with _tagged(name, Phase.UPDATE), torch.no_grad():
-            if optimizer.groups:
-                allowed = self._changes(group, allowed)
+            parameters = [self.arrays[value(t)] for t in tensors]
+            if ranks is not None:
+                parameters = [ranks.piece(array, t) for array, t in zip(parameters, tensors, strict=True)]
             arrays = kernels.Update(parameters, gradients, states, self._row(group), copies, norm, allowed)
             kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded)
-            if self.step.averages:
-                share = self.arrays[SHARE][0] if allowed is None else self.arrays[SHARE][0] * allowed
-                for tensor, parameter in zip(tensors, parameters, strict=True):
-                    self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
+            for tensor in tensors if self.step.averages and ranks is None else ():
+                self._average(tensor, allowed)
 
-    def _changes(self, group: int, allowed: torch.Tensor | None) -> torch.Tensor:
+    def _average(self, tensor: Tensor, allowed: torch.Tensor | None) -> None:
+        """Moves the average of a parameter that was updated."""
+        share, parameter = self.arrays[SHARE][0], self.arrays[value(tensor)]
+        share = share if allowed is None else share * allowed
+        self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
+
+    def _permitted(self, group: int, allowed: torch.Tensor | None) -> torch.Tensor | None:
         """Whether updates of a group may change anything, looked up once per run; `allowed` is the same for all."""
+        assert self.step.optimizer is not None
+        if not self.step.optimizer.groups:
+            return allowed
         if group not in self.changes:
             with _tagged("optimizer", Phase.UPDATE):
                 changes = ~self._frozen(group)

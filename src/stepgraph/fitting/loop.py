@@ -352,6 +352,7 @@ class Loop:
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""
         if not self.world.is_first:
+            self.graph.training.save(folder)  # it sends its part of the optimizer state
             return None
         try:
             path = self.graph.training.save(folder, notes=self._notes(), **settings)

@@ -14,6 +14,7 @@ from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
+from stepgraph.compiler.slices import Ownership, slices
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
@@ -23,6 +24,7 @@ from stepgraph.runtime.blame import unread
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.feeds import Data, Feeds, Names, merged
 from stepgraph.runtime.programs import PASSES, Programs
+from stepgraph.runtime.world import ALONE, World, joined
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor
@@ -119,6 +121,22 @@ class Compilation:
         parallel = self.settings.parallel
         return parallel.shards if parallel is not None and self.declaration.trains else 0
 
+    @cached_property
+    def world(self) -> World:
+        """The ranks that divide updates among themselves, joined when it is first asked."""
+        parallel = self.settings.parallel
+        return joined(self.device.torch, parallel.timeout) if parallel is not None and self.shards else ALONE
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Which rank updates which part of every trained tensor; None if there is only one."""
+        declared, world = self.declaration, self.world
+        optimizer = declared.optimizer
+        if world.size == 1 or optimizer is None:
+            return None
+        cut = slices(self.trainable, lambda tensor: optimizer.cuts(declared.slots(tensor)), world.size)
+        return Ownership(world.rank, world.size, world.group, cut)
+
     def rows_at_once(self, batch: int) -> int:
         """The rows that a training program runs for a batch: all of them, or those of the largest shard."""
         return -(-batch // self.shards) if self.shards and not isinstance(batch, BatchExtent) else batch
@@ -178,6 +196,7 @@ class Compilation:
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
             shards=self.shards,
+            ownership=self.ownership,
             averages=declared.optimizer is not None and declared.average is not None,
             rounds=self.device.torch.type in ROUNDED,
             seeded=self.seeded(),
@@ -349,9 +368,16 @@ class Compilation:
 
     def memory_plan_for(self, batch: int) -> MemoryPlan:
         """The memory that a whole call would need with another batch size; nothing is kept."""
-        return replace(self, channels_last=self.programs.channels_last).programs.plan_for(
-            self.whole, self.rows_at_once(self.batch_size(batch))
-        )
+        return self.traced_again().programs.plan_for(self.whole, self.rows_at_once(self.batch_size(batch)))
+
+    def traced_again(self) -> Compilation:
+        """The same without its programs, to trace others and forget them."""
+        return replace(self, channels_last=self.programs.channels_last).among(self.world)
+
+    def among(self, world: World) -> Compilation:
+        """Itself, with ranks that need not be asked for."""
+        self.__dict__["world"] = world
+        return self
 
     def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
         """Rejects a plan that exceeds the memory limit; the error shows which batch size would fit."""

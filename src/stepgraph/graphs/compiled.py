@@ -14,7 +14,6 @@ import torch
 from rich.console import RenderableType
 
 from stepgraph.checkpoint import restoring, saving
-from stepgraph.checkpoint.files import as_path
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.kernels import emulated
@@ -235,18 +234,18 @@ class CompiledGraph(Graph):
         """Writes a checkpoint: the graph and everything needed to continue training. Returns its directory.
 
         An existing checkpoint is replaced atomically: if the process is killed, the path holds the old or the new one.
-        Of several ranks that train together, the first one writes it; the others return at once.
+        Of several ranks that train together, every one must call it: the first one writes, the others send it their
+        part of the optimizer state.
 
         Args:
             path: the directory of the checkpoint; with `keep`, a folder for a series of them.
             keep: write `path/checkpoint-000001`, `…2` and so on, and keep the newest `keep` of them.
             notes: your own JSON values (an epoch, a score), returned by `restore`.
         """
-        if not self.world.is_first:
-            return as_path("save", path)
         # No other thread may run a step while the arrays are read.
         with nullcontext() if self.device is None else turn(self.device):
-            return saving.save([graph.kept() for graph in self.linked], self.linked.index(self), path, keep, notes)
+            group = [graph.kept() for graph in self.linked]
+            return saving.save(group, self.linked.index(self), path, keep, notes, self.world)
 
     def restore(
         self, path: str | os.PathLike[str], *, partial: bool = False, only_parameters: bool = False

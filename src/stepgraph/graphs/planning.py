@@ -17,6 +17,7 @@ from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation, compiled
 from stepgraph.runtime.declaration import Declaration
+from stepgraph.runtime.world import ALONE
 from stepgraph.tensors.tensor import Tensor
 
 _Asked = tuple[Declaration, Device, Settings, int]
@@ -89,14 +90,13 @@ def to_plan(
     if now is not None and (place, wanted) == (now.device, now.settings):
         return now
     if now is not None:
-        return replace(now, device=place, settings=wanted)
-    return compiled(declaration, place, wanted, {}, handles, [], needs_data=False)
+        return replace(now, device=place, settings=wanted).among(ALONE)
+    return compiled(declaration, place, wanted, {}, handles, [], needs_data=False).among(ALONE)
 
 
 def _shard(to_plan: Compilation, rows: int) -> Shard:
     """Traces one shard; what was traced is not kept."""
-    traced = replace(to_plan, channels_last=to_plan.programs.channels_last)
-    step, parts = traced.programs.settled(PartName.SHARD, rows)
+    step, parts = to_plan.traced_again().programs.settled(PartName.SHARD, rows)
     part, optimizer = parts[PartName.SHARD], step.optimizer
     exchanged = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
     sizes = (tensor.descriptor.tensor_allocation_size_in_bytes for tensor in step.trainable)

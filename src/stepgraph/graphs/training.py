@@ -19,13 +19,14 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, u
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs import synchronized
+from stepgraph.graphs.agreement import require_divisible, require_same, share_state
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.planning import Plans
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
-from stepgraph.graphs.sharded import Shards, require_divisible, require_same, share_state
+from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
@@ -34,7 +35,7 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.runtime.world import ALONE, World, joined, own_gpu
+from stepgraph.runtime.world import ALONE, World, own_gpu
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -758,6 +759,8 @@ class TrainingGraph(CompiledGraph):
             decay=self._declared.average,
             factors=len(compilation.losses) if compilation.shards or len(compilation.losses) > 1 else 0,
             guarded=len(compilation.guarded),
+            ownership=compilation.ownership,
+            world=compilation.world,
         )
         return Session(compilation, state, self.gradients, self._gradients_elsewhere, self.session)
 
@@ -769,7 +772,7 @@ class TrainingGraph(CompiledGraph):
         parallel, world = compilation.settings.parallel, ALONE
         if parallel is not None:
             require_divisible(compilation)
-            world = joined(compilation.device.torch, parallel.timeout)
+            world = compilation.world
             synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
         put_in_place = super().prepared(compilation, keeps_passes, same_call)

@@ -19,7 +19,6 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from stepgraph.checkpoint.restore_report import Mismatch, RestoreReport
-from stepgraph.checkpoint.saving import apart
 from stepgraph.errors import CheckpointError, DataTypeError, StateError, reason
 from stepgraph.graph import Graph
 from stepgraph.layers import state
@@ -49,7 +48,7 @@ def save_safetensors(graph: Graph, path: str | os.PathLike[str]) -> Path:
         arrays[first] = tensor.array()
         others |= {name: first for name in more}
     notes = {"format": "pt", **({ALIASES: json.dumps(others)} if others else {})}
-    _write(target, apart(arrays), notes)
+    _write(target, _apart(arrays), notes)
     return target
 
 
@@ -164,3 +163,15 @@ def _array(tensor: Any) -> torch.Tensor:
     if tensor.dtype.name == "BFLOAT16":
         return torch.from_numpy(np.array(tensor.numpy().view(np.int16))).view(torch.bfloat16)
     return torch.from_numpy(np.array(tensor.numpy()))
+
+
+def _apart(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The arrays on the host, contiguous, each in its own memory, as the library that writes them requires."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for key, array in arrays.items():
+        host = array.detach().cpu().contiguous()
+        address = host.untyped_storage().data_ptr()
+        found[key] = host.clone() if address in seen else host
+        seen.add(address)
+    return found

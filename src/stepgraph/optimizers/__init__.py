@@ -5,7 +5,6 @@ from stepgraph.optimizers.base import (
     Optimizer as Optimizer,
     clipping_factor as clipping_factor,
     combined_norm as combined_norm,
-    global_norm as global_norm,
 )
 from stepgraph.optimizers.groups import (
     DECAY_MATRICES_ONLY as DECAY_MATRICES_ONLY,

@@ -328,11 +328,6 @@ class Optimizer:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def global_norm(gradients: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:
-    """`√Σ‖g‖²` over all gradients, or the custom norm if one is set."""
-    return combined_norm([torch.linalg.vector_norm(gradient) for gradient in gradients], n)
-
-
 def combined_norm(norms: Sequence[torch.Tensor], n: SimpleNamespace) -> torch.Tensor:
     """The norm of gradients with these norms, or the custom norm if one is set."""
     computed = torch.stack(list(norms)).norm()

@@ -1,7 +1,7 @@
 """Sums over the shards of all ranks: gradients as flat buckets, and small numbers that every rank needs at once.
 
-A bucket is exchanged in slices. Each rank receives its slice of every partial sum, adds them in the order of the tree,
-and hands the total to the others. That is as much traffic as an ordinary reduction of the bucket.
+Each rank receives, of every partial sum, the slices that it updates, and adds them in the order of the tree. That is as
+much traffic as the first half of an ordinary reduction; gathering the updated parameters is the other half.
 """
 
 from __future__ import annotations
@@ -13,75 +13,88 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.compiler.shards import Node, TreeSum, partial_nodes
+from stepgraph.compiler.slices import Slices
 from stepgraph.compiler.step import Key, gradient
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
 
 Headers = list[list[float]]
-BUCKET = 25 << 20  # bytes; PyTorch's DistributedDataParallel uses as many
+Pieces = dict[Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """Gradients as flat arrays, each of one type and of about `BUCKET` bytes.
+class Bucket:
+    """The gradients of some parameters as one flat array: first what the first rank updates, then the others.
 
     Args:
-        members: the tensors whose gradients are in each.
+        tensors: the parameters, of one type.
+        slices: those of all ranks; None if one rank updates them all.
+        name: what it is, for errors.
     """
 
-    members: tuple[tuple[Tensor, ...], ...]
+    tensors: tuple[Tensor, ...]
+    slices: Slices | None
+    name: str
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Buckets:
-        """Buckets for gradients that become complete in this order."""
-        done: list[tuple[Tensor, ...]] = []
-        filling: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            bucket = filling.setdefault(tensor.data_type.torch, [])
-            bucket.append(tensor)
-            if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= BUCKET:
-                done.append(tuple(filling.pop(tensor.data_type.torch)))
-        return cls((*done, *map(tuple, filling.values())))
+    @property
+    def sizes(self) -> list[int]:
+        """The elements by rank."""
+        return [sum(stop - start for _, start, stop in of_rank) for of_rank in self._ranges]
 
-    def flat(self, found: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def _ranges(self) -> list[list[tuple[Tensor, int, int]]]:
+        if self.slices is None:
+            return [[(one, 0, one.descriptor.element_count) for one in self.tensors]]
+        ranks = range(len(self.slices[self.tensors[0]]))
+        return [[(one, *self.slices[one][rank]) for one in self.tensors] for rank in ranks]
+
+    def flat(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor:
         """The gradients of one shard, copied."""
-        return [torch.cat([found[gradient(one)].reshape(-1) for one in bucket]) for bucket in self.members]
+        ranges = [one for of_rank in self._ranges for one in of_rank]
+        return torch.cat([found[gradient(one)].reshape(-1)[start:stop] for one, start, stop in ranges])
 
-    def zeros(self, device: torch.device) -> list[torch.Tensor]:
+    def zeros(self, device: torch.device) -> torch.Tensor:
         """The gradients of no shard."""
-        counts = [sum(one.descriptor.element_count for one in bucket) for bucket in self.members]
-        types = [bucket[0].data_type.torch for bucket in self.members]
-        return [torch.zeros(count, dtype=dtype, device=device) for count, dtype in zip(counts, types, strict=True)]
+        return torch.zeros(sum(self.sizes), dtype=self.tensors[0].data_type.torch, device=device)
 
-    def by_tensor(self, flat: Sequence[torch.Tensor]) -> dict[Tensor, torch.Tensor]:
-        """Views of the gradients in flat arrays."""
-        found: dict[Tensor, torch.Tensor] = {}
-        for bucket, array in zip(self.members, flat, strict=True):
-            pieces = array.split([one.descriptor.element_count for one in bucket])
-            found |= {one: piece.view(one.shape) for one, piece in zip(bucket, pieces, strict=True)}
-        return found
+    def pieces(self, flat: torch.Tensor, rank: int) -> Pieces:
+        """What a rank has of each gradient, as views of what it has of the bucket."""
+        ranges = self._ranges[rank]
+        parts = flat.split([stop - start for _, start, stop in ranges])
+        return {
+            one: part.view(one.shape) if stop - start == one.descriptor.element_count else part
+            for (one, start, stop), part in zip(ranges, parts, strict=True)
+        }
 
 
-def summed(sums: TreeSum, buckets: Buckets, world: World, device: torch.device) -> list[torch.Tensor]:
-    """The sum of the gradients of all shards, in the order of the tree."""
+def summed(sums: TreeSum, buckets: Sequence[Bucket], world: World, device: torch.device) -> list[torch.Tensor]:
+    """What this rank has of the sum of the gradients of all shards, in the order of the tree."""
     if world.size == 1:
         return [*sums.total]
     nodes = [partial_nodes(sums.count, rank, world.size) for rank in range(world.size)]
     mine = [sums.sums[node] for node in nodes[world.rank]]
-    whole = buckets.zeros(device) if not mine else mine[0]  # for their sizes
     # All exchanges are started before the first is waited for.
-    traded = [_traded([one[index] for one in mine], array, nodes, world, index) for index, array in enumerate(whole)]
-    totals = [_total(wait(), nodes, sums.count) for wait in traded]
-    gathered = [world.gather(total, f"bucket {index}") for index, total in enumerate(totals)]
-    return [wait().view(-1)[: len(array)] for wait, array in zip(gathered, whole, strict=True)]
+    traded = [_traded([one[i] for one in mine], bucket, nodes, world, device) for i, bucket in enumerate(buckets)]
+    return [_total(wait(), nodes, sums.count) for wait in traded]
 
 
-def summed_in_any_order(sums: TreeSum, buckets: Buckets, world: World, device: torch.device) -> list[torch.Tensor]:
+def summed_in_any_order(
+    sums: TreeSum, buckets: Sequence[Bucket], world: World, device: torch.device
+) -> list[torch.Tensor]:
     """The same sum in the order that the communication library chooses."""
-    mine = [*sums.sums.values()] or [buckets.zeros(device)]
+    mine = [*sums.sums.values()] or [[bucket.zeros(device) for bucket in buckets]]
     local = [torch.stack(arrays).sum(0) if len(arrays) > 1 else arrays[0] for arrays in zip(*mine, strict=True)]
-    started = [world.sum(array, f"bucket {index}") for index, array in enumerate(local)]
-    return [wait() for wait in started]
+    started = [_scattered(array, bucket, world) for array, bucket in zip(local, buckets, strict=True)]
+    return [wait()[: bucket.sizes[world.rank]] for wait, bucket in zip(started, buckets, strict=True)]
+
+
+def _scattered(array: torch.Tensor, bucket: Bucket, world: World) -> Waiting:
+    """Starts a sum of which each rank receives its part, all of one size."""
+    if world.size == 1:
+        return lambda: array
+    most = max(bucket.sizes)
+    padded = [F.pad(part, (0, most - len(part))) for part in array.split(bucket.sizes)]
+    return world.scatter_sum(torch.cat(padded), bucket.name)
 
 
 def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world: World) -> tuple[Headers, Waiting]:
@@ -113,17 +126,18 @@ def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world
 
 
 def _traded(
-    parts: Sequence[torch.Tensor], like: torch.Tensor, nodes: Sequence[Sequence[Node]], world: World, index: int
+    parts: Sequence[torch.Tensor], bucket: Bucket, nodes: Sequence[Sequence[Node]], world: World, device: torch.device
 ) -> Waiting:
-    """Starts the exchange of a bucket: afterwards this rank has its slice of every partial sum."""
-    size = -(-len(like) // world.size)
-    padded = [F.pad(part, (0, size * world.size - len(part))).view(world.size, size) for part in parts]
-    slices = [torch.cat([part[rank] for part in padded]) if padded else like.new_empty(0) for rank in range(world.size)]
-    return world.trade(slices, [len(own) * size for own in nodes], f"bucket {index}")
+    """Starts the exchange of a bucket: afterwards this rank has its part of every partial sum."""
+    sizes = bucket.sizes
+    split = [part.split(sizes) for part in parts]
+    nothing = bucket.zeros(device)[:0]
+    slices = [torch.cat([part[rank] for part in split]) if split else nothing for rank in range(world.size)]
+    return world.trade(slices, [len(own) * sizes[world.rank] for own in nodes], bucket.name)
 
 
 def _total(received: torch.Tensor, nodes: Sequence[Sequence[Node]], count: int) -> torch.Tensor:
-    """The sum of a slice over all partial sums, in the order of the tree."""
+    """The sum of a part over all partial sums, in the order of the tree."""
     order = [node for own in nodes for node in own]
     found = TreeSum(count)
     for node, part in zip(order, received.view(len(order), -1), strict=True):

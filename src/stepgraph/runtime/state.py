@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 
 import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
+from stepgraph.compiler.slices import Ownership, Slice
 from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, rounded, state
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, ParameterGroup
 from stepgraph.random import draw_seed
+from stepgraph.runtime.sliced import Sliced
+from stepgraph.runtime.world import ALONE, World
 from stepgraph.system import torch_private
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import writes
 from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
+Buffer = torch.Tensor | Sliced
 FIRST_SCALE = 2.0**16  # the largest for float16; halved until gradients are finite
 
 
@@ -35,7 +38,7 @@ class Progress:
         scale: the loss scale, and the finite steps since it last changed.
         time_step: the step count of the next update.
         time_version: the optimizer's version when `time_step` was read; a step count assigned later takes precedence.
-        buffers: the optimizer's buffers by parameter, in the order of its slots.
+        buffers: the optimizer's buffers by parameter, in the order of its slots; several ranks have slices of them.
         gradients: gradients that no update has used yet, by parameter.
         averages: moving averages by parameter.
     """
@@ -44,7 +47,7 @@ class Progress:
     scale: list[float] | None = None
     time_step: int | None = None
     time_version: int = 0
-    buffers: dict[Tensor, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    buffers: dict[Tensor, tuple[Buffer, ...]] = field(default_factory=dict)
     gradients: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     averages: dict[Tensor, torch.Tensor] = field(default_factory=dict)
 
@@ -58,6 +61,9 @@ class TrainingState:
         self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
         self._slots: Mapping[Tensor, tuple[str, ...]] = {}
+        self._buffered: dict[Tensor, int] = {}  # how many buffers tensors have, also those that are frozen now
+        self._ownership: Ownership | None = None  # of which buffers this rank has a slice only
+        self._world = ALONE
         self._groups: tuple[ParameterGroup, ...] = ()
         self._seen = (-1, -1)
         self._seen_groups = 0
@@ -78,6 +84,8 @@ class TrainingState:
         decay: float | None,
         factors: int,
         guarded: int,
+        ownership: Ownership | None = None,
+        world: World = ALONE,
     ) -> TrainingState:
         """A state with an optimizer: buffers bound by the user, previous ones, or zeros.
 
@@ -91,6 +99,8 @@ class TrainingState:
             decay: that of the averages; None if there are none.
             factors: the number of losses that have a factor each.
             guarded: the number of tensors whose indices steps check.
+            ownership: the slices of buffers that each rank has; None if each has all of them.
+            world: the ranks, all of which do the same.
         """
         new = TrainingState.__new__(TrainingState)
         new.__dict__.update(self.__dict__)
@@ -106,21 +116,30 @@ class TrainingState:
         if factors:
             new.arrays[SEEDS] = torch.ones(factors, device=self.device.torch)
         if optimizer is not None:
-            new.attach(optimizer, slots)
+            new.attach(optimizer, slots, ownership, world)
         if optimizer is not None and decay is not None:
             new.attach_averages(decay)
         return new
 
-    def attach(self, optimizer: Optimizer, slots: Mapping[Tensor, tuple[str, ...]]) -> None:
+    def attach(
+        self,
+        optimizer: Optimizer,
+        slots: Mapping[Tensor, tuple[str, ...]],
+        ownership: Ownership | None = None,
+        world: World = ALONE,
+    ) -> None:
         """Sets the optimizer; its buffers start as described in `attached`."""
-        same_rule = self.optimizer is not None and self.optimizer.rule == optimizer.rule
-        self.arrays = {key: array for key, array in self.arrays.items() if same_rule or key.kind != KeyKind.STATE}
+        if self.optimizer is None or self.optimizer.rule != optimizer.rule:
+            self.arrays = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.STATE}
+            self._buffered = {}
+        self._redistribute(ownership, world)
         device = self.device.torch
-        for tensor in slots:
-            for i in range(len(slots[tensor])):
-                if state(tensor, i) not in self.arrays:
-                    zeros = torch.zeros(tensor.shape, dtype=tensor.data_type.torch, device=device)
-                    self.arrays[state(tensor, i)] = zeros
+        for tensor, own in slots.items():
+            shape = tensor.shape if ownership is None else ownership.shape(tensor)
+            for i in range(self._buffered.get(tensor, 0), len(own)):
+                if ownership is None or tensor in ownership.owned:
+                    self.arrays[state(tensor, i)] = torch.zeros(shape, dtype=tensor.data_type.torch, device=device)
+        self._buffered = self._buffered | {tensor: len(own) for tensor, own in slots.items()}
         self._slots = slots
         if self.optimizer is not optimizer:
             columns = len(optimizer.columns)
@@ -131,6 +150,29 @@ class TrainingState:
         for tensor in slots:
             self._take_bound(tensor)
         self._write_numbers(optimizer)
+
+    def _redistribute(self, ownership: Ownership | None, world: World) -> None:
+        """Moves buffers where ranks have other slices of them than before. All ranks do it at the same time."""
+        before, after = self._ownership, ownership
+        if before is not None and after is not None:  # those of frozen tensors stay where they are
+            frozen = {t: own for t, own in before.slices.items() if t in self._buffered and t not in after.slices}
+            after = replace(after, slices={**after.slices, **frozen})
+        for tensor, count in self._buffered.items():
+            if _slices(before, tensor) != _slices(after, tensor):
+                for i in range(count):
+                    found = self._buffer(tensor, i)
+                    whole = found.whole(f"optimizer state of '{tensor.label}'") if isinstance(found, Sliced) else found
+                    self.arrays.pop(state(tensor, i), None)
+                    self.arrays |= {state(tensor, i): own.clone() for own in _pieces(after, tensor, whole)}
+        self._ownership, self._world = after, world
+
+    def _buffer(self, tensor: Tensor, i: int) -> Buffer:
+        """A buffer, whole or as a slice."""
+        slices, own = _slices(self._ownership, tensor), self.arrays.get(state(tensor, i))
+        if slices is not None:
+            return Sliced(tensor, own, slices, self._world)
+        assert own is not None
+        return own
 
     def attach_averages(self, decay: float) -> None:
         """Adds averages of trained tensors that have none yet: copies, until the first update."""
@@ -195,6 +237,9 @@ class TrainingState:
                 self._publish(tensor, self._buffers(tensor))
 
     def _buffers(self, tensor: Tensor) -> list[torch.Tensor]:
+        """The buffers that a tensor shows: none if they are slices."""
+        if _slices(self._ownership, tensor) is not None:
+            return []
         return [self.arrays[state(tensor, i)] for i in range(len(self._slots[tensor]))]
 
     def refresh(self) -> None:
@@ -265,8 +310,8 @@ class TrainingState:
         found = Progress(stream=self.arrays[STREAM].tolist(), scale=scale)
         if self.optimizer is not None:
             found.time_step = int(self._steps[0])
-            counts = Counter(key.owner for key in self.arrays if key.kind == KeyKind.STATE)
-            found.buffers = {t: tuple(self.arrays[state(t, i)] for i in range(counts[t])) for t in counts}
+            counts = {tensor: count for tensor, count in self._buffered.items() if count}
+            found.buffers = {t: tuple(self._buffer(t, i) for i in range(count)) for t, count in counts.items()}
             found.averages = {t: array for t, array in self.averages.items() if t not in self._unaveraged}
         return found
 
@@ -297,15 +342,18 @@ class TrainingState:
         elif SHARE in self.arrays:  # saved without averages: they start again
             self._unaveraged = tuple(self._slots)
 
-    def _resume_buffers(self, tensor: Tensor, buffers: Sequence[torch.Tensor]) -> None:
-        for i, array in enumerate(buffers):
-            mine = self.arrays.get(state(tensor, i))
-            if mine is None:  # of a parameter that is frozen now
-                self.arrays = {**self.arrays, state(tensor, i): array.to(self.device.torch, copy=True)}
-            else:
-                mine.copy_(array)
-        self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(buffers))])
-        tensor.synchronize_optimizer_data()
+    def _resume_buffers(self, tensor: Tensor, buffers: Sequence[Buffer]) -> None:
+        for i, found in enumerate(buffers):
+            for array in [found.own] if isinstance(found, Sliced) else _pieces(self._ownership, tensor, found):
+                mine = self.arrays.get(state(tensor, i))
+                if mine is not None and array is not None:
+                    mine.copy_(array)
+                elif array is not None:  # of a parameter that is frozen now
+                    self.arrays = {**self.arrays, state(tensor, i): array.to(self.device.torch, copy=True)}
+        self._buffered = {**self._buffered, tensor: len(buffers)}
+        if _slices(self._ownership, tensor) is None:
+            self._publish(tensor, [self.arrays[state(tensor, i)] for i in range(len(buffers))])
+            tensor.synchronize_optimizer_data()
 
     def _write_numbers(self, optimizer: Optimizer) -> None:
         names, numbers = optimizer.columns, torch.atleast_2d(self.arrays[NUMBERS])
@@ -324,6 +372,8 @@ class TrainingState:
 
     def _shows(self, tensor: Tensor) -> bool:
         """Whether a tensor shows the buffers in use."""
+        if _slices(self._ownership, tensor) is not None:
+            return not tensor.optimizer_data
         current = [device.array for device in tensor.optimizer_device_data]
         mine = self._buffers(tensor)
         return len(current) == len(mine) and all(map(is_, current, mine))
@@ -334,7 +384,8 @@ class TrainingState:
             self._check(tensor)
             for i, data in enumerate(tensor.optimizer_data):
                 bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
-                self.arrays = {**self.arrays, state(tensor, i): bound.to(self.device.torch)}
+                for own in _pieces(self._ownership, tensor, bound):
+                    self.arrays = {**self.arrays, state(tensor, i): own.to(self.device.torch)}
 
     def _check(self, tensor: Tensor) -> None:
         assert self.optimizer is not None
@@ -357,12 +408,24 @@ class TrainingState:
         tensor.optimizer_device_data = list(handles)
 
 
+def _slices(ownership: Ownership | None, tensor: Tensor) -> tuple[Slice, ...] | None:
+    """The slices of a tensor's buffers; None if every rank has them whole."""
+    return None if ownership is None else ownership.slices.get(tensor)
+
+
+def _pieces(ownership: Ownership | None, tensor: Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
+    """What this rank has of a buffer: its slice, the whole, or nothing."""
+    if ownership is None or tensor not in ownership.slices:
+        return [whole]
+    return [ownership.piece(whole, tensor)] if tensor in ownership.owned else []
+
+
 def _is_usable(scale: float) -> bool:
     """Whether a scale can be halved and doubled in float32; earlier versions saved 0 and infinity."""
     return 0 < float(torch.tensor(scale, dtype=torch.float32)) < float("inf")
 
 
-def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[torch.Tensor, ...]]:
+def bound_buffers(nodes: Iterable[Node]) -> dict[Tensor, tuple[Buffer, ...]]:
     """Optimizer buffers that were bound to parameters before compilation."""
     tensors = dict.fromkeys(tensor for node in nodes for tensor in node.layer.parameters.values())
     return {

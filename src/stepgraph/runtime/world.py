@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stepgraph.compiler import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.system import torch_private
@@ -72,9 +74,9 @@ class World:
         wait = self._start(what, "all_to_all_single", _bytes(torch.cat([*slices])), taken, given)
         return lambda: wait().view(dtype)
 
-    def sum(self, array: torch.Tensor, what: str) -> Waiting:
-        """The sum of the arrays of all ranks, in the order of the communication library."""
-        return (lambda: array) if self.size == 1 else self._start(what, "all_reduce", array, "sum")
+    def scatter_sum(self, array: torch.Tensor, what: str) -> Waiting:
+        """This rank's part, all of one size, of the sum of all ranks, in the order of the communication library."""
+        return self._start(what, "reduce_scatter_tensor", array, "sum", self.size)
 
     def share(self, array: torch.Tensor, what: str) -> torch.Tensor:
         """The array of the first rank."""
@@ -88,16 +90,18 @@ class World:
             return flag
         return bool(self.gather(torch.tensor([flag], device=self.device), what)().any())
 
-    def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
-        collectives = torch_private.functional_collectives
+    def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> torch.Tensor:
+        """Starts a collective of PyTorch by its name; its result must be waited for."""
         with self._explained(what):
-            started = getattr(collectives, name)(array, *settings, self.group)
+            return getattr(torch_private.functional_collectives, name)(array, *settings, self.group)
 
-        def wait() -> torch.Tensor:
-            with self._explained(what):
-                return collectives.wait_tensor(started)
+    def wait(self, what: str, started: torch.Tensor) -> torch.Tensor:
+        """Waits for a collective that was started."""
+        with self._explained(what):
+            return torch_private.functional_collectives.wait_tensor(started)
 
-        return wait
+    def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
+        return partial(self.wait, what, self.start(what, name, array, *settings))
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -128,7 +132,11 @@ def joined(device: torch.device, timeout: float) -> World:
         _join(device, timeout)
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
-    return ALONE if size == 1 or group is None else World(rank, size, device, group.group_name)
+    if size == 1 or group is None:
+        return ALONE
+    found = World(rank, size, device, group.group_name)
+    collectives.connect(found.group, found)
+    return found
 
 
 def own_gpu(device: Device) -> Device:

@@ -1,0 +1,104 @@
+"""What must be true before ranks train a graph together, and what they then have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler import phases
+from stepgraph.compiler.program import Phase, Program, fake
+from stepgraph.compiler.step import KeyKind, gradient
+from stepgraph.errors import ArgumentError, StateError
+from stepgraph.graphs.compilation import Compilation
+from stepgraph.graphs.session import Session
+from stepgraph.runtime.world import World
+from stepgraph.tensors.extents import BatchExtent
+
+
+def require_divisible(compiled: Compilation) -> None:
+    """Rejects a graph whose batches cannot be cut into shards."""
+    where, declared = f"{compiled.declaration.kind}.compile", compiled.declaration
+    if not compiled.losses or declared.optimizer is None:
+        missing = "optimizer" if compiled.losses else "loss"
+        raise StateError(where, f"the graph has no {missing}, so there is no update to divide", fix=f"add a {missing}")
+    if declared.user_gradients:
+        owner = next(iter(declared.user_gradients))
+        problem = f"{owner!r} takes a gradient from outside, which cannot be cut into shards"
+        raise StateError(where, problem, fix="compile without parallel")
+    for tensor in compiled.feeds.tensors:
+        follows = [extent for extent in tensor.shape if isinstance(extent, BatchExtent)]
+        if follows and (follows != [tensor.shape[0]] or follows[0].offset or follows[0].multiple.denominator > 1):
+            problem = f"{compiled.feeds.titles[tensor]} has no rows that can be cut into shards: {list(tensor.shape)}"
+            raise ArgumentError(where, problem, fix="make its first extent BATCH or a multiple, and no other")
+    program = compiled.programs.outline(compiled.rows_at_once(compiled.feeds.batch))
+    for key in phases.extract(program, {Phase.FORWARD}, []).written:
+        if key.kind == KeyKind.VALUE and key.owner not in program.step.statistics:
+            name = program.step.names.get(key.owner, key.owner.label)
+            problem = f"the forward pass changes the parameter '{name}', which shards would do differently"
+            raise StateError(where, problem, fix="leave maximum_norm out, or compile without parallel")
+
+
+def digest(compiled: Compilation) -> str:
+    """Identifies what a rank computes: its operators, shapes, settings and versions."""
+    program = compiled.programs.outline(compiled.rows_at_once(compiled.feeds.batch))
+    optimizer, settings = compiled.declaration.optimizer, compiled.settings
+    assert optimizer is not None
+    numbers = {name: one for name, one in optimizer.settings.items() if isinstance(one, int | float)}
+    facts = [
+        (sys.modules["stepgraph"].__version__, torch.__version__, compiled.device.torch.type),
+        (int(settings.options), settings.compute_type, settings.parallel, compiled.feeds.batch),
+        (optimizer.rule, sorted(numbers.items())),
+        _signatures(program),
+        _operators(program),
+    ]
+    return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
+
+
+def _signatures(program: Program) -> list[tuple[str, Any, Any]]:
+    """What the program reads, without optimizer state, of which each rank has its own part."""
+    inputs = ((key, fake(node)) for key, node in program.inputs.items() if key.kind != KeyKind.STATE)
+    return [(key.kind, tuple(one.shape), one.dtype) for key, one in inputs]
+
+
+def _operators(program: Program) -> list[tuple[Any, ...]]:
+    """What runs before the update, which differs between ranks; by numbers, since names depend on what is around."""
+    learned = [gradient(tensor) for tensor in program.step.trainable if gradient(tensor) in program.outputs]
+    part = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, learned)
+    numbers = {node: number for number, node in enumerate(part.module.graph.nodes)}
+
+    def by_number(node: fx.Node) -> Any:
+        return f"#{numbers[node]}"
+
+    shown = ((one, fx.map_arg((one.args, one.kwargs), by_number)) for one in numbers if one.op != "placeholder")
+    return [(one.op, one.target, *settings) for one, settings in shown]
+
+
+def require_same(compiled: Compilation, world: World) -> None:
+    """Rejects, on every rank, a rank that computes something else than the first one."""
+    mine = digest(compiled)
+    sent = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=world.device)
+    found = [bytes(one).decode() for one in world.gather(sent, "digests of programs")().tolist()]
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        raise StateError(
+            f"{compiled.declaration.kind}.compile",
+            f"rank {other} has another program than rank 0",
+            rank_0=found[0],
+            **{f"rank_{other}": found[other]},
+            fix="compile the same graph, with the same settings and versions, on every rank",
+        )
+
+
+@torch.inference_mode()
+def share_state(session: Session, world: World) -> None:
+    """Gives every rank the parameters, statistics, averages and seed of the first one.
+
+    Each rank has its own part of the optimizer's state, which has not learned anything yet.
+    """
+    if world.size > 1:
+        for array in (one for key, one in session.arrays().items() if key.kind != KeyKind.STATE):
+            array.copy_(world.share(array, "the first parameters"))

@@ -1,0 +1,150 @@
+"""How the batches of one size are divided into shards, and what becomes of their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.program import Part, PartName
+from stepgraph.compiler.shards import spans
+from stepgraph.compiler.slices import buckets
+from stepgraph.compiler.step import Key, KeyKind, Step, value
+from stepgraph.errors import StateError
+from stepgraph.graphs.compilation import Compilation
+from stepgraph.layers.node import Node
+from stepgraph.runtime.amounts import counts_labels, reduction
+from stepgraph.runtime.exchange import Bucket
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ReductionType
+
+
+@dataclass(frozen=True)
+class Division:
+    """How batches of one size are divided.
+
+    Args:
+        spans: the rows of each shard that has any.
+        part: what a shard runs, for as many rows as the first one has.
+        losses: the losses, in order.
+        shapes: the shapes of results that are joined from those of all shards, row by row.
+        shares: the share of each shard in each loss, if the number of rows decides it.
+        buckets: the gradients that are exchanged.
+    """
+
+    spans: list[tuple[int, int]]
+    part: Part
+    losses: tuple[Key, ...]
+    shapes: Mapping[Key, tuple[int, ...]]
+    shares: torch.Tensor | None
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def single(self) -> dict[Key, torch.Tensor]:
+        """The losses that are one number, as arrays without memory."""
+        likes = self.part.results
+        return {key: likes[key] for key in self.losses if key not in self.shapes}
+
+    @cached_property
+    def joined(self) -> dict[Key, torch.Tensor]:
+        """What a shard has of the results that are joined, as arrays without memory."""
+        likes = self.part.results
+        return {key: likes[key] for key in self.shapes}
+
+    @cached_property
+    def results(self) -> tuple[tuple[Tensor, Key], ...]:
+        """What stays readable after an update."""
+        return tuple((key.owner, key) for key in (*self.single, *self.shapes))
+
+    @cached_property
+    def statistics(self) -> tuple[Key, ...]:
+        """What a shard changes."""
+        return tuple(key for key in self.part.written if key.kind == KeyKind.VALUE)
+
+    @cached_property
+    def size(self) -> int:
+        """How many numbers a shard has for losses and statistics."""
+        return len(self.single) + sum(key.owner.descriptor.element_count for key in self.statistics)
+
+    @property
+    def batch(self) -> int:
+        """The rows of the batch."""
+        return self.spans[-1][1]
+
+    def rows(self, shard: int) -> int:
+        """The rows of a shard."""
+        start, stop = self.spans[shard]
+        return stop - start
+
+
+def divided(compiled: Compilation, batch: int, shards: int) -> Division:
+    """The division of batches of one size."""
+    pieces = spans(batch, shards)
+    rows = pieces[0][1]
+    executable = compiled.programs.executable(PartName.SHARD, rows)
+    part, losses = executable.part, tuple(value(node.results[0]) for node in compiled.losses)
+    whole, likes = compiled.step(batch, True).descriptors, part.results
+    shapes = {}
+    for tensor in _wanted(compiled):
+        key, shape = value(tensor), whole[tensor].shape if tensor in whole else ()
+        if key in losses and math.prod(shape) == 1:
+            continue
+        if key not in likes or not _has_rows(shape, tuple(likes[key].shape), batch, rows):
+            problem = f"{tensor!r} does not have a row per row of the batch, so that shards could not be joined"
+            raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
+        shapes[key] = shape
+    return Division(pieces, part, losses, shapes, _fixed_shares(compiled, pieces), _buckets(part, executable.step))
+
+
+def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
+    """The gradients that are exchanged together, those that become complete first in front."""
+    slices = None if step.ownership is None else step.ownership.slices
+    found = buckets(_by_completion(part, step))
+    return tuple(Bucket(one, slices, f"bucket {index} of gradients") for index, one in enumerate(found))
+
+
+def _fixed_shares(compiled: Compilation, pieces: list[tuple[int, int]]) -> torch.Tensor | None:
+    """The share of each shard in each loss, if rows decide it."""
+    losses = compiled.losses
+    if any(map(counts_labels, losses)):
+        return None
+    return shares([[stop - start] * len(losses) for start, stop in pieces], losses, compiled.device.torch)
+
+
+def _has_rows(whole: tuple[int, ...], shard: tuple[int, ...], batch: int, rows: int) -> bool:
+    """Whether a result has as many rows for a whole batch as its shards have together."""
+    if not whole or not shard or whole[0] % batch:
+        return False
+    return whole[0] * rows == shard[0] * batch and whole[1:] == shard[1:]
+
+
+def _by_completion(part: Part, step: Step) -> list[Tensor]:
+    """The tensors whose gradients a shard computes, in the order in which these become complete: last layers first."""
+    found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
+    return sorted(found, key=lambda tensor: -step.first_use[tensor])
+
+
+def _wanted(compiled: Compilation) -> list[Tensor]:
+    """Results that stay readable after an update: losses, outputs, and predictions that somebody has asked for."""
+    asked = compiled.compared if compiled.declaration.keeps_predictions else ()
+    losses = [node.results[0] for node in compiled.losses]
+    return list(dict.fromkeys([*losses, *compiled.declaration.outputs.values(), *asked]))
+
+
+def shares(amounts: list[list[Any]], losses: tuple[Node, ...], device: torch.device) -> torch.Tensor:
+    """The share of each shard in each loss, as `[shard, loss]`; 1 for losses that are sums.
+
+    Args:
+        amounts: by shard and loss, what a mean divides by.
+        losses: the losses.
+        device: where the shares are.
+    """
+    counted = torch.stack([torch.stack([torch.as_tensor(one).to(device) for one in row]) for row in amounts]).double()
+    total = counted.sum(0)
+    found = counted / torch.where(total == 0, 1, total)  # where nothing counts, there is nothing to divide
+    means = torch.tensor([reduction(node) is ReductionType.MEAN for node in losses], device=device)
+    return torch.where(means, found, 1.0)

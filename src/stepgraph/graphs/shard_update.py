@@ -1,0 +1,187 @@
+"""One update on one rank: its shards one after another, what they leave behind, and the update itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.program import PartName
+from stepgraph.compiler.shards import TreeSum
+from stepgraph.compiler.step import STREAM, Key, gradient, piece, value
+from stepgraph.errors import ExecutionError, StateError
+from stepgraph.graphs.compilation import Arrays
+from stepgraph.graphs.division import Division, shares
+from stepgraph.graphs.session import Session
+from stepgraph.random import seed_of_shard
+from stepgraph.runtime.amounts import amount
+from stepgraph.runtime.execution import Execution
+from stepgraph.runtime.profile import Profile
+from stepgraph.tensors import writes
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ExecutionOptions
+
+SAMPLE = 16  # elements of an array that ranks compare
+
+
+@dataclass
+class Update:
+    """One update on one rank.
+
+    Attributes:
+        gradients: the gradients of its shards, summed as far as possible; an array per bucket.
+        numbers: what `losses` and `store_statistics` combine, in one float64 array per shard.
+        rows: results of its shards that are joined.
+        failure: the error of a shard that could not run.
+    """
+
+    session: Session
+    division: Division
+    feeds: Arrays
+    options: ExecutionOptions
+    execution: Execution
+    gradients: TreeSum = field(init=False)
+    numbers: TreeSum = field(init=False)
+    rows: dict[Key, list[torch.Tensor]] = field(init=False)
+    failure: Exception | None = None
+    profiles: list[Profile] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.division.spans)
+        self.gradients, self.numbers = TreeSum(count), TreeSum(count)
+        self.rows = {key: [] for key in self.division.shapes}
+        state = self.session.state
+        assert state is not None
+        self.stream, self.factors = state.arrays[STREAM], state.loss_factors
+        self.statistics = {key: key.owner.array() for key in self.division.statistics}
+        self.before = {key: array.clone() for key, array in self.statistics.items()}
+        self.position = self.stream.clone()
+
+    @property
+    def sample(self) -> float:
+        """A number that shows whether ranks have the same batch: a weighted sum of a few elements of each array."""
+        found = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
+        for array in self.feeds.values():
+            flat = array.reshape(-1)
+            few = flat[:: max(1, len(flat) // SAMPLE)].double().nan_to_num(posinf=0, neginf=0)
+            found += (few * torch.arange(1, len(few) + 1, device=few.device)).sum()
+        return float(found)
+
+    @cached_property
+    def shares(self) -> torch.Tensor:
+        """The share of each shard in each loss."""
+        if self.division.shares is not None:
+            return self.division.shares
+        losses = self.session.compilation.losses
+        cut = range(len(self.division.spans))
+        amounts = [
+            [amount(node, self.division.rows(s), partial(self._given, self._cut(s))) for node in losses] for s in cut
+        ]
+        return shares(amounts, losses, self.session.device.torch)
+
+    def run(self, shard: int) -> None:
+        """Runs a shard and adds what it computed; an error is kept, for the other ranks must hear of it first."""
+        rows, arrays = self.division.rows(shard), self._cut(shard)
+        try:
+            self.factors.copy_(self.shares[shard])
+            self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
+            self._restore_statistics()
+            binding = self.session.bound(PartName.SHARD, rows)
+            try:
+                found = self._run(binding, arrays)
+            except ExecutionError:
+                self.session.require_indices(rows, arrays)
+                raise
+        except Exception as error:  # whatever it is, it must not leave the other ranks waiting
+            self.failure = error
+            return
+        self.gradients.add((0, shard), [bucket.flat(found) for bucket in self.division.buckets])
+        self.numbers.add((0, shard), [self._weighted(found, shard, rows)])
+        for key, arrays_of_key in self.rows.items():
+            arrays_of_key.append(found[key].clone())
+
+    def _run(self, binding: Any, arrays: Arrays) -> Arrays:
+        found = self.session.run(binding, arrays, self.options, self.execution)
+        if self.execution.profile is not None:
+            self.profiles.append(self.execution.profile)
+        return found
+
+    def _weighted(self, found: Arrays, shard: int, rows: int) -> torch.Tensor:
+        """Losses times their shares, and statistics times rows."""
+        every, single = zip(self.division.losses, self.shares[shard], strict=True), self.division.single
+        losses = [found[key].reshape(1).double() * share for key, share in every if key in single]
+        statistics = [array.reshape(-1).double() * rows for array in self.statistics.values()]
+        return torch.cat([*losses, *statistics]) if losses or statistics else self.shares.new_empty(0)
+
+    def losses(self, numbers: torch.Tensor) -> Arrays:
+        """The losses that are one number, of the whole batch."""
+        single = self.division.single
+        pairs = zip(single.items(), numbers[: len(single)], strict=True)
+        return {key: number.to(like.dtype).reshape(like.shape) for (key, like), number in pairs}
+
+    def store_statistics(self, numbers: torch.Tensor) -> None:
+        """Sets statistics to the mean over the rows of all shards, and moves the random stream on."""
+        counts = [array.numel() for array in self.statistics.values()]
+        means = (numbers[len(self.division.single) :] / self.division.batch).split(counts)
+        for array, mean in zip(self.statistics.values(), means, strict=True):
+            array.copy_(mean.view(array.shape))
+        self.stream.copy_(self.position)
+        if STREAM in self.division.part.written:
+            self.stream[1].add_(1)
+        self.factors.fill_(1)
+
+    def update(self, totals: Mapping[Tensor, torch.Tensor]) -> bool:
+        """Updates the parameters with the gradients of all shards; returns whether that counts as a step."""
+        binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
+        key = gradient if binding.executable.step.ownership is None else piece
+        self._run(binding, {key(tensor): array for tensor, array in totals.items()})
+        if self.profiles:
+            self.execution.profile = Profile.sum_of(self.profiles)
+        return binding.executable.counts_steps
+
+    def copies(self) -> Arrays:
+        """Copies of everything that the update changes."""
+        binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
+        persistent = self.session.arrays()
+        return {key: persistent[key].clone() for key in binding.executable.part.written}
+
+    def put_back(self, copies: Arrays) -> None:
+        """Undoes an update."""
+        persistent = self.session.arrays()
+        for key, array in copies.items():
+            persistent[key].copy_(array)
+        writes.note()
+
+    def roll_back(self) -> None:
+        """Continues from before the call."""
+        self._restore_statistics()
+        self.stream.copy_(self.position)
+        self.factors.fill_(1)
+
+    def _restore_statistics(self) -> None:
+        for key, array in self.statistics.items():
+            array.copy_(self.before[key])
+
+    def _cut(self, shard: int) -> Arrays:
+        """The rows of a shard; what has no rows is passed whole."""
+        return {key: self._rows(key.owner, array, shard) for key, array in self.feeds.items()}
+
+    def _rows(self, tensor: Tensor, array: torch.Tensor, shard: int) -> torch.Tensor:
+        if not self.session.compilation.feeds.is_batched(tensor):
+            return array
+        start, stop = self.division.spans[shard]
+        times = array.shape[0] // self.division.batch
+        return array[start * times : stop * times]
+
+    def _given(self, arrays: Arrays, tensor: Tensor) -> torch.Tensor:
+        """The labels of a shard, to be counted."""
+        found = arrays.get(value(tensor))
+        if found is not None:
+            return found
+        if tensor in {made for node in self.session.compilation.nodes for made in node.results}:
+            problem = f"{tensor!r} is computed by a layer, so that its labels cannot be counted before a shard runs"
+            raise StateError("execute", problem, fix="pass the labels as data, or compile without parallel")
+        return tensor.torch()
