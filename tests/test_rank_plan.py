@@ -43,8 +43,8 @@ def test_the_plan_of_a_rank_follows_the_formulas() -> None:
     alone = training.memory_plan_for(2, device="cpu", parallel=sg.Parallel(1))
     assert (plan.activations, plan.workspace) == (alone.activations, alone.workspace)
     assert plan.gradients == alone.gradients - size  # which counts the sum of a single shard
-    # Its gradients, a copy to send, and a quarter of the gradients of four ranks.
-    assert plan.buckets == 3 * size
+    # Its gradients, a copy to send, joined from a copy of each bucket, and a quarter of the gradients of four ranks.
+    assert plan.buckets == 4 * size
     assert plan.total == size + size // 2 + max(plan.buckets, plan.activations + plan.gradients + plan.workspace)
 
 

@@ -148,18 +148,18 @@ def _sums(count: int, rank: int, ranks: int) -> int:
 def _exchanging(shard: Shard, shared: Slices, together: Buckets, count: int, rank: int, ranks: int) -> int:
     """Bytes of gradients and of what is exchanged, when that is the most.
 
-    First, every rank has its sums, a copy of them to send, and its part of the sums of all; then its sums, its part of
-    their total, and all parameters as they arrive.
+    A rank has its sums of gradients and its part of those of all others; before, a copy to send, joined bucket by
+    bucket; afterwards its parameters to send, and all of them as they arrive.
     """
     nodes = [len(partial_nodes(count, one, ranks)) for one in range(ranks)]
     left = nodes[rank] * shard.gradients
     if ranks == 1:
         return left
-    received = total = gathered = 0
+    received = gathered = largest = 0
     for bucket in together:
         sizes = [sum(shared[one][other].size for one in bucket) for other in range(ranks)]
         width = bucket[0].data_type.element_size
         received += width * sum(nodes) * sizes[rank]
-        total += width * sizes[rank]
-        gathered += width * ranks * max(sizes)
-    return left + max(left + received, total + gathered)
+        gathered += width * (ranks + 1) * max(sizes)
+        largest = max(largest, width * sum(sizes))
+    return left + received + max(left + nodes[rank] * largest, gathered)
