@@ -128,6 +128,7 @@ class Stepgraph:
     """
 
     options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.NONE, "cuda": OPTIONS.FUSE_LAYERS}
+    parallel: sg.Parallel | None = None
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
         inputs = sg.Tensor(model.inputs, "int64" if model.vocabulary else "float32")
@@ -140,7 +141,7 @@ class Stepgraph:
         trained = {f"parameter{i}": tensor for i, tensor in enumerate(on.inputs)}
         self.training.add_inputs({"inputs": inputs, **trained}, loss_labels={"labels": labels})
         self.training.set_training_tensor_parameters([sg.TensorParameter(tensor) for tensor in on.inputs])
-        self.training.compile(sg.Device.of(device), self.options[device])
+        self.training.compile(sg.Device.of(device), self.options[device], parallel=self.parallel)
         values = (_on(device, array) for array in model.batch())
         self.inputs, self.labels = ({name: next(values)} for name in ("inputs", "labels"))
         self.execution: sg.Execution | None = None

@@ -9,7 +9,7 @@ from stepgraph.types import (
     RandomInitializerType as RandomInitializerType,
     ReductionType as ReductionType,
 )
-from stepgraph.random import get_seed as get_seed, set_seed as set_seed
+from stepgraph.random import get_seed as get_seed, set_seed as set_seed, without_memory as without_memory
 from stepgraph.tensors.buffers import TensorData as TensorData
 from stepgraph.device import Device as Device
 from stepgraph.tensors.extents import BATCH as BATCH

@@ -6,7 +6,9 @@ one would have drawn, every device draws the same, and PyTorch's global generato
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
 
@@ -19,6 +21,7 @@ from stepgraph.types import RandomInitializerType
 _generator = torch.Generator()
 _generator.seed()
 _seed: int | None = None
+_describes: ContextVar[bool] = ContextVar("stepgraph_without_memory", default=False)
 _SHARES = ("p", "dropout_p", "dropout")  # dropout probabilities; at 0, the operator draws nothing
 _SWITCHES = ("train", "training")
 
@@ -50,10 +53,38 @@ def draw_seed() -> int:
     return int(torch.randint(2**31 - 1, (), generator=_generator, device="cpu"))
 
 
-def new_array(where: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for an array on the host; raises an error with the size if there is not enough."""
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside the block, new tensors have a shape and a type, but no memory and no numbers.
+
+    A graph of any size can be wired there, and `memory_plan_for` plans it. It can be compiled once its tensors have
+    received data, from a checkpoint or a file of weights.
+
+    Example:
+        >>> with without_memory():
+        ...     layer = FullyConnectedLayer.create(1_000_000, 1_000_000)
+        >>> layer.weights.has_data
+        False
+    """
+    token = _describes.set(True)
     try:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        yield
+    finally:
+        _describes.reset(token)
+
+
+def describes() -> bool:
+    """Whether new tensors have no memory."""
+    return _describes.get()
+
+
+def new_array(where: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an array on the host; raises an error with the size if there is not enough.
+
+    Inside `without_memory`, an array on PyTorch's device "meta", which has none.
+    """
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta" if describes() else "cpu")
     except (RuntimeError, MemoryError, TypeError):  # the exception depends on how the size is too large
         needed = math.prod(shape) * dtype.itemsize
         raise MemoryLimitError(

@@ -20,7 +20,7 @@ from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, wor
 from stepgraph.compiler.program import fake, fakes, note
 from stepgraph.compiler.python_api import IN_PYTHON
 from stepgraph.compiler.tuned import MANIFEST
-from stepgraph.layers import gru_kernel, lstm_kernel
+from stepgraph.layers import gru_kernel, lstm_kernel, over_ranks
 from stepgraph.random import draw_mask, draw_uniform
 from stepgraph.system import torch_private
 
@@ -108,6 +108,7 @@ TABLE: dict[Any, Operator] = {
     # Our own
     ours.keep_mask.default: Operator(direct=draw_mask),
     ours.uniform.default: Operator(direct=draw_uniform),
+    ours.sum_over_ranks.default: Operator(direct=over_ranks.run, is_costly=True),
     ours.layer_norm.default: Operator(direct=layer_norm.layer_norm),
     ours.layer_norm_gradient.default: Operator(direct=layer_norm.layer_norm_gradient, workspace=layer_norm.workspace),
     ours.track_.default: Operator(direct=statistics.track),

@@ -131,7 +131,15 @@ class _Walk:
                 t: (array.clone() if keep else array) if t in statistics else _as(array, computed)
                 for t, array in own.items()
             }
-            scope = Scope(cast, step.training, self.arrays[STREAM], index, step.batch, compute_type=step.compute_type)
+            scope = Scope(
+                cast,
+                step.training,
+                self.arrays[STREAM],
+                index,
+                step.batch,
+                compute_type=step.compute_type,
+                shards=step.shards,
+            )
             forward = lowered(step, node.layer, partial(_called, node), sources)
             with shown_as(node.layer.label, partial(step.name, node.layer)):
                 results = forward([_as(source, computed) for source in sources], scope)

@@ -383,9 +383,16 @@ class Compilation:
 
     def memory_plan_for(self, batch: int) -> MemoryPlan:
         """The memory that a whole call would need with another batch size; nothing is kept."""
-        return replace(self, channels_last=self.programs.channels_last).programs.plan_for(
-            self.whole, self.rows_at_once(self.batch_size(batch))
-        )
+        return self.traced_again().programs.plan_for(self.whole, self.rows_at_once(self.batch_size(batch)))
+
+    def traced_again(self) -> Compilation:
+        """The same without its programs, to trace others and forget them."""
+        return replace(self, channels_last=self.programs.channels_last).among(self.world)
+
+    def among(self, world: World) -> Compilation:
+        """Itself, with ranks that need not be asked for."""
+        self.__dict__["world"] = world
+        return self
 
     def require_fit(self, plan: MemoryPlan, part: str, batch: int, call: str) -> None:
         """Rejects a plan that exceeds the memory limit; the error shows which batch size would fit."""
@@ -427,9 +434,14 @@ def compiled(
     constants: Mapping[Tensor, torch.Tensor],
     handles: Mapping[Key, Tensor],
     group: list[Compilation],
+    *,
+    needs_data: bool = True,
 ) -> Compilation:
-    """A checked compilation of the declaration; nothing is traced yet. It joins the group."""
-    for tensor in declaration.parameters:
+    """A checked compilation of the declaration; nothing is traced yet. It joins the group.
+
+    Only a compilation that is planned but never run needs no data.
+    """
+    for tensor in declaration.parameters if needs_data else ():
         tensor.array()  # raises, with the tensor's name, if there is nothing to train
     declared = declaration.with_loss()
     if not declared.nodes:
@@ -437,7 +449,7 @@ def compiled(
     feeds = declared.feeds.find(declared.nodes, {*constants, *declared.parameters})
     declared = replace(declared, feeds=feeds)
     declared.require_outputs(declared.outputs, handles.values())
-    held = _held(declared.nodes, {*feeds.tensors, *constants})
+    held = _held(declared.nodes, {*feeds.tensors, *constants}, needs_data)
     found = Compilation(declared, device, settings, constants, held, handles, group, len(group))
     group.append(found)
     return found
@@ -454,18 +466,18 @@ def read_constants(tensors: Names, data: Data, device: Device) -> dict[Tensor, t
     return found
 
 
-def _held(nodes: Sequence[Node], given: Collection[Tensor]) -> tuple[Tensor, ...]:
-    """Parameters, statistics and constants of the layers; each must hold data."""
+def _held(nodes: Sequence[Node], given: Collection[Tensor], needs_data: bool) -> tuple[Tensor, ...]:
+    """Parameters, statistics and constants of the layers; to run, each must hold data."""
     other = {*given, *(t for node in nodes for t in node.results)}
     found: dict[Tensor, None] = {}
     for node in nodes:
         for tensor in (*node.arguments, *layer_tensors(node)):
-            if tensor not in other and not tensor.has_data:
+            if needs_data and tensor not in other and not tensor.has_data:
                 raise DataError(
                     node.where,
                     "one of its tensors holds no data",
                     tensor=repr(tensor),
-                    fix="create it with data, fill or random, or write data with bind_and_write_data",
+                    fix="create it with data, fill or random, not in sg.without_memory(), or load or bind its data",
                 )
             if tensor not in other:
                 found[tensor] = None

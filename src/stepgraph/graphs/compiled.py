@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from rich.console import RenderableType
 
 from stepgraph.checkpoint import restoring, saving
@@ -18,11 +19,12 @@ from stepgraph.checkpoint.restore_report import RestoreReport
 from stepgraph.compiler.kernels import emulated
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.pipeline import Report
-from stepgraph.compiler.settings import ChosenDevice, Settings, chosen
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
 from stepgraph.graph import Graph
 from stepgraph.graphs import inspection
 from stepgraph.graphs.compilation import Compilation, compiled, read_constants
+from stepgraph.graphs.planning import to_plan
 from stepgraph.graphs.session import Session
 from stepgraph.layers import state
 from stepgraph.layers.layer import Layer
@@ -39,7 +41,7 @@ from stepgraph.runtime.world import ALONE, World
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.tensor import Tensor
-from stepgraph.types import GraphCompilationOptions
+from stepgraph.types import DataType, GraphCompilationOptions
 
 logger = logging.getLogger("stepgraph")
 
@@ -446,14 +448,37 @@ class CompiledGraph(Graph):
         """Bytes of all intermediates and optimizer state; 0 before `compile`."""
         return self.memory_plan.device_memory_size
 
-    def memory_plan_for(self, batch_size: int) -> MemoryPlan:
+    def memory_plan_for(
+        self,
+        batch_size: int,
+        *,
+        device: ChosenDevice = SAME_DEVICE,
+        compute_type: DataType | torch.dtype | str | None = None,
+        memory_limit: int | None = None,
+    ) -> MemoryPlan:
         """The memory that a whole call would need with this many rows; nothing is run or kept.
+
+        A graph that is not compiled can be planned, too, with or without memory for its tensors.
+
+        Args:
+            batch_size: the rows of a call.
+            device: where it would run; by default, where the graph is compiled for.
+            compute_type: as in `compile`; by default, as the graph is compiled.
+            memory_limit: as in `compile`; by default, as the graph is compiled.
 
         Example:
             >>> training.memory_plan_for(256).total  # doctest: +SKIP
             48234496
         """
-        return self.require_session("memory_plan_for").compilation.memory_plan_for(batch_size)
+        given = {"compute_type": compute_type, "memory_limit": memory_limit}
+        return self._to_plan(device, **given).memory_plan_for(batch_size)
+
+    def _to_plan(self, device: ChosenDevice, **settings: Any) -> Compilation:
+        """The compilation to plan, which may never run."""
+        with surroundings.tracing():
+            return to_plan(
+                self.declaration, self.compilation, self.gradients.handles, device, before=self.device, **settings
+            )
 
     @property
     def pipeline(self) -> Report:

@@ -16,10 +16,12 @@ from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.shards import most_nodes, own
 from stepgraph.compiler.step import gradient, value
 from stepgraph.errors import ExecutionError, NumericsError
+from stepgraph.graphs import synchronized
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.division import Division, divided
 from stepgraph.graphs.session import Answer, Session, announced
 from stepgraph.graphs.shard_update import Update
+from stepgraph.layers import over_ranks
 from stepgraph.runtime import exchange
 from stepgraph.runtime.exchange import Pieces
 from stepgraph.runtime.execution import Completion, Execution
@@ -55,6 +57,7 @@ class Shards:
         completion: Completion | None,
     ) -> Execution:
         """One update with a batch that every rank has; returns what a whole step would."""
+        synchronized.require_rows(self.session.compilation, batch)
         session, division = self.session, self._division(batch)
         session.check_destinations(outputs_data, division.part, division.shapes)
         session.accept(feeds, batch, options)
@@ -84,9 +87,10 @@ class Shards:
         update = Update(session, division, feeds, options, execution, self.parallel.shards)
         try:
             *earlier, last = own(self.parallel.shards, world.rank, world.size)
-            for shard in earlier:
-                update.run(shard)
-            totals = self._summed(update, last)
+            with over_ranks.among(world.gather):
+                for shard in earlier:
+                    update.run(shard)
+                totals = self._summed(update, last)
             numbers = self._agreed(update)
             results = update.losses(numbers) | self._joined(update)
             update.store_statistics(numbers)
@@ -113,6 +117,8 @@ class Shards:
             totals = update.run_and_exchange(last, self.world.group)
         else:
             update.run(last)
+            if update.failure is not None:
+                synchronized.take_rest(update.division.part)
         if len(totals) < len(buckets):
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             totals += add(update.gradients, buckets[len(totals) :], self.world, device)
@@ -126,8 +132,12 @@ class Shards:
 
     @property
     def _exchanges_inside(self) -> bool:
-        """Whether the last shard exchanges gradients itself; if steps may be rolled back, shards are checked first."""
-        return not self.world.is_alone and not self.session.compilation.checks_numerics
+        """Whether the last shard exchanges gradients itself; if steps may be rolled back, shards are checked first.
+
+        A shard that failed could not take part in sums and in exchanges of gradients in the order of the others.
+        """
+        compiled = self.session.compilation
+        return not (self.world.is_alone or compiled.checks_numerics or synchronized.has_layers(compiled))
 
     def _applied(self, update: Update, totals: Pieces) -> bool:
         """Updates the parameters; returns whether that counts as a step. What one rank rolls back, all do."""

@@ -11,17 +11,20 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
+from stepgraph.graphs import synchronized
 from stepgraph.graphs.agreement import require_divisible, require_same, share_state
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
+from stepgraph.graphs.planning import Plans
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
 from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
@@ -83,6 +86,7 @@ class TrainingGraph(CompiledGraph):
         self._declared = replace(self._declared, loss_layer=loss_layer, optimizer=checked, average=decay)
         self._pending: Progress | None = None  # restored before the graph is compiled
         self._shards: Shards | None = None
+        self._plans = Plans()
 
     # Preparing
 
@@ -239,6 +243,37 @@ class TrainingGraph(CompiledGraph):
     def world(self) -> World:
         """The ranks that train this graph together, as `world.rank` and `world.size`: 0 and 1 without `parallel`."""
         return ALONE if self._shards is None else self._shards.world
+
+    def memory_plan_for(
+        self,
+        batch_size: int,
+        *,
+        ranks: int | None = None,
+        parallel: Parallel | None = None,
+        device: ChosenDevice = SAME_DEVICE,
+        compute_type: DataType | torch.dtype | str | None = None,
+        memory_limit: int | None = None,
+    ) -> MemoryPlan:
+        """The memory that an update would need with this many rows; nothing is run or kept.
+
+        A graph that is not compiled can be planned, too, with or without memory for its tensors. With `ranks`, the
+        plan is that of one of them, the one that needs the most, and tells what it sends to the others.
+
+        Args:
+            batch_size: the rows of an update.
+            ranks: the number of processes that train together; they need not exist.
+            parallel: how they divide the batch; by default, as the graph is compiled.
+            device: where it would run; by default, where the graph is compiled for.
+            compute_type: as in `compile`; by default, as the graph is compiled.
+            memory_limit: as in `compile`; by default, as the graph is compiled.
+
+        Example:
+            >>> training.memory_plan_for(512, ranks=64, parallel=Parallel(shards=64)).sent  # doctest: +SKIP
+            979894272
+        """
+        given = {"compute_type": compute_type, "memory_limit": memory_limit, "parallel": parallel}
+        asked = self._to_plan(device, **given)
+        return asked.memory_plan_for(batch_size) if ranks is None else self._plans.of_rank(asked, batch_size, ranks)
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
@@ -738,6 +773,7 @@ class TrainingGraph(CompiledGraph):
         if parallel is not None:
             require_divisible(compilation)
             world = compilation.world
+            synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
         put_in_place = super().prepared(compilation, keeps_passes, same_call)
 

@@ -639,14 +639,23 @@ class LayerFunctions(ABC):
         )
 
     def batch_normalization(
-        self, x: Tensor, *, variance_epsilon: float = 1e-05, momentum: float = 0.99, label: str = ""
+        self,
+        x: Tensor,
+        *,
+        variance_epsilon: float = 1e-05,
+        momentum: float = 0.99,
+        synchronized: bool = False,
+        label: str = "",
     ) -> Tensor:
         """`BatchNormalizationLayer.create`.
 
         A layer that starts with mean 0, variance 1, beta 0 and gamma 1, each of shape `[channels]`.
         """
         return self.wire(
-            BatchNormalizationLayer.create(variance_epsilon=variance_epsilon, momentum=momentum, label=label), x
+            BatchNormalizationLayer.create(
+                variance_epsilon=variance_epsilon, momentum=momentum, synchronized=synchronized, label=label
+            ),
+            x,
         )
 
     def instance_normalization(

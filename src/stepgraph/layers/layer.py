@@ -30,6 +30,7 @@ import torch
 
 from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
 from stepgraph.layers.failures import explained
+from stepgraph.layers.over_ranks import sum_over_ranks
 from stepgraph.random import keep_mask, uniform
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
@@ -79,6 +80,7 @@ class Scope:
         updates: new values of statistics; written with `update`.
         draws: how often the layer has drawn random numbers, by seed.
         compute_type: the type layers compute in, in mixed precision.
+        shards: the parts that the batch was cut into; 0 if it is whole.
     """
 
     arrays: Mapping[Tensor, torch.Tensor]
@@ -89,6 +91,7 @@ class Scope:
     updates: dict[Tensor, torch.Tensor] = field(default_factory=dict)
     draws: dict[int, int] = field(default_factory=dict)
     compute_type: torch.dtype | None = None
+    shards: int = 0
 
     def array(self, tensor: Tensor, *shape: int) -> torch.Tensor:
         """The array of one of the layer's tensors, in `shape` if passed; packed and natural shapes share memory."""
@@ -124,6 +127,14 @@ class Scope:
         earlier = self.draws.get(seed, 0)
         self.draws[seed] = earlier + 1
         return (self.salt + 7919 * seed + _NEXT_DRAW * earlier) % 2**32
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of an array over all ranks, each of which has one part of the batch; `x` if the batch is whole.
+
+        Its gradient is that of the sum of all losses. Only a layer with `is_synchronized` may call it.
+        """
+        found: torch.Tensor = x if self.shards < 2 else sum_over_ranks(x)
+        return found
 
     def update(self, statistic: Tensor, value: torch.Tensor) -> None:
         """Sets a statistic's new value; the graph stores it once the node has run."""
@@ -286,6 +297,11 @@ class Layer:
             one.name: swapped(getattr(self, one.name)) for one in dataclasses.fields(self)
         }
         return new
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether its forward sums over ranks, so that each rank must run exactly one part of the batch."""
+        return False
 
     @property
     def shown_kind(self) -> str:

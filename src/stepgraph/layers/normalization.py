@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +27,9 @@ class BatchNormalizationLayer(Layer):
 
     Unlike in `torch.nn.BatchNorm2d`, the momentum is the fraction that is kept, and the running variance is biased.
 
+    A batch that `Parallel` cuts into shards is normalized shard by shard. With `synchronized`, which needs as many
+    shards as ranks, the statistics are those of the whole batch, also in the gradient.
+
     Example:
         >>> layer = BatchNormalizationLayer.create(16)
         >>> sorted(layer.parameters), sorted(layer.statistics)
@@ -38,6 +43,7 @@ class BatchNormalizationLayer(Layer):
     gamma: Tensor | None = None
     variance_epsilon: float = 1e-5
     momentum: float = 0.99
+    synchronized: bool = False
 
     default_label = "BatchNorm"
     full_precision = True
@@ -58,11 +64,12 @@ class BatchNormalizationLayer(Layer):
         *,
         variance_epsilon: float = 1e-5,
         momentum: float = 0.99,
+        synchronized: bool = False,
         label: str = "",
     ) -> BatchNormalizationLayer:
         """A layer that starts with mean 0, variance 1, beta 0 and gamma 1, each of shape `[channels]`."""
         mean, variance, beta, gamma = (Tensor((feature_channel_count,), fill=value) for value in (0.0, 1.0, 0.0, 1.0))
-        settings = variance_epsilon, momentum
+        settings = variance_epsilon, momentum, synchronized
         return cls(feature_channel_count, mean, variance, beta, gamma, *settings, label=label)
 
     def check(self, *sources: TensorDescriptor) -> None:
@@ -77,9 +84,17 @@ class BatchNormalizationLayer(Layer):
         if not scope.training:
             mean, variance = scope.array(self.mean, channels), scope.array(self.variance, channels)
             return F.batch_norm(x, mean, variance, gamma, beta, training=False, eps=epsilon)
-        y, mean, variance = batch_normalize(x, gamma, beta, epsilon=epsilon)
+        if self.synchronized and scope.shards > 1:
+            y, mean, variance = synchronized_normalize(x, gamma, beta, epsilon=epsilon, total=scope.sum_over_ranks)
+        else:
+            y, mean, variance = batch_normalize(x, gamma, beta, epsilon=epsilon)
         _track(scope, self.momentum, {self.mean: mean, self.variance: variance})
         return y
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether its statistics are those of all ranks."""
+        return self.synchronized
 
 
 def batch_normalize(
@@ -92,6 +107,37 @@ def batch_normalize(
     gamma = gamma_beside(beta, gamma)
     y, mean, inverse_deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, epsilon)
     return y, mean.detach(), _variance(inverse_deviation, epsilon)
+
+
+def synchronized_normalize(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    *,
+    epsilon: float,
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with the mean and the variance of the rows of all ranks, which may have different numbers of rows.
+
+    The mean comes first and the variance from the distances to it: a sum of squares would lose digits.
+
+    Args:
+        x: the rows of this rank.
+        gamma: γ, or None for 1.
+        beta: β, or None for 0.
+        epsilon: ε.
+        total: the sum of an array over all ranks.
+    """
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    channels = [1, -1, *[1] * (x.ndim - 2)]
+    count = x.new_full((1,), x.numel() // x.shape[1])
+    sums, counts = total(torch.cat([x.sum(axes), count])).split([x.shape[1], 1])
+    mean = sums / counts
+    centered = x - mean.view(channels)
+    variance = total(centered.square().sum(axes)) / counts
+    y = centered * (variance + epsilon).rsqrt().view(channels)
+    y = y if gamma is None else y * gamma.view(channels)
+    return y if beta is None else y + beta.view(channels), mean.detach(), variance.detach()
 
 
 class InstanceNormalizationLayer(Layer):

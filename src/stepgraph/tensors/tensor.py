@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, DeviceError, ShapeError, StateError
-from stepgraph.random import initialize, new_array
+from stepgraph.random import describes, initialize, new_array
 from stepgraph.system import surroundings
 from stepgraph.tensors import buffers, writes
 from stepgraph.tensors.buffers import TensorData
@@ -183,10 +183,12 @@ class Tensor:
         self.optimizer_data: list[TensorData] = []
         self.optimizer_device_data: list[TensorOptimizerDeviceData] = []
         with surroundings.tracing():
-            self._host = self._first_values(data, fill, random)
+            values = self._first_values(data, fill, random)
+        is_described = values is not None and values.is_meta
+        self._host = None if is_described else values
         self.current = self._host  # the array behind the value: replaced when the tensor is bound again
         self._own: Array | None = None  # device memory that this tensor allocated itself and may overwrite
-        self._missing = "it has never received data"
+        self._missing = "it was created without memory" if is_described else "it has never received data"
         self._is_lent, self._shares = False, writes.Shares()
 
     @classmethod
@@ -499,6 +501,8 @@ class Tensor:
         if self.descriptor.is_open and (data, fill, random) != (None, None, None):
             shape = list(self.shape)
             raise ShapeError(self.where, f"its shape is {shape}, but data has a number of rows", fix="pass that number")
+        if isinstance(data, torch.Tensor) and data.is_meta and describes():
+            return data
         if data is not None:
             return buffers.read(data, self.shape, self.data_type, self.where)
         if fill is not None:
