@@ -241,6 +241,11 @@ class TrainingGraph(CompiledGraph):
         """The ranks that train this graph together, as `world.rank` and `world.size`: 0 and 1 without `parallel`."""
         return ALONE if self._shards is None else self._shards.world
 
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of gradients and parameters that this rank sends to others in each update; 0 if it is alone."""
+        return 0 if self._shards is None else self._shards.traffic.total
+
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
 
