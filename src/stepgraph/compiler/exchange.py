@@ -10,7 +10,7 @@ All ranks start the same collectives in the same order, whatever they own and wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,7 +31,13 @@ from stepgraph.tensors.tensor import Tensor
 def gradient_buckets(part: Part, step: Step) -> Buckets:
     """The parameters whose gradients a shard computes, as they are exchanged: what is complete first, in front."""
     found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
-    return buckets(sorted(found, key=lambda tensor: -step.first_use[tensor]))
+    return _by_completion(found, step)
+
+
+def _by_completion(tensors: Iterable[Tensor], step: Step) -> Buckets:
+    """Buckets of parameters; the reverse walk completes the gradients of the last layers first."""
+    number = {tensor: index for index, tensor in enumerate(step.trainable)}
+    return buckets(sorted(tensors, key=lambda tensor: (-step.first_use[tensor], number[tensor])))
 
 
 def exchange_gradients(part: Part, step: Step) -> Part:
@@ -175,9 +181,9 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
     nodes = {tensors[node]: node for node in marker.all_input_nodes}
     graph, started = marker.graph, []
     following = _after_numbers(part)
-    for bucket in buckets([*nodes]):
+    for bucket in _by_completion(nodes, step):
         following = _after_writes([nodes[one] for one in bucket], following, marker)
-        what = f"the values of {_named(bucket, step)}"
+        what = f"updates of {_named(bucket, step)}"
         own = [ranks.own(one) for one in bucket]
         starts, stops = [one.start for one in own], [one.stop for one in own]
         settings = (max(ranks.sizes(bucket)), ranks.size, ranks.group, what)
@@ -209,11 +215,10 @@ def _after_writes(parameters: Sequence[fx.Node], first: fx.Node, last: fx.Node) 
 
 
 def title(index: int, bucket: Sequence[Tensor], step: Step) -> str:
-    """A bucket of gradients in words."""
+    """A bucket in words: which gradients it has."""
     return f"bucket {index} (gradients of {_named(bucket, step)})"
 
 
 def _named(bucket: Sequence[Tensor], step: Step) -> str:
-    """What is in a bucket, for errors."""
     first, last = (step.names.get(one, one.label) for one in (bucket[0], bucket[-1]))
     return f"'{first}'" if len(bucket) == 1 else f"{len(bucket)} parameters, '{first}' to '{last}'"

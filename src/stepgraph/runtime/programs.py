@@ -212,12 +212,12 @@ class Programs:
         match part:
             case PartName.STEP | PartName.INFERENCE:
                 return {part: phases.whole(program, self._kept(program))}
-            case PartName.SHARD:
+            case PartName.SHARD | PartName.LAST:
                 learned = [gradient(tensor) for tensor in program.step.trainable]
                 wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
                 both = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))
                 last = {} if program.step.ownership is None else {PartName.LAST: both}
-                return {part: both, **last, PartName.UPDATE: phases.split(program).update}
+                return {PartName.SHARD: both, **last, PartName.UPDATE: phases.split(program).update}
             case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept(None))}
