@@ -97,6 +97,34 @@ def orthogonal() -> sg.TrainingGraph:
     return wide(sg.MuonOptimizer(0.01))
 
 
+class Module(torch.nn.Module):
+    """A PyTorch model with a residual connection, normalization and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scores = torch.nn.Linear(6, 12), torch.nn.Linear(12, 12), torch.nn.Linear(12, 3)
+        self.rows, self.dropout = torch.nn.LayerNorm(12), torch.nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.gelu(self.first(x))
+        hidden = hidden + self.dropout(self.second(self.rows(hidden)))
+        return self.scores(hidden)
+
+
+def imported() -> sg.TrainingGraph:
+    """A PyTorch model, with parameter groups, clipping by the global norm, and averages."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = Module()
+    found = sg.from_torch(model, {"x": torch.zeros(4, 6)}, check=False)
+    optimizer = sg.AdamWOptimizer(0.01, weight_decay=0.1, clip_norm=0.5, groups=sg.DECAY_MATRICES_ONLY)
+    training = sg.TrainingGraph(
+        [found.graph], sg.LossLayer.softmax_cross_entropy(ignored_label=-1), optimizer, average=0.9
+    )
+    training.add_inputs(found.inputs, {"y": sg.Tensor((sg.BATCH,), "int64", label="y")})
+    return training
+
+
 NETWORKS: dict[str, Callable[[], sg.TrainingGraph]] = {
     "mlp": mlp,
     "cnn": cnn,
@@ -104,6 +132,7 @@ NETWORKS: dict[str, Callable[[], sg.TrainingGraph]] = {
     "heads": heads,
     "wide": wide,
     "orthogonal": orthogonal,
+    "imported": imported,
 }
 
 
@@ -170,7 +199,7 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 def fitted(folder: str, epochs: int, **settings: Any) -> dict[str, Any]:
     """Trains up to an epoch, from the latest checkpoint if there is one; other ranks begin with other numbers."""
     sg.set_seed(3 + int(os.environ.get("RANK", "0")))
-    training = compiled(mlp())
+    training = compiled(NETWORKS[settings.pop("network", "mlp")]())
     data = {"validation": rows(9), "batch_size": 13, "metrics": ["accuracy"], "progress": "plain", **settings}
     history = sg.fit(training, rows(44), epochs=epochs, checkpoints=folder, resume=True, **data)
     times = ("seconds", "waiting")
