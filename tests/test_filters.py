@@ -144,6 +144,7 @@ def test_images_that_other_layers_read_are_copied_into_order(last: None) -> None
     assert inference.session.written[value(x)].is_contiguous()
 
 
+@pytest.mark.deep
 def test_another_layout_gets_other_copies(last: None, monkeypatch: pytest.MonkeyPatch) -> None:
     training, (plain, *_) = network()
     losses(training)

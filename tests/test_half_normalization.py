@@ -10,7 +10,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import half_normalization, phases, pipeline
-from stepgraph.compiler.kernels import layer_norm
+from stepgraph.compiler.kernels import batch_norm, layer_norm
 from stepgraph.compiler.law import check
 from stepgraph.compiler.program import PartName, fake
 from stepgraph.graphs.training import TrainingGraph
@@ -108,6 +108,34 @@ def test_batch_normalization_reads_half_precision(everywhere: None) -> None:
     half = images_network()
     assert wide(half, (6, 4, 8, 8)) == wide(plain, (6, 4, 8, 8)) - 2
     np.testing.assert_allclose(losses(half, IMAGES), losses(plain, IMAGES), rtol=1e-3)
+
+
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("shape", [(64, 5), (8, 3, 50), (8, 5, 6, 7), (2, 3, 4, 5, 6)])
+def test_statistics_of_a_batch_from_sums_agree_with_float64(shape: tuple[int, ...], affine: tuple[bool, bool]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    channels, axes = shape[1], [axis for axis in range(len(shape)) if axis != 1]
+    scale, offset = (torch.rand(1, channels, *[1] * (len(shape) - 2), generator=generator) for _ in range(2))
+    x = (3 * scale * torch.randn(shape, generator=generator) + 50 * offset).bfloat16()  # means larger than deviations
+    gamma, beta = (torch.rand(channels, generator=generator) if one else None for one in affine)
+    y, mean, inverse = batch_norm.normalized_by_sums(x, gamma, beta, None, None, True, 0.0, 1e-5)
+    full = x.double()
+    torch.testing.assert_close(mean.double(), full.mean(axes), rtol=1e-6, atol=1e-6)
+    wanted = torch.rsqrt(full.var(axes, correction=0) + 1e-5)
+    torch.testing.assert_close(inverse.double(), wanted, rtol=1e-4, atol=0)
+    given = (None if one is None else one.double() for one in (gamma, beta))
+    expected = torch.nn.functional.batch_norm(full, None, None, *given, training=True, eps=1e-5)
+    torch.testing.assert_close(y.double(), expected, rtol=0.01, atol=0.01)
+    constant = torch.full(shape, 7.0, dtype=torch.bfloat16)
+    y, mean, inverse = batch_norm.normalized_by_sums(constant, None, None, None, None, True, 0.0, 1e-5)
+    assert not y.any() and (mean == 7).all() and inverse.isfinite().all()
+
+
+def test_only_batches_in_half_precision_are_summed(everywhere: None) -> None:
+    for kind, count in (("bfloat16", 1), (None, 0)):
+        graph = images_network(kind=kind).compilation.programs.program(6).module.graph  # type: ignore[arg-type]
+        batch_norm.expand_batch_norms(graph)
+        assert [node.target for node in graph.nodes].count(batch_norm.normalized_by_sums) == count
 
 
 def test_rows_too_long_for_the_kernel_stay_in_float32() -> None:

@@ -91,7 +91,7 @@ def counted(part: Part) -> tuple[int, int]:
 CASES = {"batches": (4, 0), "instances": (2, 0), "imported": (4, 2), "shared": (0, 2)}
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["batches", "imported", "shared", pytest.param("instances", marks=pytest.mark.deep)])
 def test_updates_together_have_the_same_bits(kind: str, merged: None) -> None:
     with pytest.MonkeyPatch.context() as before:
         before.setattr(pipeline, "TABLE", tuple(row for row in pipeline.TABLE if row.name != ROW))

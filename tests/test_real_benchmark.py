@@ -8,7 +8,7 @@ import torch
 
 import stepgraph as sg
 from benchmarks.real.__main__ import Wanted, main, options
-from benchmarks.real.contenders import OURS, Contender, Eager, FromTransformers, Imported, Stepgraph, in_jax
+from benchmarks.real.contenders import CAPTURED, OURS, Contender, Eager, FromTransformers, Imported, Stepgraph, in_jax
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
 from benchmarks.real.turns import Failed, in_short, rounds
@@ -184,9 +184,10 @@ class Captured:
     """A contender whose steps allocate known amounts: the fifth is captured, later ones are replays of it."""
 
     amounts = (9, 7, 7, 8, 5, 1)
+    device, peak = "cuda", Contender.peak
 
-    def __init__(self) -> None:
-        self.steps, self.most = 0, 0
+    def __init__(self, settles_at: int) -> None:
+        self.steps, self.most, self.settles_at = 0, 0, settles_at
 
     def step(self, *_: Any) -> None:
         self.most = max(self.most, self.amounts[min(self.steps, 5)])
@@ -194,7 +195,11 @@ class Captured:
 
     @property
     def settled(self) -> bool:
-        return self.steps >= 5
+        return self.steps >= self.settles_at
+
+    @property
+    def mode(self) -> str:
+        return CAPTURED if self.steps >= 5 else "traced"
 
     def make(self) -> None: ...
 
@@ -204,8 +209,9 @@ class Captured:
         return {"plan": 5}
 
 
-def test_the_peak_of_a_captured_step_is_that_of_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = Captured()
+@pytest.mark.parametrize("settles_at", [5, 7])
+def test_the_peak_of_a_captured_step_is_that_of_its_capture(settles_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = Captured(settles_at)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: contender.most)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10 * contender.most)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 6)
@@ -216,7 +222,7 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture(monkeypatch: pytest.
     vars(worker).update(device="cuda", contender=contender, inputs={"x": torch.empty(2)}, labels=torch.empty(1))
     worker.start()
     found = worker.settle(60)
-    assert found["steps_until_ready"] == 5 and found["peak_until_ready"] == {"allocated": 9, "reserved": 90}
+    assert found["steps_until_ready"] == settles_at and found["peak_until_ready"] == {"allocated": 9, "reserved": 90}
     assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "data": 12, "plan": 5}
 
 

@@ -140,7 +140,7 @@ def _in_groups(
 
 def together(
     wanted: dict[str, Wanted], given: argparse.Namespace, said: Callable[[str], None]
-) -> dict[str, dict[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """The rows of several models whose contenders all get ready at once; each model then has its own rounds."""
     rows: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in wanted}
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +155,7 @@ def together(
                 _profile(rows[model], alive)
             for process in alive.values():
                 process.end()
-    return rows
+            yield model, rows[model]
 
 
 def _note(rows: dict[str, dict[str, Any]], times: dict[str, list[float]], failed: dict[str, str]) -> None:
@@ -196,7 +196,7 @@ def measured_models(
     """The rows of each model and the minutes they took, as soon as they are there."""
     started = time.monotonic()
     if given.together:
-        for name, rows in together(wanted, given, said).items():
+        for name, rows in together(wanted, given, said):
             yield name, rows, (time.monotonic() - started) / 60
         return
     for name, one in wanted.items():

@@ -19,6 +19,7 @@ from benchmarks.real.modules import loss
 
 Inputs = Mapping[str, torch.Tensor]
 DECAY = 0.1
+CAPTURED = "CUDA graph"  # in the mode of steps that are replays
 SETTLED = 3  # steps until `torch.compile` has also recorded its CUDA graphs, where it uses them
 
 
@@ -67,6 +68,11 @@ class Contender(ABC):
     def settled(self) -> bool:
         """Whether steps have reached their final form."""
         return self.steps >= SETTLED
+
+    @property
+    def mode(self) -> str:
+        """How its steps run, if it says so."""
+        return ""
 
     def facts(self) -> dict[str, Any]:
         """What it says about itself once it has settled."""
@@ -234,7 +240,11 @@ class Stepgraph(Contender):
         """Whether the step is fused and captured, or will never be fused."""
         one, is_cuda = self._executable, self.device == "cuda"
         waits = one.fusing == "under way" or (is_cuda and one.fusing == "not yet")
-        return self.steps >= SETTLED and not waits and (not is_cuda or "CUDA graph" in one.mode)
+        return self.steps >= SETTLED and not waits and (not is_cuda or CAPTURED in one.mode)
+
+    @property
+    def mode(self) -> str:
+        return self._executable.mode
 
     def facts(self) -> dict[str, Any]:
         one = self._executable

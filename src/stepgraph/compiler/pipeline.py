@@ -230,6 +230,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand GELU", FUSED, _graph(kernels.expand_gelu), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
+    Pass("sum statistics of batches", FUSED, _graph(kernels.expand_batch_norms), _on_gpu),
     Pass("expand updates of statistics", FUSED, _graph(kernels.expand_statistics), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),

@@ -1,5 +1,6 @@
 """Faster implementations of what a step computes, besides the reference; tests compare the two."""
 
+from stepgraph.compiler.kernels.batch_norm import expand_batch_norms
 from stepgraph.compiler.kernels.choose import choose_kernels
 from stepgraph.compiler.kernels.gelu import expand_gelu
 from stepgraph.compiler.kernels.layer_norm import expand_layer_norms
@@ -18,6 +19,7 @@ __all__ = [
     "choose_kernels",
     "named",
     "number_type",
+    "expand_batch_norms",
     "expand_gelu",
     "expand_layer_norms",
     "expand_statistics",

@@ -1,0 +1,52 @@
+"""Batch normalization of half-precision arrays for a compiler that fuses it: its statistics as two sums.
+
+PyTorch's compiler computes them by Welford's algorithm, with a division for every element it reads, which takes a GPU
+longer than reading them. Sums of differences and of their squares need neither that nor a second pass. Differences
+from an element of the channel itself stay small where the mean is large, so that few digits cancel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.half import HALF
+from stepgraph.compiler.program import fake
+
+Array = torch.Tensor
+
+
+def expand_batch_norms(graph: fx.Graph) -> None:
+    """Expands batch normalization of half-precision arrays, with the statistics of the batch."""
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.native_batch_norm.default:
+            continue
+        x, _, _, mean, variance, training, *_ = node.args
+        if training and mean is None and variance is None and fake(x).dtype in HALF:
+            node.target = normalized_by_sums
+
+
+def normalized_by_sums(
+    x: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    _mean: None,
+    _variance: None,
+    _training: bool,
+    _momentum: float,
+    epsilon: float,
+) -> tuple[Array, Array, Array]:
+    """`aten.native_batch_norm` without running statistics: the result, the mean and `1 / sqrt(variance + ε)`."""
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    count = x.numel() // x.shape[1]
+    full = x.float()
+    shift = full[(slice(1), slice(None), *(slice(1),) * (x.ndim - 2))]
+    differences = full - shift
+    mean = differences.sum(axes, keepdim=True) / count
+    variance = ((differences * differences).sum(axes, keepdim=True) / count - mean * mean).clamp_min(0)
+    mean, inverse_deviation = mean + shift, torch.rsqrt(variance + epsilon)
+    y = (full - mean) * inverse_deviation
+    for parameter, function in ((gamma, torch.mul), (beta, torch.add)):
+        if parameter is not None:
+            y = function(y, parameter.float().view(mean.shape))
+    return y.to(x.dtype), mean.flatten(), inverse_deviation.flatten()
