@@ -31,13 +31,13 @@ class Tree(Stepgraph):
     order = "tree"
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
-        self.parallel = sg.Parallel(shards=_world_size(), order=self.order)
+        self.parallel, self.rows = sg.Parallel(shards=_world_size(), order=self.order), model.batch_size
         super().__init__(model, device, dropout)
 
     @property
     def planned(self) -> int:
         """The bytes that a rank should send in a step."""
-        return self.training.memory_plan_for(self.training.declaration.feeds.batch, ranks=_world_size()).sent
+        return self.training.memory_plan_for(self.rows, ranks=_world_size()).sent
 
 
 class Any_(Tree):
