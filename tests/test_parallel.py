@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.shards import TreeSum, most_nodes, own, partial_nodes, spans
+from stepgraph.compiler.shards import TreeSum, climbed, most_nodes, own, partial_nodes, spans
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new
 
 DEEP = pytest.mark.deep
@@ -55,14 +55,9 @@ def test_every_world_adds_in_the_same_order(count: int) -> None:
 
     class Recorded(TreeSum):
         def add(self, node: Any, arrays: Any) -> None:
-            while (width := -(-self.count >> node[0])) > 1:
-                level, index = node
-                if index ^ 1 < width:
-                    other = self.sums.pop((level, index ^ 1), None)
-                    if other is None:
-                        break
-                    arrays = "(" + "+".join(sorted([other, arrays])) + ")"  # type: ignore[list-item]
-                node = level + 1, index // 2
+            met, node = climbed(self.count, self.sums, node)
+            for neighbour in met:
+                arrays = "(" + "+".join(sorted([self.sums.pop(neighbour), arrays])) + ")"  # type: ignore[list-item]
             self.sums[node] = arrays
 
     def total(world: int) -> Any:

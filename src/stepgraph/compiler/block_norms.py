@@ -6,13 +6,49 @@ halves, with one rounding per sum, and the sums of blocks in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
-from stepgraph.compiler.slices import BLOCK
+from stepgraph.compiler.collectives import of_all_ranks
+from stepgraph.compiler.slices import BLOCK, Ownership
+from stepgraph.tensors.tensor import Tensor
 
 CHUNK = 256  # blocks that are squared at once, which bounds the memory
+
+
+def norms(
+    pieces: Mapping[Tensor, torch.Tensor], trained: Sequence[Tensor], ranks: Ownership | None, like: torch.Tensor
+) -> dict[Tensor, torch.Tensor]:
+    """The norm of each gradient, with the same bits for any number of ranks, each of which may have a part of it.
+
+    Args:
+        pieces: what this rank has of the gradients.
+        trained: the parameters of all gradients, in an order that all ranks know.
+        ranks: which rank has which part; None if there is only one.
+        like: an array on the device.
+    """
+    double = any(tensor.data_type.torch is torch.float64 for tensor in trained)
+    dtype = torch.float64 if double else torch.float32
+    arrays = [pieces[tensor] for tensor in trained if tensor in pieces]
+    sums = sums_of_squares(arrays, dtype) if arrays else like.new_empty(0, dtype=dtype)
+    blocks = [-(-tensor.descriptor.element_count // BLOCK) for tensor in trained]
+    if ranks is not None:
+        firsts = dict(zip(trained, accumulate([0, *blocks[:-1]]), strict=True))
+        sums = of_all_ranks(sums, ranks.rank, ranks.size, _places(firsts, ranks))
+    return {tensor: own.sum().sqrt() for tensor, own in zip(trained, sums.split(blocks), strict=True)}
+
+
+def _places(firsts: Mapping[Tensor, int], ranks: Ownership) -> list[int]:
+    """Rank by rank, where the blocks of its slices begin among all blocks, and where they end."""
+    found = []
+    for rank in range(ranks.size):
+        for tensor, first in firsts.items():
+            own = ranks.slices[tensor][rank]
+            found += [first + own.first, first + own.first + own.blocks]
+    return found
+
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")
 _library.define("sums_of_squares(Tensor[] arrays, ScalarType type) -> Tensor")

@@ -7,89 +7,128 @@ that communicate. These find the ranks by the name of their group, under which `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from stepgraph.compiler.shards import TreeSum
 from stepgraph.system import torch_private
 
 Arrays = Sequence[torch.Tensor]
+Waiting = Callable[[], torch.Tensor]
 
 
 class Connection(Protocol):
-    """Starts collectives of PyTorch by name, and waits for what they bring."""
+    """Starts collectives of PyTorch by name."""
+
+    def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
+        """Starts a collective; returns its result, and what waits for it."""
+
+
+class _Line:
+    """The collectives that operators have started with a group."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.count = connection, 0
+        self._pending: dict[int, tuple[torch.Tensor, Waiting]] = {}
 
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> torch.Tensor:
-        """Starts a collective; its result must be waited for."""
+        """Starts a collective, whose result `finish` waits for."""
+        started, wait = self.connection.start(what, name, array, *settings)
+        self.count += 1
+        self._pending[torch_private.identity(started.untyped_storage())] = started, wait
+        return started
 
-    def wait(self, what: str, started: torch.Tensor) -> torch.Tensor:
-        """The result."""
+    def finish(self, started: torch.Tensor) -> None:
+        """Waits for the result of a collective."""
+        self._pending.pop(torch_private.identity(started.untyped_storage()))[1]()
+
+    def finish_all(self) -> None:
+        """Waits for everything that was started, because the operators that would do so do not run."""
+        while self._pending:
+            self._pending.popitem()[1][1]()
 
 
-_connections: dict[str, Connection] = {}
+_lines: dict[str, _Line] = {}
 
 
 def connect(group: str, connection: Connection) -> None:
     """Lets operators reach a group of ranks by its name."""
-    _connections[group] = connection
+    if group not in _lines or _lines[group].connection is not connection:
+        _lines[group] = _Line(connection)
+
+
+def started(group: str) -> int:
+    """How many collectives operators have started with a group so far."""
+    return _lines[group].count
+
+
+def finish_all(group: str) -> None:
+    """Waits for the collectives that a part has started which could not run to its end."""
+    _lines[group].finish_all()
 
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")
 _ANYWHERE = "CompositeExplicitAutograd"
 
-# Numbers of all ranks: `counts` are how many each rank has of each item, rank by rank. The result has item by item,
-# and in each what the ranks have, so that it does not depend on how they share the items.
+# Numbers of all ranks: `places` are, rank by rank, where the numbers of each item begin in the result and where they
+# end. A rank has the numbers of its items one after another. The result does not depend on how ranks share the items.
 
-_library.define("of_all_ranks(Tensor own, int rank, int size, int[] counts) -> Tensor")
-_library.define("from_all_ranks(Tensor own, int rank, int size, int[] counts, str group, str what) -> Tensor")
+_library.define("of_all_ranks(Tensor own, int rank, int size, int[] places) -> Tensor")
+_library.define("from_all_ranks(Tensor own, int rank, int size, int[] places, str group, str what) -> Tensor")
 
 
 @torch.library.impl(_library, "of_all_ranks", _ANYWHERE)
-def _of_all_ranks(own: torch.Tensor, rank: int, size: int, counts: Sequence[int]) -> torch.Tensor:
+def _of_all_ranks(own: torch.Tensor, rank: int, size: int, places: Sequence[int]) -> torch.Tensor:
     """The numbers of this rank in their places, and zeros."""
-    most = _most(counts, size)
-    padded = own.new_zeros(size, most)
+    padded = own.new_zeros(size, _most(places, size))
     padded[rank, : len(own)] = own
-    return padded.view(-1)[_places(tuple(counts), size, own.device)]
+    return padded.view(-1)[_sources(tuple(places), size, own.device)]
 
 
 @torch.library.impl(_library, "from_all_ranks", _ANYWHERE)
 def _from_all_ranks(
-    own: torch.Tensor, rank: int, size: int, counts: Sequence[int], group: str, what: str
+    own: torch.Tensor, rank: int, size: int, places: Sequence[int], group: str, what: str
 ) -> torch.Tensor:
     """The numbers of all ranks."""
-    padded, ranks = F.pad(own, (0, _most(counts, size) - len(own))), _connections[group]
-    started = ranks.start(what, "all_gather_into_tensor", as_bytes(padded), size)
-    return ranks.wait(what, started).view(own.dtype)[_places(tuple(counts), size, own.device)]
+    padded, ranks = F.pad(own, (0, _most(places, size) - len(own))), _lines[group]
+    found = ranks.start(what, "all_gather_into_tensor", as_bytes(padded), size)
+    ranks.finish(found)
+    return found.view(own.dtype)[_sources(tuple(places), size, own.device)]
 
 
 @torch.library.register_fake("stepgraph::of_all_ranks", lib=_library)
-def _(own: torch.Tensor, rank: int, size: int, counts: Sequence[int]) -> torch.Tensor:
-    return own.new_empty(sum(counts))
+def _(own: torch.Tensor, rank: int, size: int, places: Sequence[int]) -> torch.Tensor:
+    return own.new_empty(sum(places[1::2]) - sum(places[::2]))
 
 
 @torch.library.register_fake("stepgraph::from_all_ranks", lib=_library)
-def _(own: torch.Tensor, rank: int, size: int, counts: Sequence[int], group: str, what: str) -> torch.Tensor:
-    return own.new_empty(sum(counts))
+def _(own: torch.Tensor, rank: int, size: int, places: Sequence[int], group: str, what: str) -> torch.Tensor:
+    return own.new_empty(sum(places[1::2]) - sum(places[::2]))
 
 
-def _most(counts: Sequence[int], size: int) -> int:
-    items = len(counts) // size
-    return max(sum(counts[rank * items : (rank + 1) * items]) for rank in range(size))
+def _most(places: Sequence[int], size: int) -> int:
+    """The most numbers that a rank has."""
+    each = torch.tensor(places).view(size, -1, 2)
+    return int((each[..., 1] - each[..., 0]).sum(1).max())
 
 
 @lru_cache(maxsize=64)
-def _places(counts: tuple[int, ...], size: int, device: torch.device) -> torch.Tensor:
-    """Where the numbers are that `from_all_ranks` returns, if each rank's are padded to the most of any."""
-    items, most = len(counts) // size, _most(counts, size)
-    by_rank = torch.tensor(counts).view(size, items)
-    starts = by_rank.cumsum(1) - by_rank + most * torch.arange(size)[:, None]
-    pairs = zip(starts.T.reshape(-1).tolist(), by_rank.T.reshape(-1).tolist(), strict=True)
-    found = [torch.arange(start, start + count) for start, count in pairs if count]
-    return (torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)).to(device)
+def _sources(places: tuple[int, ...], size: int, device: torch.device) -> torch.Tensor:
+    """Where each number of the result is among those of all ranks, if each rank's are padded to the most of any."""
+    most, width = _most(places, size), len(places) // size
+    sources, targets = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for rank in range(size):
+        own, place = places[rank * width : (rank + 1) * width], rank * most
+        for start, stop in zip(own[::2], own[1::2], strict=True):
+            targets.append(torch.arange(start, stop))
+            sources.append(torch.arange(place, place + stop - start))
+            place += stop - start
+    found = torch.cat(sources)
+    return found[torch.cat(targets).argsort()].to(device)
 
 
 # Parameters of which each rank has updated a slice
@@ -99,8 +138,7 @@ _library.define(
     "start_gather(Tensor[] parameters, int[] starts, int[] stops, int most, int size, str group, str what) -> Tensor"
 )
 _library.define(
-    "finish_gather_(Tensor(a!)[] parameters, Tensor started, int[] bounds, int rank, int size, str group, str what) "
-    "-> ()"
+    "finish_gather_(Tensor(a!)[] parameters, Tensor started, int[] bounds, int rank, int size, str group) -> ()"
 )
 
 
@@ -119,15 +157,16 @@ def _start_gather(
         sent[place : place + stop - start] = parameter.view(-1)[start:stop]
         place += stop - start
     sent[place:] = 0
-    return _connections[group].start(what, "all_gather_into_tensor", as_bytes(sent), size)
+    return _lines[group].start(what, "all_gather_into_tensor", as_bytes(sent), size)
 
 
 @torch.library.impl(_library, "finish_gather_", _ANYWHERE)
 def _finish_gather_(
-    parameters: Arrays, started: torch.Tensor, bounds: Sequence[int], rank: int, size: int, group: str, what: str
+    parameters: Arrays, started: torch.Tensor, bounds: Sequence[int], rank: int, size: int, group: str
 ) -> None:
     """Writes what other ranks have sent; `bounds` are their slices as starts and stops, parameter by parameter."""
-    gathered = _connections[group].wait(what, started).view(parameters[0].dtype).view(size, -1)
+    _lines[group].finish(started)
+    gathered = started.view(parameters[0].dtype).view(size, -1)
     places, to, of = [0] * size, [], []
     for index, parameter in enumerate(parameters):
         flat = parameter.view(-1)
@@ -156,6 +195,105 @@ def _(*_: object) -> None:
     return None
 
 
+# Gradients: buckets are packed rank by rank, each rank receives its part of all partial sums and adds them
+
+_library.define("pack(Tensor[] gradients, int[] bounds) -> Tensor")
+_library.define("by_rank(Tensor[] sums, int[] sizes) -> Tensor")
+_library.define("start_trade(Tensor sent, int[] taken, int[] given, str group, str what) -> Tensor")
+_library.define("start_scatter(Tensor sum, int[] sizes, str group, str what) -> Tensor")
+_library.define("finish_scatter(Tensor(a!) started, int size, str group) -> Tensor")
+_library.define(
+    "finish_trade(Tensor(a!) received, int[] levels, int[] indices, int count, ScalarType type, str group) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "pack", _ANYWHERE)
+def _pack(gradients: Arrays, bounds: Sequence[int]) -> torch.Tensor:
+    """Gradients as one array; `bounds` are the slices of all of them, rank by rank, as starts and stops."""
+    flat, count = [one.reshape(-1) for one in gradients], len(gradients)
+    pairs = zip(bounds[::2], bounds[1::2], strict=True)
+    return torch.cat([flat[place % count][start:stop] for place, (start, stop) in enumerate(pairs)])
+
+
+@torch.library.impl(_library, "by_rank", _ANYWHERE)
+def _by_rank(sums: Arrays, sizes: Sequence[int]) -> torch.Tensor:
+    """The parts of several sums, those for the first rank in front."""
+    split = [one.split([*sizes]) for one in sums]
+    return torch.cat([one[rank] for rank in range(len(sizes)) for one in split])
+
+
+@torch.library.impl(_library, "start_trade", _ANYWHERE)
+def _start_trade(sent: torch.Tensor, taken: Sequence[int], given: Sequence[int], group: str, what: str) -> torch.Tensor:
+    """Starts to send each rank its part of an array, and to receive others; both are counted in bytes."""
+    return _lines[group].start(what, "all_to_all_single", as_bytes(sent), [*taken], [*given])
+
+
+@torch.library.impl(_library, "start_scatter", _ANYWHERE)
+def _start_scatter(sum: torch.Tensor, sizes: Sequence[int], group: str, what: str) -> torch.Tensor:
+    """Starts to add the arrays of all ranks, of which each receives its part, padded to the longest."""
+    most = max(sizes)
+    padded = torch.cat([F.pad(part, (0, most - len(part))) for part in sum.split([*sizes])])
+    return _lines[group].start(what, "reduce_scatter_tensor", padded, "sum", len(sizes))
+
+
+@torch.library.impl(_library, "finish_scatter", _ANYWHERE)
+def _finish_scatter(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Waits for this rank's part of a sum."""
+    _lines[group].finish(started)
+    return started[:size].clone()
+
+
+@torch.library.impl(_library, "finish_trade", _ANYWHERE)
+def _finish_trade(
+    received: torch.Tensor, levels: Sequence[int], indices: Sequence[int], count: int, dtype: torch.dtype, group: str
+) -> torch.Tensor:
+    """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them."""
+    _lines[group].finish(received)
+    found = TreeSum(count)
+    parts = received.view(dtype).view(len(levels), -1)
+    for node, part in zip(zip(levels, indices, strict=True), parts, strict=True):
+        found.add(node, [part])
+    return found.total[0].clone()
+
+
+@torch.library.register_fake("stepgraph::pack", lib=_library)
+def _(gradients: Arrays, bounds: object) -> torch.Tensor:
+    return gradients[0].new_empty(sum(one.numel() for one in gradients))
+
+
+@torch.library.register_fake("stepgraph::by_rank", lib=_library)
+def _(sums: Arrays, sizes: object) -> torch.Tensor:
+    return sums[0].new_empty(sum(one.numel() for one in sums))
+
+
+@torch.library.register_fake("stepgraph::start_trade", lib=_library)
+def _(sent: torch.Tensor, taken: Sequence[int], given: object, group: str, what: str) -> torch.Tensor:
+    return sent.new_empty(sum(taken), dtype=torch.uint8)
+
+
+@torch.library.register_fake("stepgraph::start_scatter", lib=_library)
+def _(sum: torch.Tensor, sizes: Sequence[int], group: str, what: str) -> torch.Tensor:
+    return sum.new_empty(max(sizes))
+
+
+@torch.library.register_fake("stepgraph::finish_scatter", lib=_library)
+def _(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return started.new_empty(size)
+
+
+@torch.library.register_fake("stepgraph::finish_trade", lib=_library)
+def _(
+    received: torch.Tensor, levels: Sequence[int], indices: object, count: int, dtype: torch.dtype, group: str
+) -> torch.Tensor:
+    return received.new_empty(received.numel() // dtype.itemsize // len(levels), dtype=dtype)
+
+
+pack = torch.ops.stepgraph.pack.default
+by_rank = torch.ops.stepgraph.by_rank.default
+start_trade = torch.ops.stepgraph.start_trade.default
+start_scatter = torch.ops.stepgraph.start_scatter.default
+finish_scatter = torch.ops.stepgraph.finish_scatter.default
+finish_trade = torch.ops.stepgraph.finish_trade.default
 of_all_ranks = torch.ops.stepgraph.of_all_ranks.default
 from_all_ranks = torch.ops.stepgraph.from_all_ranks.default
 updated_ = torch.ops.stepgraph.updated_.default

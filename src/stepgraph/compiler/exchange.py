@@ -1,23 +1,150 @@
 """Collectives in the parts of a step that several ranks run together.
 
-In the update, numbers of all ranks take the place of a rank's own ones, and parameters are gathered: the slices of a
-bucket are sent as soon as they are updated, and what others send is written in front of what reads whole parameters.
-All ranks start the same collectives in the same order, whatever they own.
+In the last shard of a rank, the gradients of a bucket are sent as soon as they are complete and added to those of its
+earlier shards; what others send is waited for at the end, in front of the update. In the update, numbers of all ranks
+take the place of a rank's own ones, and parameters are gathered: slices are sent as soon as they are updated, and what
+others send is written in front of what reads whole parameters.
+
+All ranks start the same collectives in the same order, whatever they own and whatever their batches are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import fx
 
 from stepgraph.compiler import collectives
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, call, notes, storage, writes
-from stepgraph.compiler.slices import Ownership, buckets
-from stepgraph.compiler.step import KeyKind, Step
+from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, storage, writes
+from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
+from stepgraph.compiler.slices import Buckets, Ownership, buckets
+from stepgraph.compiler.step import Key, KeyKind, Step, gradient, partial_sum, total
 from stepgraph.tensors.tensor import Tensor
+
+# Gradients
+
+
+def gradient_buckets(part: Part, step: Step) -> Buckets:
+    """The parameters whose gradients a shard computes, as they are exchanged: what is complete first, in front."""
+    found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
+    return buckets(sorted(found, key=lambda tensor: -step.first_use[tensor]))
+
+
+def exchange_gradients(part: Part, step: Step) -> Part:
+    """The last shard of a rank: it returns totals of buckets instead of gradients, and takes partial sums."""
+    ranks = step.ownership
+    assert ranks is not None
+    groups = gradient_buckets(part, step)
+    part = _copied(part)
+    graph, made = part.module.graph, dict(zip(part.outputs, part.returned, strict=True))
+    nodes = list(graph.nodes)
+    order = {node: time for time, node in enumerate(nodes)}
+    exchange, behind = _Exchange(part, step, ranks), order[part.nodes[0]]
+    inputs, started = list(part.inputs), []
+    for index, bucket in enumerate(groups):
+        gradients = [made.pop(gradient(tensor)) for tensor in bucket]
+        behind = max([behind, *(order[node] + 1 for node in gradients)])
+        sums = exchange.partial_sums(index, gradients)
+        inputs += sums
+        started.append(exchange.start(index, bucket, gradients, [*sums.values()], nodes[behind]))
+    (end,) = graph.find_nodes(op="output")
+    found = {total(index): exchange.finish(bucket, started[index], end) for index, bucket in enumerate(groups)}
+    end.args = ([*made.values(), *found.values()],)
+    graph.lint()
+    return replace(part, inputs=tuple(inputs), outputs=(*made, *found))
+
+
+@dataclass
+class _Exchange:
+    """Adds the operators that exchange buckets to the last shard of a rank."""
+
+    part: Part
+    step: Step
+    ranks: Ownership
+
+    @cached_property
+    def nodes(self) -> list[list[Node]]:
+        """The partial sums of each rank."""
+        return [partial_nodes(self.step.shards, rank, self.ranks.size) for rank in range(self.ranks.size)]
+
+    @cached_property
+    def earlier(self) -> list[Node]:
+        """The partial sums of this rank in front of its last shard."""
+        return partial_nodes(self.step.shards, self.ranks.rank, self.ranks.size, before=1)
+
+    def partial_sums(self, index: int, gradients: Sequence[fx.Node]) -> dict[Key, fx.Node]:
+        """The partial sums of a bucket as further inputs."""
+        graph, like = self.part.module.graph, gradients[0]
+        count = sum(fake(node).numel() for node in gradients)
+        found = {}
+        for place in range(len(self.earlier)):
+            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake(like).fake_mode:
+                node = graph.placeholder(f"partial_{index}_{place}")
+                inherit(node, like, fake(like).new_empty(count))
+            found[partial_sum(index, place)] = node
+        return found
+
+    def start(
+        self,
+        index: int,
+        bucket: Sequence[Tensor],
+        gradients: Sequence[fx.Node],
+        sums: list[fx.Node],
+        following: fx.Node,
+    ) -> fx.Node:
+        """Adds the gradients of this shard to those of earlier ones, and starts to send the sums."""
+        ranks, sizes, like = self.ranks, self.ranks.sizes(bucket), gradients[0]
+        everyone = range(ranks.size)
+        bounds = [edge for rank in everyone for tensor in bucket for edge in ranks.slices[tensor][rank]]
+        what = f"bucket {index}, the gradients {_named(bucket, self.step)}"
+        with like.graph.inserting_before(following):
+            flat = _call(like, collectives.pack, ([*gradients], bounds))
+            if not ranks.is_ordered:
+                for one in sums:
+                    flat = _call(like, torch.ops.aten.add.Tensor, (flat, one))
+                return _call(like, collectives.start_scatter, (flat, sizes, ranks.group, what))
+            parts = self._added(like, flat, sums)
+            sent = parts[0] if len(parts) == 1 else _call(like, collectives.by_rank, (parts, sizes))
+            width = bucket[0].data_type.torch.itemsize
+            taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
+            given = [len(parts) * size * width for size in sizes]
+            return _call(like, collectives.start_trade, (sent, taken, given, ranks.group, what))
+
+    def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
+        """The partial sums of this rank with its last shard."""
+        there = dict(zip(self.earlier, sums, strict=True))
+        last = own(self.step.shards, self.ranks.rank, self.ranks.size)[-1]
+        met, node = climbed(self.step.shards, there, (0, last))
+        for neighbour in met:
+            flat = _call(like, torch.ops.aten.add.Tensor, (flat, there.pop(neighbour)))
+        there[node] = flat
+        return [there[one] for one in self.nodes[self.ranks.rank]]
+
+    def finish(self, bucket: Sequence[Tensor], started: fx.Node, end: fx.Node) -> fx.Node:
+        """Waits for this rank's part of the sum of a bucket."""
+        ranks = self.ranks
+        with end.graph.inserting_before(end):
+            if not ranks.is_ordered:
+                size = ranks.sizes(bucket)[ranks.rank]
+                return _call(started, collectives.finish_scatter, (started, size, ranks.group))
+            levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
+            dtype = bucket[0].data_type.torch
+            rest = (levels, indices, self.step.shards, dtype, ranks.group)
+            return _call(started, collectives.finish_trade, (started, *rest))
+
+
+def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
+    """A new operator of the exchange."""
+    node = call(like, target, arguments)
+    note(node, layer=EXCHANGE)
+    return node
+
+
+# Parameters
 
 
 def gather_updates(part: Part, step: Step) -> Part:
@@ -56,12 +183,12 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
         settings = (max(ranks.sizes(bucket)), ranks.size, ranks.group, what)
         arguments = ([nodes[one] for one in bucket], starts, stops, *settings)
         with graph.inserting_before(following):
-            started.append((bucket, call(marker, collectives.start_gather, arguments), what))
+            started.append((bucket, _call(marker, collectives.start_gather, arguments)))
     with graph.inserting_before(marker):
-        for bucket, start, what in started:
+        for bucket, start in started:
             bounds = [edge for one in bucket for piece in ranks.slices[one] for edge in piece]
-            rest = (bounds, ranks.rank, ranks.size, ranks.group, what)
-            call(marker, collectives.finish_gather_, ([nodes[one] for one in bucket], start, *rest))
+            rest = (bounds, ranks.rank, ranks.size, ranks.group)
+            _call(marker, collectives.finish_gather_, ([nodes[one] for one in bucket], start, *rest))
 
 
 def _after_numbers(part: Part) -> fx.Node:

@@ -37,7 +37,7 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
-from stepgraph.compiler.exchange import gather_updates
+from stepgraph.compiler.exchange import exchange_gradients, gather_updates
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -53,7 +53,8 @@ from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import surroundings, torch_private
 
-WHOLE = (PartName.STEP, PartName.SHARD, PartName.INFERENCE)  # parts that run a whole call, or a shard of one
+# Parts that run a whole call, or a shard of one.
+WHOLE = (PartName.STEP, PartName.SHARD, PartName.LAST, PartName.INFERENCE)
 
 
 class Stage(StrEnum):
@@ -126,6 +127,10 @@ def _on_gpu(step: Step, part: PartName | None) -> bool:
 
 def _on_cuda(step: Step, part: PartName | None) -> bool:
     return step.device.type == "cuda"
+
+
+def _exchanges(step: Step, part: PartName | None) -> bool:
+    return step.ownership is not None and part == PartName.LAST
 
 
 def _gathers(step: Step, part: PartName | None) -> bool:
@@ -206,6 +211,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("record workspaces", RECORDED, _graph(operators.note_workspaces), _always),
     Pass("join losses and gradients", PART, lambda part, step: join_losses(part), _is_whole_step),
     Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),
+    Pass("exchange gradients with other ranks", PART, exchange_gradients, _exchanges),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),

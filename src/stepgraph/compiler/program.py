@@ -22,6 +22,7 @@ from stepgraph.system import torch_private
 _FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
 _TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
+EXCHANGE = "exchange"  # the layer of operators that exchange something with other ranks
 
 
 class Phase(StrEnum):
@@ -37,6 +38,7 @@ class PartName(StrEnum):
 
     STEP = "step"
     SHARD = "shard"  # forward and gradient, for a part of a batch
+    LAST = "last shard"  # the same, and the exchange of gradients with other ranks
     FORWARD = "forward"
     GRADIENT = "gradient"
     UPDATE = "update"
@@ -261,8 +263,12 @@ class Part:
 
     @cached_property
     def is_tiny(self) -> bool:
-        """Whether one thread finishes it before others would wake up."""
-        return sum(array.numel() for node in self.nodes for array in fakes(node)) < TINY
+        """Whether one thread finishes it before others would wake up.
+
+        What is exchanged does not count, so that a shard runs in as many threads whatever its rank does with it.
+        """
+        own = (node for node in self.nodes if notes(node).layer != EXCHANGE)
+        return sum(array.numel() for node in own for array in fakes(node)) < TINY
 
     @cached_property
     def is_open_to_switches(self) -> bool:

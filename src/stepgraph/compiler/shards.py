@@ -7,7 +7,7 @@ most of what it can add alone are whole nodes, and others add the rest in the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -43,37 +43,61 @@ def own(count: int, rank: int, world: int) -> range:
 class TreeSum:
     """The sums of arrays by node: neighbours are added as soon as both are there.
 
+    A leaf that is None stands for zeros, and so do sums of such leaves.
+
     Args:
         count: the number of leaves.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.sums: dict[Node, Arrays] = {}
+        self.sums: dict[Node, Arrays | None] = {}
 
-    def add(self, node: Node, arrays: Arrays) -> None:
+    def add(self, node: Node, arrays: Arrays | None) -> None:
         """Adds the sum of a node, whose arrays may be overwritten."""
-        while (width := self._width(node[0])) > 1:
-            level, index = node
-            if index ^ 1 < width:
-                neighbour = self.sums.pop((level, index ^ 1), None)
-                if neighbour is None:
-                    break
-                if neighbour:
-                    torch_private.foreach_add_([*neighbour], [*arrays])
-                arrays = neighbour
-            node = level + 1, index // 2
+        met, node = climbed(self.count, self.sums, node)
+        for neighbour in met:
+            arrays = _added(self.sums.pop(neighbour), arrays)
         self.sums[node] = arrays
-
-    def _width(self, level: int) -> int:
-        """The number of nodes of a level."""
-        return -(-self.count >> level)
 
     @property
     def total(self) -> Arrays:
         """The sum of all leaves, once every one is there."""
         (total,) = self.sums.values()
+        assert total is not None
         return total
+
+
+def _added(one: Arrays | None, other: Arrays | None) -> Arrays | None:
+    if one is None:
+        one, other = other, one
+    if one:
+        # Zeros are added, too: a negative zero becomes a positive one, as if they had come from another rank.
+        torch_private.foreach_add_([*one], 0.0 if other is None else [*other])
+    return one
+
+
+def climbed(count: int, there: Collection[Node], node: Node) -> tuple[list[Node], Node]:
+    """The neighbours that a new node is added to one after another, and the node that it becomes.
+
+    Args:
+        count: the number of leaves.
+        there: the nodes whose sums are there.
+        node: the new one.
+
+    Example:
+        >>> climbed(4, [(0, 2), (1, 0)], (0, 3)), climbed(3, [], (0, 2))
+        (([(0, 2), (1, 0)], (2, 0)), ([], (1, 1)))
+    """
+    met: list[Node] = []
+    while (width := -(-count >> node[0])) > 1:
+        level, index = node
+        if index ^ 1 < width:
+            if (level, index ^ 1) not in there:
+                break
+            met.append((level, index ^ 1))
+        node = level + 1, index // 2
+    return met, node
 
 
 def most_nodes(shards: int) -> int:
@@ -81,9 +105,18 @@ def most_nodes(shards: int) -> int:
     return max(1, min(shards, 2 * (shards - 1).bit_length()))
 
 
-def partial_nodes(count: int, rank: int, world: int) -> list[Node]:
-    """The nodes that a rank is left with when it has added what it can, in order of their leaves."""
-    found = TreeSum(count)
-    for shard in own(count, rank, world):
-        found.add((0, shard), ())
-    return sorted(found.sums, key=lambda node: node[1] << node[0])
+def partial_nodes(count: int, rank: int, world: int, before: int = 0) -> list[Node]:
+    """The nodes that a rank is left with when it has added what it can, in order of their leaves.
+
+    Args:
+        count: the number of leaves.
+        rank: the rank.
+        world: the number of ranks.
+        before: how many of its last shards it has not run yet.
+    """
+    there: set[Node] = set()
+    shards = own(count, rank, world)
+    for shard in shards[: len(shards) - before]:
+        met, node = climbed(count, there, (0, shard))
+        there = (there - {*met}) | {node}
+    return sorted(there, key=lambda node: node[1] << node[0])

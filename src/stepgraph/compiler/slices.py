@@ -33,6 +33,11 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
     @property
+    def first(self) -> int:
+        """The number of its first block."""
+        return self.start // BLOCK
+
+    @property
     def blocks(self) -> int:
         """The number of blocks, the last of which may be incomplete."""
         return -(-self.size // BLOCK)
@@ -43,7 +48,7 @@ Buckets = tuple[tuple[Tensor, ...], ...]
 
 
 def slices(parameters: Sequence[Tensor], cuts: Callable[[Tensor], bool], world: int) -> Slices:
-    """The slices of all ranks, which may be empty.
+    """The slices of all ranks, in any order; some may be empty.
 
     Parameters that cannot be cut go whole to the rank that has the least, the largest first. The blocks of others are
     spread evenly; those that are left over go to the ranks that have the least.
@@ -56,38 +61,30 @@ def slices(parameters: Sequence[Tensor], cuts: Callable[[Tensor], bool], world: 
     Example:
         >>> weights, bias = Tensor((3, BLOCK)), Tensor((5,))
         >>> [[*map(tuple, one)] for one in slices([weights, bias], lambda _: True, 2).values()]
-        [[(0, 8192), (8192, 12288)], [(0, 0), (0, 5)]]
+        [[(0, 8192), (8192, 12288)], [(5, 5), (0, 5)]]
     """
     loads = [0] * world
-    shares: dict[Tensor, list[int]] = {}  # elements by rank
+    found: dict[Tensor, tuple[Slice, ...]] = {}
     whole = [one for one in parameters if not cuts(one)]
     for tensor in sorted(whole, key=lambda one: -one.descriptor.element_count):
-        first = loads.index(min(loads))
-        shares[tensor] = [tensor.descriptor.element_count * (rank == first) for rank in range(world)]
+        count, first = tensor.descriptor.element_count, loads.index(min(loads))
+        found[tensor] = tuple(Slice(0, count * (rank == first)) for rank in range(world))
         loads[first] += tensor.descriptor.tensor_allocation_size_in_bytes
-    for tensor in (one for one in parameters if one not in shares):
-        shares[tensor] = _spread(tensor.descriptor.element_count, loads)
+    for tensor in (one for one in parameters if one not in found):
+        found[tensor] = _spread(tensor.descriptor.element_count, loads)
         size = tensor.data_type.torch.itemsize
-        loads = [load + size * share for load, share in zip(loads, shares[tensor], strict=True)]
-    return {tensor: _consecutive(shares[tensor]) for tensor in parameters}
+        loads = [load + size * own.size for load, own in zip(loads, found[tensor], strict=True)]
+    return {tensor: found[tensor] for tensor in parameters}
 
 
-def _spread(count: int, loads: Sequence[int]) -> list[int]:
-    """Elements by rank: whole blocks, except for the last."""
+def _spread(count: int, loads: Sequence[int]) -> tuple[Slice, ...]:
+    """Whole blocks for each rank, one after another; those that have the least come first, since the end is short."""
     each, more = divmod(-(-count // BLOCK), len(loads))
-    least = sorted(range(len(loads)), key=lambda rank: loads[rank])[:more]
-    blocks = [each + (rank in least) for rank in range(len(loads))]
-    last = max(rank for rank, own in enumerate(blocks) if own)
-    missing = sum(blocks) * BLOCK - count
-    return [own * BLOCK - missing * (rank == last) for rank, own in enumerate(blocks)]
-
-
-def _consecutive(sizes: Sequence[int]) -> tuple[Slice, ...]:
-    """Slices of these sizes, one after another."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(Slice(start, start + size))
-        start += size
+    found, start = [Slice(0, 0)] * len(loads), 0
+    for place, rank in enumerate(sorted(range(len(loads)), key=lambda rank: loads[rank])):
+        stop = min(count, start + BLOCK * (each + (place < more)))
+        found[rank] = Slice(start, stop)
+        start = stop
     return tuple(found)
 
 
@@ -100,12 +97,14 @@ class Ownership:
         size: the number of processes.
         group: PyTorch's name for all of them.
         slices: the slices of all ranks.
+        is_ordered: whether sums are taken in the order of the tree.
     """
 
     rank: int
     size: int
     group: str
     slices: Slices
+    is_ordered: bool = True
 
     def own(self, tensor: Tensor) -> Slice:
         """The slice of this rank."""

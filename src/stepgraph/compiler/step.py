@@ -30,6 +30,8 @@ class KeyKind(StrEnum):
     STATE = "state"
     AVERAGE = "average"
     PIECE = "piece"
+    PARTIAL = "partial sum"
+    TOTAL = "total"
     ROUNDED = "rounded"
     SHARE = "share"
     NUMBERS = "numbers"
@@ -86,6 +88,16 @@ def average(parameter: Tensor) -> Key:
 def piece(parameter: Tensor) -> Key:
     """The part of a parameter's gradient that this rank needs for its update."""
     return Key(KeyKind.PIECE, parameter)
+
+
+def partial_sum(bucket: int, index: int) -> Key:
+    """One of the sums that the earlier shards of a rank leave behind, of the gradients of a bucket."""
+    return Key(KeyKind.PARTIAL, bucket, index)
+
+
+def total(bucket: int) -> Key:
+    """This rank's part of the gradients of a bucket, summed over all shards."""
+    return Key(KeyKind.TOTAL, bucket)
 
 
 def rounded(parameter: Tensor) -> Key:

@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch.fx import traceback
 
-from stepgraph.compiler import guard, kernels
-from stepgraph.compiler.block_norms import sums_of_squares
+from stepgraph.compiler import block_norms, guard, kernels
 from stepgraph.compiler.collectives import of_all_ranks, updated_
 from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
-from stepgraph.compiler.slices import BLOCK
 from stepgraph.compiler.step import (
     NUMBERS,
     REFUSED,
@@ -328,13 +326,14 @@ class _Walk:
         if ranks is None:
             return torch.stack(list(each.values())).all()
         failed = [torch.zeros_like(self.arrays[SCALE][0]), *((~one).float() for one in each.values())]
-        everywhere = of_all_ranks(torch.stack(failed).amax(0, keepdim=True), ranks.rank, ranks.size, [1] * ranks.size)
+        places = [edge for rank in range(ranks.size) for edge in (rank, rank + 1)]
+        everywhere = of_all_ranks(torch.stack(failed).amax(0, keepdim=True), ranks.rank, ranks.size, places)
         return everywhere.sum() == 0
 
     def _norm(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients together, without those of groups that are frozen or not clipped."""
         if self.step.shards:
-            each = self._norms(gradients)
+            each = block_norms.norms(gradients, self.waiting, self.step.ownership, self.arrays[NUMBERS])
         else:
             each = {tensor: torch.linalg.vector_norm(array) for tensor, array in gradients.items()}
         norms = []
@@ -345,19 +344,6 @@ class _Walk:
                 norm = torch.where(counts, norm, torch.zeros_like(norm))
             norms.append(norm)
         return combined_norm(norms, self._numbers())
-
-    def _norms(self, gradients: Mapping[Tensor, torch.Tensor]) -> dict[Tensor, torch.Tensor]:
-        """The norm of every gradient, with the same bits for any number of ranks, which may have a part of each."""
-        ranks, trained = self.step.ownership, self.waiting
-        double = any(tensor.data_type.torch is torch.float64 for tensor in trained)
-        dtype = torch.float64 if double else torch.float32
-        pieces = list(gradients.values())
-        sums = sums_of_squares(pieces, dtype) if pieces else self.arrays[NUMBERS].new_empty(0, dtype=dtype)
-        blocks = [-(-tensor.descriptor.element_count // BLOCK) for tensor in trained]
-        if ranks is not None:
-            counts = [ranks.slices[tensor][rank].blocks for rank in range(ranks.size) for tensor in trained]
-            sums = of_all_ranks(sums, ranks.rank, ranks.size, counts)
-        return {t: own.sum().sqrt() for t, own in zip(trained, sums.split(blocks), strict=True)}
 
     def _learned(self, tensor: Tensor) -> torch.Tensor:
         """The gradient that this rank updates with."""

@@ -99,6 +99,6 @@ def share_state(session: Session, world: World) -> None:
 
     Each rank has its own part of the optimizer's state, which has not learned anything yet.
     """
-    if world.size > 1:
+    if not world.is_alone:
         for array in (one for key, one in session.arrays().items() if key.kind != KeyKind.STATE):
             array.copy_(world.share(array, "the first parameters"))

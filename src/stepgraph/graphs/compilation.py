@@ -11,6 +11,7 @@ import torch
 
 from stepgraph import draw
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.parallel import TREE
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
@@ -125,17 +126,25 @@ class Compilation:
     def world(self) -> World:
         """The ranks that divide updates among themselves, joined when it is first asked."""
         parallel = self.settings.parallel
-        return joined(self.device.torch, parallel.timeout) if parallel is not None and self.shards else ALONE
+        if parallel is None or not self.shards:
+            return ALONE
+        found = joined(self.device.torch, parallel.timeout)
+        if parallel.shards < found.size:
+            problem = f"{parallel.shards} shards cannot be divided among {found.size} ranks"
+            raise ArgumentError("compile", problem, fix=f"use a multiple of {found.size} shards, or fewer ranks")
+        return found
 
     @property
     def ownership(self) -> Ownership | None:
         """Which rank updates which part of every trained tensor; None if there is only one."""
         declared, world = self.declaration, self.world
         optimizer = declared.optimizer
-        if world.size == 1 or optimizer is None:
+        if world.is_alone or optimizer is None:
             return None
         cut = slices(self.trainable, lambda tensor: optimizer.cuts(declared.slots(tensor)), world.size)
-        return Ownership(world.rank, world.size, world.group, cut)
+        parallel = self.settings.parallel
+        ordered = parallel is not None and parallel.order == TREE
+        return Ownership(world.rank, world.size, world.group, cut, ordered)
 
     def rows_at_once(self, batch: int) -> int:
         """The rows that a training program runs for a batch: all of them, or those of the largest shard."""

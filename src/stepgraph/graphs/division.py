@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.shards import spans
-from stepgraph.compiler.slices import buckets
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Compilation
@@ -76,8 +76,8 @@ class Division:
         return self.spans[-1][1]
 
     def rows(self, shard: int) -> int:
-        """The rows of a shard."""
-        start, stop = self.spans[shard]
+        """The rows of a shard; 0 if there are fewer rows than shards."""
+        start, stop = self.spans[shard] if shard < len(self.spans) else (0, 0)
         return stop - start
 
 
@@ -103,7 +103,7 @@ def divided(compiled: Compilation, batch: int, shards: int) -> Division:
 def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
     """The gradients that are exchanged together, those that become complete first in front."""
     slices = None if step.ownership is None else step.ownership.slices
-    found = buckets(_by_completion(part, step))
+    found = gradient_buckets(part, step)
     return tuple(Bucket(one, slices, f"bucket {index} of gradients") for index, one in enumerate(found))
 
 
@@ -120,12 +120,6 @@ def _has_rows(whole: tuple[int, ...], shard: tuple[int, ...], batch: int, rows: 
     if not whole or not shard or whole[0] % batch:
         return False
     return whole[0] * rows == shard[0] * batch and whole[1:] == shard[1:]
-
-
-def _by_completion(part: Part, step: Step) -> list[Tensor]:
-    """The tensors whose gradients a shard computes, in the order in which these become complete: last layers first."""
-    found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
-    return sorted(found, key=lambda tensor: -step.first_use[tensor])
 
 
 def _wanted(compiled: Compilation) -> list[Tensor]:

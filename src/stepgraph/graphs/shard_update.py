@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler import collectives
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.shards import TreeSum
-from stepgraph.compiler.step import STREAM, Key, gradient, piece, value
+from stepgraph.compiler.step import STREAM, Key, gradient, partial_sum, piece, total, value
 from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
@@ -43,6 +44,7 @@ class Update:
     feeds: Arrays
     options: ExecutionOptions
     execution: Execution
+    shards: int
     gradients: TreeSum = field(init=False)
     numbers: TreeSum = field(init=False)
     rows: dict[Key, list[torch.Tensor]] = field(init=False)
@@ -50,8 +52,7 @@ class Update:
     profiles: list[Profile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        count = len(self.division.spans)
-        self.gradients, self.numbers = TreeSum(count), TreeSum(count)
+        self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
         self.rows = {key: [] for key in self.division.shapes}
         state = self.session.state
         assert state is not None
@@ -82,24 +83,63 @@ class Update:
         ]
         return shares(amounts, losses, self.session.device.torch)
 
+    def can_run(self, shard: int) -> bool:
+        """Whether a shard has rows, and none before it has failed."""
+        return self.failure is None and self.division.rows(shard) > 0
+
     def run(self, shard: int) -> None:
-        """Runs a shard and adds what it computed; an error is kept, for the other ranks must hear of it first."""
+        """Runs a shard and adds what it computed; one without rows stands for zeros."""
+        if self.failure is not None:
+            return
+        found = self._ran(PartName.SHARD, shard) if self.can_run(shard) else None
+        if self.failure is None:
+            flat = None if found is None else [bucket.flat(found) for bucket in self.division.buckets]
+            self.gradients.add((0, shard), flat)
+            self._keep(found, shard)
+
+    def run_and_exchange(self, shard: int, group: str) -> list[torch.Tensor]:
+        """Runs the last shard of this rank, which exchanges the gradients; returns its totals by bucket.
+
+        If it fails, zeros are the totals of the buckets that it has sent.
+        """
+        before, buckets = collectives.started(group), self.division.buckets
+        nodes = sorted(self.gradients.sums, key=lambda node: node[1] << node[0])
+        sums = {
+            partial_sum(bucket, place): one
+            for place, node in enumerate(nodes)
+            for bucket, one in enumerate(self.gradients.sums[node] or ())
+        }
+        found = self._ran(PartName.LAST, shard, sums)
+        if found is None:
+            collectives.finish_all(group)
+            device, sent = self.session.device.torch, collectives.started(group) - before
+            return [bucket.zeros(device) for bucket in buckets[:sent]]
+        self._keep(found, shard)
+        return [found[total(bucket)] for bucket in range(len(buckets))]
+
+    def _ran(self, part: PartName, shard: int, sums: Arrays | None = None) -> Arrays | None:
+        """What a shard computes. An error is kept, for the other ranks must hear of it first."""
         rows, arrays = self.division.rows(shard), self._cut(shard)
         try:
             self.factors.copy_(self.shares[shard])
             self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
             self._restore_statistics()
-            binding = self.session.bound(PartName.SHARD, rows)
+            binding = self.session.bound(part, rows)
             try:
-                found = self._run(binding, arrays)
+                return self._run(binding, arrays | (sums or {}))
             except ExecutionError:
                 self.session.require_indices(rows, arrays)
                 raise
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
             self.failure = error
+            return None
+
+    def _keep(self, found: Arrays | None, shard: int) -> None:
+        """Adds the small numbers of a shard, and keeps its rows of results."""
+        if found is None:
+            self.numbers.add((0, shard), None)
             return
-        self.gradients.add((0, shard), [bucket.flat(found) for bucket in self.division.buckets])
-        self.numbers.add((0, shard), [self._weighted(found, shard, rows)])
+        self.numbers.add((0, shard), [self._weighted(found, shard, self.division.rows(shard))])
         for key, arrays_of_key in self.rows.items():
             arrays_of_key.append(found[key].clone())
 

@@ -84,16 +84,14 @@ class Shards:
         outputs_data: Data | None,
     ) -> Answer:
         session, world = self.session, self.world
-        update = Update(session, division, feeds, options, execution)
+        update = Update(session, division, feeds, options, execution, self.parallel.shards)
         try:
+            *earlier, last = own(self.parallel.shards, world.rank, world.size)
             with over_ranks.among(world.gather):
-                for shard in own(len(division.spans), world.rank, world.size):
+                for shard in earlier:
                     update.run(shard)
-                    if update.failure is not None:
-                        synchronized.take_rest(division.part)
-                        break
+                totals = self._summed(update, last)
             numbers = self._agreed(update)
-            totals = self._summed(update)
             results = update.losses(numbers) | self._joined(update)
             update.store_statistics(numbers)
             counts = self._applied(update, totals)
@@ -108,11 +106,22 @@ class Shards:
         session.write_outputs(outputs_data, {key.owner: array for key, array in results.items()})
         return self._answer(results)
 
-    def _summed(self, update: Update) -> Pieces:
-        """What this rank updates with: its part of the gradients of all shards."""
+    def _summed(self, update: Update, last: int) -> Pieces:
+        """Runs the last shard; returns what this rank updates with, its part of the gradients of all shards.
+
+        A rank that fails, or has nothing to run, exchanges zeros, so that no other waits for it.
+        """
         buckets, device = update.division.buckets, self.session.device.torch
-        add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
-        totals = add(update.gradients, buckets, self.world, device)
+        totals: list[torch.Tensor] = []
+        if self._exchanges_inside and update.can_run(last):
+            totals = update.run_and_exchange(last, self.world.group)
+        else:
+            update.run(last)
+            if update.failure is not None:
+                synchronized.take_rest(update.division.part)
+        if len(totals) < len(buckets):
+            add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
+            totals += add(update.gradients, buckets[len(totals) :], self.world, device)
         if device.type == "cuda":  # a captured update reads gradients where they were the last time
             self._totals = self._totals or [torch.empty_like(one) for one in totals]
             totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]
@@ -121,10 +130,20 @@ class Shards:
             found |= bucket.pieces(total, self.world.rank)
         return found
 
+    @property
+    def _exchanges_inside(self) -> bool:
+        """Whether the last shard exchanges gradients itself.
+
+        If steps may be rolled back, shards are checked first. A shard with sums over ranks that fails takes part in the
+        rest of them before anything else is exchanged.
+        """
+        compiled = self.session.compilation
+        return not (self.world.is_alone or compiled.checks_numerics or synchronized.sums(compiled))
+
     def _applied(self, update: Update, totals: Pieces) -> bool:
         """Updates the parameters; returns whether that counts as a step. What one rank rolls back, all do."""
         world = self.world
-        if world.size == 1 or not self.session.compilation.checks_numerics:
+        if world.is_alone or not self.session.compilation.checks_numerics:
             return update.update(totals)
         before, failure, counts = update.copies(), None, False
         try:
@@ -152,7 +171,7 @@ class Shards:
     def _agreed(self, update: Update) -> torch.Tensor:
         """The sum of the small numbers of all shards; raises if any rank has failed, or has another batch."""
         failure, world, division = update.failure, self.world, update.division
-        if world.size == 1:  # nothing to compare, and reading a GPU's numbers would synchronize
+        if world.is_alone:  # nothing to compare, and reading a GPU's numbers would synchronize
             if failure is not None:
                 raise failure
             return update.numbers.total[0]
@@ -175,7 +194,7 @@ class Shards:
     def _joined(self, update: Update) -> Arrays:
         """Results of the whole batch, from the rows of all ranks."""
         found, world, division = {}, self.world, update.division
-        counts = [sum(map(division.rows, own(len(division.spans), rank, world.size))) for rank in range(world.size)]
+        counts = [sum(map(division.rows, own(self.parallel.shards, rank, world.size))) for rank in range(world.size)]
         for key, shape in division.shapes.items():
             like = division.joined[key]
             times = shape[0] // division.batch

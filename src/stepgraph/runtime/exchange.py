@@ -69,10 +69,10 @@ class Bucket:
 
 def summed(sums: TreeSum, buckets: Sequence[Bucket], world: World, device: torch.device) -> list[torch.Tensor]:
     """What this rank has of the sum of the gradients of all shards, in the order of the tree."""
-    if world.size == 1:
+    if world.is_alone:
         return [*sums.total]
     nodes = [partial_nodes(sums.count, rank, world.size) for rank in range(world.size)]
-    mine = [sums.sums[node] for node in nodes[world.rank]]
+    mine = [_sums(sums, node, buckets, device) for node in nodes[world.rank]]
     # All exchanges are started before the first is waited for.
     traded = [_traded([one[i] for one in mine], bucket, nodes, world, device) for i, bucket in enumerate(buckets)]
     return [_total(wait(), nodes, sums.count) for wait in traded]
@@ -82,15 +82,21 @@ def summed_in_any_order(
     sums: TreeSum, buckets: Sequence[Bucket], world: World, device: torch.device
 ) -> list[torch.Tensor]:
     """The same sum in the order that the communication library chooses."""
-    mine = [*sums.sums.values()] or [[bucket.zeros(device) for bucket in buckets]]
+    mine = [_sums(sums, node, buckets, device) for node in sums.sums] or [[one.zeros(device) for one in buckets]]
     local = [torch.stack(arrays).sum(0) if len(arrays) > 1 else arrays[0] for arrays in zip(*mine, strict=True)]
     started = [_scattered(array, bucket, world) for array, bucket in zip(local, buckets, strict=True)]
     return [wait()[: bucket.sizes[world.rank]] for wait, bucket in zip(started, buckets, strict=True)]
 
 
+def _sums(sums: TreeSum, node: Node, buckets: Sequence[Bucket], device: torch.device) -> Sequence[torch.Tensor]:
+    """The sum of a node; zeros if its shards have no rows, or could not run."""
+    found = sums.sums.get(node)
+    return [bucket.zeros(device) for bucket in buckets] if found is None else found
+
+
 def _scattered(array: torch.Tensor, bucket: Bucket, world: World) -> Waiting:
     """Starts a sum of which each rank receives its part, all of one size."""
-    if world.size == 1:
+    if world.is_alone:
         return lambda: array
     most = max(bucket.sizes)
     padded = [F.pad(part, (0, most - len(part))) for part in array.split(bucket.sizes)]
@@ -111,8 +117,10 @@ def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world
     sent = torch.zeros(1 + most, width, dtype=torch.float64, device=world.device)
     sent[0, : len(header)] = torch.tensor(header, dtype=torch.float64)
     nodes = partial_nodes(sums.count, world.rank, world.size)
-    for index, node in enumerate(node for node in nodes if node in sums.sums):
-        sent[1 + index, :size] = sums.sums[node][0]
+    for index, node in enumerate(nodes):
+        found = sums.sums.get(node)
+        if found is not None:
+            sent[1 + index, :size] = found[0]
     received = world.gather(sent, "losses and statistics")()
 
     def total() -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from stepgraph.compiler import memory, phases, pipeline
@@ -123,13 +123,23 @@ class Programs:
     def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
         """The memory that a part would need for a batch size; no executable is built."""
         step, parts = self.settled(part, batch)
-        return memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
+        return self._plan(part, step, parts)
+
+    def _plan(self, part: PartName, step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
+        if part in PASSES:
+            return memory.plan_passes(step, parts)
+        plans = [memory.plan(step, parts[name]) for name in (part, PartName.LAST) if name in parts]
+        return max(plans, key=lambda plan: plan.total)
 
     def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
         """A part, or all three passes, ready to run."""
+        step, parts = self.recorded(part, batch)
+        return step, {name: pipeline.settled(one, step, name) for name, one in parts.items()}
+
+    def recorded(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
+        """A part, or all three passes, as they were recorded."""
         program = self.program(batch, training=part not in WITHOUT_TRAINING)
-        parts = self._parts(part, program)
-        return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
+        return program.step, self._parts(part, program)
 
     def report(self, part: PartName, batch: int) -> pipeline.Report:
         """The passes that ran for a part and their effects; they are rerun for this."""
@@ -170,7 +180,7 @@ class Programs:
     def _make(self, part: PartName, batch: int, call: str) -> None:
         """Plans everything, and rejects it if it does not fit, before building an executable."""
         step, parts = self.settled(part, batch)
-        plan = memory.plan_passes(step, parts) if part in PASSES else memory.plan(step, parts[part])
+        plan = self._plan(part, step, parts)
         self._require_fit(plan, part, batch, call)
         if step.memory_limit is not None and part not in pipeline.WHOLE:
             step = replace(step, fusion=Fusion.NEVER)  # what one pass leaves for the next is not in its own plan
@@ -210,7 +220,8 @@ class Programs:
                 learned = [gradient(tensor) for tensor in program.step.trainable]
                 wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
                 both = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))
-                return {part: both, PartName.UPDATE: phases.split(program).update}
+                last = {} if program.step.ownership is None else {PartName.LAST: both}
+                return {part: both, **last, PartName.UPDATE: phases.split(program).update}
             case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept(None))}

@@ -50,12 +50,15 @@ class Sliced:
         """The whole array on the first rank; None on others, which only send their slices."""
         first, nothing = self.world.is_first, self._flat[:0]
         sent = [self._flat, *[nothing] * (self.world.size - 1)]
-        found = self._received(sent, [one.size * first for one in self.slices], what)
-        return found if first else None
+        if not first:
+            self.world.trade(sent, [0] * self.world.size, what)()
+            return None
+        return self._received(sent, [one.size for one in self.slices], what)
 
     def _received(self, sent: list[torch.Tensor], counts: list[int], what: str) -> torch.Tensor:
         found = self.world.trade(sent, counts, what)()
-        return found.view(self.tensor.shape) if sum(counts) else found
+        parts = zip(self.slices, found.split(counts), strict=True)
+        return torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]).view(self.tensor.shape)
 
     @property
     def _flat(self) -> torch.Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.system import torch_private
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+ALWAYS_EXCHANGES = False  # whether a single rank that torchrun started runs collectives, too, for tests
 _HOST = torch.device("cpu")
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
 Waiting = Callable[[], torch.Tensor]  # for what a collective brings; it has been started
@@ -46,13 +46,18 @@ class World:
     group: str = ""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to exchange anything with."""
+        return not self.group
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one that shows progress and writes files."""
         return self.rank == 0
 
     def gather(self, array: torch.Tensor, what: str) -> Waiting:
         """The arrays of all ranks, which have one shape, as `[rank, ...]`."""
-        if self.size == 1:
+        if self.is_alone:
             return lambda: array[None]
         sent = _bytes(array)
         shape, dtype = (self.size, *array.shape), array.dtype
@@ -67,7 +72,7 @@ class World:
             counts: how many numbers each rank sends to this one.
             what: what it is, for errors.
         """
-        if self.size == 1:
+        if self.is_alone:
             return lambda: slices[0]
         dtype = slices[0].dtype
         given, taken = ([count * dtype.itemsize for count in all] for all in ([len(one) for one in slices], counts))
@@ -80,28 +85,30 @@ class World:
 
     def share(self, array: torch.Tensor, what: str) -> torch.Tensor:
         """The array of the first rank."""
-        if self.size == 1:
+        if self.is_alone:
             return array
         return self._start(what, "broadcast", _bytes(array), 0)().view(array.dtype).view(array.shape)
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether a flag is set on any rank."""
-        if self.size == 1:
+        if self.is_alone:
             return flag
         return bool(self.gather(torch.tensor([flag], device=self.device), what)().any())
 
-    def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> torch.Tensor:
-        """Starts a collective of PyTorch by its name; its result must be waited for."""
+    def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
+        """Starts a collective of PyTorch by its name; returns its result, and what waits for it."""
+        collectives = torch_private.functional_collectives
         with self._explained(what):
-            return getattr(torch_private.functional_collectives, name)(array, *settings, self.group)
+            started = getattr(collectives, name)(array, *settings, self.group)
 
-    def wait(self, what: str, started: torch.Tensor) -> torch.Tensor:
-        """Waits for a collective that was started."""
-        with self._explained(what):
-            return torch_private.functional_collectives.wait_tensor(started)
+        def wait() -> torch.Tensor:
+            with self._explained(what):
+                return collectives.wait_tensor(started)
+
+        return started, wait
 
     def _start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> Waiting:
-        return partial(self.wait, what, self.start(what, name, array, *settings))
+        return self.start(what, name, array, *settings)[1]
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -127,12 +134,12 @@ def joined(device: torch.device, timeout: float) -> World:
         timeout: seconds after which a rank stops waiting for the others.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        if (int(os.environ.get("WORLD_SIZE", "1")) == 1 and not ALWAYS_EXCHANGES) or "RANK" not in os.environ:
             return ALONE
         _join(device, timeout)
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
-    if size == 1 or group is None:
+    if (size == 1 and not ALWAYS_EXCHANGES) or group is None:
         return ALONE
     found = World(rank, size, device, group.group_name)
     collectives.connect(found.group, found)
