@@ -13,7 +13,7 @@ from stepgraph.compiler import collectives
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import KeyKind
 from stepgraph.runtime import world as worlds
-from tests.parallel_runs import batch, compiled, marks, mlp, new, together, wide
+from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, wide
 
 ELEMENTS = 6 * 1400 + 1400 + 1400 * 3 + 3  # the parameters of `wide`
 
@@ -86,6 +86,43 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
         assert len(starts) == 1 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
         assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
     assert alone.bytes_sent == 0
+
+
+# ------------------------------------------------------------------------------------------- a world of one rank
+
+
+def single(device: str, name: str, exchanges: bool, order: str = "tree", **settings: Any) -> dict[str, Any]:
+    """Trains on one rank, which exchanges everything with itself if it is told to."""
+    worlds.ALWAYS_EXCHANGES = exchanges
+    sg.set_seed(5)
+    training = NETWORKS[name]()
+    training.compile(device, parallel=sg.Parallel(4, order, timeout=60), tf32=False, **settings)
+    assert training.world.is_alone is not exchanges
+    rows = (13, 16, 16, 16, 3, 16, 16, 13)
+    losses = [training.execute(*batch(name, count, seed), batch_size=count).loss for seed, count in enumerate(rows)]
+    made = training.require_session("test").compilation.programs.executables
+    modes = {str(part): one.mode for (part, count), one in made.items() if count == 4 and part != PartName.SHARD}
+    return {"losses": losses, "modes": modes, "bits": marks(training) if device == "cpu" else None}
+
+
+def test_collectives_of_a_single_rank_change_nothing() -> None:
+    (found,) = together(1, single, "cpu", "wide", True)
+    expected = single("cpu", "wide", False)
+    assert (found["losses"], found["bits"]) == (expected["losses"], expected["bits"])
+    assert found["modes"] == {"last shard": "traced", "update": "traced"}
+
+
+def both(order: str, compute_type: str | None) -> list[dict[str, Any]]:
+    return [single("cuda", "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order, compute_type", [("tree", None), ("any", "bfloat16")])
+def test_collectives_are_captured_on_a_gpu(order: str, compute_type: str | None) -> None:
+    """One rank by NCCL: captured, replayed, and torn down when the process ends."""
+    ((expected, found),) = together(1, both, order, compute_type)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4 if compute_type is None else 0.05)
+    assert found["modes"] == {"last shard": "CUDA graph", "update": "CUDA graph"}
 
 
 # ------------------------------------------------------------------------------------------------ reading state

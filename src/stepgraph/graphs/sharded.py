@@ -29,7 +29,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.sliced import Sliced
-from stepgraph.runtime.world import World
+from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
 
@@ -48,6 +48,8 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        if not world.is_alone:
+            release_before_leaving(session.compilation.programs)
 
     @property
     def traffic(self) -> Traffic:
