@@ -166,7 +166,8 @@ def hanging() -> None:
 
 def test_a_rank_that_hangs_is_noticed() -> None:
     first, second = together(2, hanging)
-    assert "rank 0 of 2: the other ranks could not be reached to exchange losses and statistics" in first
+    assert "rank 0 of 2: the other ranks could not be reached to exchange bucket 0" in first
+    assert "(gradients of 4 parameters, 'FullyConnected2.weights' to 'FullyConnected1.biases')" in first
     assert second is None
 
 

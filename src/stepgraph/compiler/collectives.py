@@ -7,7 +7,8 @@ that communicate. These find the ranks by the name of their group, under which `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.compiler.shards import TreeSum
+from stepgraph.errors import ExecutionError
 from stepgraph.system import torch_private
 
 Arrays = Sequence[torch.Tensor]
@@ -32,19 +34,32 @@ class _Line:
     """The collectives that operators have started with a group."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.count = connection, 0
+        self.connection, self.count, self.is_broken = connection, 0, False
         self._pending: dict[int, tuple[torch.Tensor, Waiting]] = {}
 
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> torch.Tensor:
         """Starts a collective, whose result `finish` waits for."""
-        started, wait = self.connection.start(what, name, array, *settings)
+        with self._watched():
+            started, wait = self.connection.start(what, name, array, *settings)
         self.count += 1
         self._pending[torch_private.identity(started.untyped_storage())] = started, wait
         return started
 
     def finish(self, started: torch.Tensor) -> None:
         """Waits for the result of a collective."""
-        self._pending.pop(torch_private.identity(started.untyped_storage()))[1]()
+        _, wait = self._pending.pop(torch_private.identity(started.untyped_storage()))
+        with self._watched():
+            wait()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Notes that the other ranks cannot be reached."""
+        try:
+            yield
+        except ExecutionError:
+            self.is_broken = True
+            self._pending.clear()
+            raise
 
     def finish_all(self) -> None:
         """Waits for everything that was started, because the operators that would do so do not run."""
@@ -64,6 +79,11 @@ def connect(group: str, connection: Connection) -> None:
 def started(group: str) -> int:
     """How many collectives operators have started with a group so far."""
     return _lines[group].count
+
+
+def is_broken(group: str) -> bool:
+    """Whether the ranks of a group can no longer reach each other."""
+    return _lines[group].is_broken
 
 
 def finish_all(group: str) -> None:

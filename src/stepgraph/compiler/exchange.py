@@ -10,16 +10,17 @@ All ranks start the same collectives in the same order, whatever they own and wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import collectives
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, storage, writes
+from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, set_fake, storage, writes
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
 from stepgraph.compiler.step import Key, KeyKind, Step, gradient, partial_sum, total
@@ -31,7 +32,13 @@ from stepgraph.tensors.tensor import Tensor
 def gradient_buckets(part: Part, step: Step) -> Buckets:
     """The parameters whose gradients a shard computes, as they are exchanged: what is complete first, in front."""
     found = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
-    return buckets(sorted(found, key=lambda tensor: -step.first_use[tensor]))
+    return _by_completion(found, step)
+
+
+def _by_completion(tensors: Iterable[Tensor], step: Step) -> Buckets:
+    """Buckets of parameters; the reverse walk completes the gradients of the last layers first."""
+    number = {tensor: index for index, tensor in enumerate(step.trainable)}
+    return buckets(sorted(tensors, key=lambda tensor: (-step.first_use[tensor], number[tensor])))
 
 
 def exchange_gradients(part: Part, step: Step) -> Part:
@@ -100,19 +107,22 @@ class _Exchange:
         ranks, sizes, like = self.ranks, self.ranks.sizes(bucket), gradients[0]
         everyone = range(ranks.size)
         bounds = [edge for rank in everyone for tensor in bucket for edge in ranks.slices[tensor][rank]]
-        what = f"bucket {index}, the gradients {_named(bucket, self.step)}"
+        what = title(index, bucket, self.step)
         with like.graph.inserting_before(following):
-            flat = _call(like, collectives.pack, ([*gradients], bounds))
+            flat = _sized(like, collectives.pack, ([*gradients], bounds), sum(sizes))
             if not ranks.is_ordered:
                 for one in sums:
                     flat = _call(like, torch.ops.aten.add.Tensor, (flat, one))
-                return _call(like, collectives.start_scatter, (flat, sizes, ranks.group, what))
+                return _sized(like, collectives.start_scatter, (flat, sizes, ranks.group, what), max(sizes))
             parts = self._added(like, flat, sums)
-            sent = parts[0] if len(parts) == 1 else _call(like, collectives.by_rank, (parts, sizes))
+            sent = parts[0]
+            if len(parts) > 1:
+                sent = _sized(like, collectives.by_rank, (parts, sizes), len(parts) * sum(sizes))
             width = bucket[0].data_type.torch.itemsize
             taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
             given = [len(parts) * size * width for size in sizes]
-            return _call(like, collectives.start_trade, (sent, taken, given, ranks.group, what))
+            arguments = (sent, taken, given, ranks.group, what)
+            return _sized(like, collectives.start_trade, arguments, sum(taken), torch.uint8)
 
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
@@ -128,19 +138,30 @@ class _Exchange:
         """Waits for this rank's part of the sum of a bucket."""
         ranks = self.ranks
         with end.graph.inserting_before(end):
+            size = ranks.sizes(bucket)[ranks.rank]
             if not ranks.is_ordered:
-                size = ranks.sizes(bucket)[ranks.rank]
                 return _call(started, collectives.finish_scatter, (started, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _call(started, collectives.finish_trade, (started, *rest))
+            return _sized(started, collectives.finish_trade, (started, *rest), size, dtype)
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
     """A new operator of the exchange."""
     node = call(like, target, arguments)
     note(node, layer=EXCHANGE)
+    return node
+
+
+def _sized(
+    like: fx.Node, target: Any, arguments: tuple[Any, ...], count: int, dtype: torch.dtype | None = None
+) -> fx.Node:
+    """The same if its result has a known size: PyTorch would look at each of its numbers, some for every rank."""
+    node, array = like.graph.call_function(target, arguments), fake(like)
+    note(node, layer=EXCHANGE, phase=notes(like).phase)
+    with array.fake_mode:
+        set_fake(node, array.new_empty(count, dtype=dtype or array.dtype))
     return node
 
 
@@ -175,9 +196,9 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
     nodes = {tensors[node]: node for node in marker.all_input_nodes}
     graph, started = marker.graph, []
     following = _after_numbers(part)
-    for bucket in buckets([*nodes]):
+    for bucket in _by_completion(nodes, step):
         following = _after_writes([nodes[one] for one in bucket], following, marker)
-        what = f"the parameters {_named(bucket, step)}"
+        what = f"updates of {_named(bucket, step)}"
         own = [ranks.own(one) for one in bucket]
         starts, stops = [one.start for one in own], [one.stop for one in own]
         settings = (max(ranks.sizes(bucket)), ranks.size, ranks.group, what)
@@ -208,7 +229,11 @@ def _after_writes(parameters: Sequence[fx.Node], first: fx.Node, last: fx.Node) 
     return found
 
 
+def title(index: int, bucket: Sequence[Tensor], step: Step) -> str:
+    """A bucket in words: which gradients it has."""
+    return f"bucket {index} (gradients of {_named(bucket, step)})"
+
+
 def _named(bucket: Sequence[Tensor], step: Step) -> str:
-    """What is in a bucket, for errors."""
     first, last = (step.names.get(one, one.label) for one in (bucket[0], bucket[-1]))
-    return f"'{first}'" if len(bucket) == 1 else f"'{first}' to '{last}'"
+    return f"'{first}'" if len(bucket) == 1 else f"{len(bucket)} parameters, '{first}' to '{last}'"

@@ -172,17 +172,18 @@ def traffic(owned: Slices, together: Buckets, shards: int, world: int, rank: int
 
     Args:
         owned: the slices of all ranks.
-        together: the buckets; in each, a rank sends as many elements as the rank with the most.
+        together: the buckets.
         shards: the parts of a batch.
         world: the number of ranks.
         rank: one of them.
         order: whether sums are taken in a fixed order; otherwise each rank sends one sum.
     """
-    sums = len(partial_nodes(shards, rank, world)) if order else 1
+    sums = len(partial_nodes(shards, rank, world))
     gradients = parameters = 0
     for bucket in together:
         width = bucket[0].data_type.torch.itemsize
         sizes = [sum(owned[one][other].size for one in bucket) for other in range(world)]
-        gradients += sums * (sum(sizes) - sizes[rank]) * width
-        parameters += (world - 1) * max(sizes) * width
+        everything = (world - 1) * max(sizes)  # padded, except for what each rank gets by itself
+        gradients += width * (sums * (sum(sizes) - sizes[rank]) if order else everything)
+        parameters += width * everything
     return Traffic(gradients, parameters)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.exchange import gradient_buckets
+from stepgraph.compiler.exchange import gradient_buckets, title
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.shards import spans
 from stepgraph.compiler.step import Key, KeyKind, Step, value
@@ -104,7 +104,7 @@ def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
     """The gradients that are exchanged together, those that become complete first in front."""
     slices = None if step.ownership is None else step.ownership.slices
     found = gradient_buckets(part, step)
-    return tuple(Bucket(one, slices, f"bucket {index} of gradients") for index, one in enumerate(found))
+    return tuple(Bucket(one, slices, title(index, one, step)) for index, one in enumerate(found))
 
 
 def _fixed_shares(compiled: Compilation, pieces: list[tuple[int, int]]) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from numbers import Integral
 from typing import Any
 
 from stepgraph.compiler.parallel import Parallel
-from stepgraph.compiler.program import PartName
 from stepgraph.compiler.rank_plan import RankPlan, Shard, rank_plan
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen, divisible, limited, mixed
 from stepgraph.compiler.step import Key
@@ -96,5 +95,5 @@ def to_plan(
 
 def _recorded(to_plan: Compilation, rows: int) -> Shard:
     """Traces one shard."""
-    step, parts = to_plan.traced_again().programs.recorded(PartName.SHARD, rows)
-    return Shard(replace(step, ownership=None), parts[PartName.SHARD])
+    step, part = to_plan.traced_again().programs.shard(rows)
+    return Shard(replace(step, ownership=None), part)

@@ -97,7 +97,7 @@ class Update:
             self.gradients.add((0, shard), flat)
             self._keep(found, shard)
 
-    def run_and_exchange(self, shard: int, group: str) -> list[torch.Tensor]:
+    def run_and_exchange(self, shard: int, group: str, rank: int) -> list[torch.Tensor]:
         """Runs the last shard of this rank, which exchanges the gradients; returns its totals by bucket.
 
         If it fails, zeros are the totals of the buckets that it has sent.
@@ -111,9 +111,11 @@ class Update:
         }
         found = self._ran(PartName.LAST, shard, sums)
         if found is None:
+            if collectives.is_broken(group) and self.failure is not None:  # there is nobody to tell
+                raise self.failure
             collectives.finish_all(group)
             device, sent = self.session.device.torch, collectives.started(group) - before
-            return [bucket.zeros(device) for bucket in buckets[:sent]]
+            return [bucket.zeros(device, rank) for bucket in buckets[:sent]]
         self._keep(found, shard)
         return [found[total(bucket)] for bucket in range(len(buckets))]
 

@@ -12,8 +12,11 @@ import math
 
 import torch
 
+from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.parallel import TREE, Parallel
-from stepgraph.compiler.shards import most_nodes, own
+from stepgraph.compiler.program import PartName
+from stepgraph.compiler.shards import TreeSum, most_nodes, own
+from stepgraph.compiler.slices import Traffic, traffic
 from stepgraph.compiler.step import gradient, value
 from stepgraph.errors import ExecutionError, NumericsError
 from stepgraph.graphs import synchronized
@@ -28,7 +31,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.sliced import Sliced
-from stepgraph.runtime.world import World
+from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
 
@@ -47,6 +50,18 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        if not world.is_alone:
+            release_before_leaving(session.compilation.programs)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this rank sends to others in an update."""
+        compiled, world = self.session.compilation, self.world
+        step, parts = compiled.programs.settled(PartName.SHARD, compiled.usual_batch)
+        if step.ownership is None:
+            return Traffic(0, 0)
+        together, ordered = gradient_buckets(parts[PartName.SHARD], step), step.ownership.is_ordered
+        return traffic(step.ownership.slices, together, step.shards, world.size, world.rank, order=ordered)
 
     def execute(
         self,
@@ -114,14 +129,15 @@ class Shards:
         buckets, device = update.division.buckets, self.session.device.torch
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
-            totals = update.run_and_exchange(last, self.world.group)
+            totals = update.run_and_exchange(last, self.world.group, self.world.rank)
         else:
             update.run(last)
             if update.failure is not None:
                 synchronized.take_rest(update.division.part)
         if len(totals) < len(buckets):
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
-            totals += add(update.gradients, buckets[len(totals) :], self.world, device)
+            sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
+            totals += add(sums, buckets[len(totals) :], self.world, device)
         if device.type == "cuda":  # a captured update reads gradients where they were the last time
             self._totals = self._totals or [torch.empty_like(one) for one in totals]
             totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]

@@ -276,6 +276,11 @@ class TrainingGraph(CompiledGraph):
         asked = self._to_plan(device, **given)
         return asked.memory_plan_for(batch_size) if ranks is None else self._plans.of_rank(asked, batch_size, ranks)
 
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of gradients and parameters that this rank sends to others in each update; 0 if it is alone."""
+        return 0 if self._shards is None else self._shards.traffic.total
+
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
 

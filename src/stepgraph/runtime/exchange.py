@@ -53,9 +53,10 @@ class Bucket:
         ranges = [one for of_rank in self._ranges for one in of_rank]
         return torch.cat([found[gradient(one)].reshape(-1)[start:stop] for one, start, stop in ranges])
 
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """The gradients of no shard."""
-        return torch.zeros(sum(self.sizes), dtype=self.tensors[0].data_type.torch, device=device)
+    def zeros(self, device: torch.device, rank: int | None = None) -> torch.Tensor:
+        """The gradients of no shard, or what a rank has of them."""
+        count = sum(self.sizes) if rank is None else self.sizes[rank]
+        return torch.zeros(count, dtype=self.tensors[0].data_type.torch, device=device)
 
     def pieces(self, flat: torch.Tensor, rank: int) -> Pieces:
         """What a rank has of each gradient, as views of what it has of the bucket."""

@@ -128,6 +128,8 @@ class Executable:
         given = binding.filled(others) if capture is None else ()
         try:
             found = self.run(given, binding.views) if capture is None else capture.run(binding, others)
+        except ExecutionError:  # of a collective, which names the ranks
+            raise
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
         return {key: found[index] for index, key in self._outputs}

@@ -133,13 +133,14 @@ class Programs:
 
     def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
         """A part, or all three passes, ready to run."""
-        step, parts = self.recorded(part, batch)
-        return step, {name: pipeline.settled(one, step, name) for name, one in parts.items()}
-
-    def recorded(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
-        """A part, or all three passes, as they were recorded."""
         program = self.program(batch, training=part not in WITHOUT_TRAINING)
-        return program.step, self._parts(part, program)
+        parts = self._parts(part, program)
+        return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
+
+    def shard(self, batch: int) -> tuple[Step, Part]:
+        """The part `shard` as it was recorded."""
+        program = self.program(batch)
+        return program.step, self._shard(program)
 
     def report(self, part: PartName, batch: int) -> pipeline.Report:
         """The passes that ran for a part and their effects; they are rerun for this."""
@@ -216,12 +217,10 @@ class Programs:
         match part:
             case PartName.STEP | PartName.INFERENCE:
                 return {part: phases.whole(program, self._kept(program))}
-            case PartName.SHARD:
-                learned = [gradient(tensor) for tensor in program.step.trainable]
-                wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
-                both = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))
+            case PartName.SHARD | PartName.LAST:
+                both = self._shard(program)
                 last = {} if program.step.ownership is None else {PartName.LAST: both}
-                return {part: both, **last, PartName.UPDATE: phases.split(program).update}
+                return {PartName.SHARD: both, **last, PartName.UPDATE: phases.split(program).update}
             case PartName.EVALUATION:
                 every = [value(t) for node in program.step.nodes for t in node.results]
                 return {part: phases.whole(program, every if limit is None else self._kept(None))}
@@ -231,3 +230,8 @@ class Programs:
             case _:
                 three = phases.split(program)
                 return dict(zip(PASSES, (three.forward, three.gradient, three.update), strict=True))
+
+    def _shard(self, program: Program) -> Part:
+        learned = [gradient(tensor) for tensor in program.step.trainable]
+        wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
+        return phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -190,7 +191,24 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[name]
 
 
+class Releasable(Protocol):
+    """Something that holds captured collectives."""
+
+    def release(self) -> None:
+        """Releases them."""
+
+
+_captured: WeakSet[Releasable] = WeakSet()
+
+
+def release_before_leaving(one: Releasable) -> None:
+    """Lets captured collectives be released before the group they belong to, while they exist."""
+    _captured.add(one)
+
+
 def _leave() -> None:
+    for one in [*_captured]:
+        one.release()
     if dist.is_initialized():
         dist.destroy_process_group()
 

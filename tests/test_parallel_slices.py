@@ -1,0 +1,287 @@
+"""Several ranks that each update a slice: what they hold and send, how their state is read, and what fails."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stepgraph as sg
+from stepgraph.compiler import collectives
+from stepgraph.compiler.program import PartName
+from stepgraph.compiler.step import KeyKind
+from stepgraph.runtime import world as worlds
+from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, wide
+
+ELEMENTS = 6 * 1400 + 1400 + 1400 * 3 + 3  # the parameters of `wide`
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def steps(training: sg.TrainingGraph, count: int = 2, first: int = 0) -> list[Any]:
+    return [training.execute(*batch("wide", 16, seed)).loss for seed in range(first, first + count)]
+
+
+# ------------------------------------------------------------------------------------------- memory and messages
+
+
+@contextmanager
+def counted() -> Any:
+    """Counts the bytes that this rank sends to others, by what they are."""
+    sent: dict[str, int] = {}
+    start = worlds.World.start
+
+    def counting(self: worlds.World, what: str, name: str, array: Any, *settings: Any) -> Any:
+        each = array.nbytes // (self.size if name == "reduce_scatter_tensor" else 1)
+        given = settings[1] if name == "all_to_all_single" else [each] * self.size
+        kind = "bucket" if "bucket" in what or "updates" in what else "other"
+        sent[kind] = sent.get(kind, 0) + sum(given) - given[self.rank]
+        return start(self, what, name, array, *settings)
+
+    worlds.World.start = counting  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        worlds.World.start = start  # type: ignore[method-assign]
+
+
+def facts(order: str) -> dict[str, Any]:
+    training = new("wide", parallel={"order": order})
+    steps(training, 1)
+    with counted() as sent:
+        losses = steps(training, 3)
+    session = training.require_session("test")
+    held = sum(array.nbytes for key, array in session.arrays().items() if key.kind == KeyKind.STATE)
+    plan = training.memory_plan
+    executables = session.compilation.programs.executables
+    return {
+        "held": held,
+        "averages": plan.optimizer_state - held,
+        "plan": plan.gradients,
+        "sent": sent,
+        "promised": training.bytes_sent,
+        "shown": [len(tensor.optimizer_data) for layer in training.layers for tensor in layer.parameters.values()],
+        "losses": losses,
+        "last": [str(node.target) for node in executables[PartName.LAST, 2].part.nodes],
+    }
+
+
+@pytest.mark.parametrize("order", ["tree", pytest.param("any", marks=pytest.mark.deep)])
+def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None:
+    alone = new("wide")
+    expected = steps(alone, 1) and steps(alone, 3)
+    found = together(2, facts, order)
+    assert sum(one["held"] for one in found) == 2 * 4 * ELEMENTS  # momentum and velocity
+    assert max(one["held"] for one in found) < 0.65 * 2 * 4 * ELEMENTS
+    for one in found:
+        assert one["averages"] == 4 * ELEMENTS  # every rank has them whole
+        assert one["sent"]["bucket"] == 3 * one["promised"] and one["sent"]["other"] < 10_000
+        assert one["shown"] == [0, 0, 0, 0]
+        assert one["losses"] == (expected if order == "tree" else pytest.approx(expected, rel=1e-4))
+        starts = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.start")]
+        assert len(starts) == 1 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
+        assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
+    assert alone.bytes_sent == 0
+
+
+# ------------------------------------------------------------------------------------------- a world of one rank
+
+
+def single(device: str, name: str, exchanges: bool, order: str = "tree", **settings: Any) -> dict[str, Any]:
+    """Trains on one rank, which exchanges everything with itself if it is told to."""
+    worlds.ALWAYS_EXCHANGES = exchanges
+    sg.set_seed(5)
+    training = NETWORKS[name]()
+    training.compile(device, parallel=sg.Parallel(4, order, timeout=60), tf32=False, **settings)
+    assert training.world.is_alone is not exchanges
+    rows = (13, 16, 16, 16, 3, 16, 16, 13)
+    losses = [training.execute(*batch(name, count, seed), batch_size=count).loss for seed, count in enumerate(rows)]
+    made = training.require_session("test").compilation.programs.executables
+    modes = {str(part): one.mode for (part, count), one in made.items() if count == 4 and part != PartName.SHARD}
+    return {"losses": losses, "modes": modes, "bits": marks(training) if device == "cpu" else None}
+
+
+def test_collectives_of_a_single_rank_change_nothing() -> None:
+    (found,) = together(1, single, "cpu", "wide", True)
+    expected = single("cpu", "wide", False)
+    assert (found["losses"], found["bits"]) == (expected["losses"], expected["bits"])
+    assert found["modes"] == {"last shard": "traced", "update": "traced"}
+
+
+def both(order: str, compute_type: str | None) -> list[dict[str, Any]]:
+    return [single("cuda", "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order, compute_type", [("tree", None), ("any", "bfloat16")])
+def test_collectives_are_captured_on_a_gpu(order: str, compute_type: str | None) -> None:
+    """One rank by NCCL: captured, replayed, and torn down when the process ends."""
+    ((expected, found),) = together(1, both, order, compute_type)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4 if compute_type is None else 0.05)
+    assert found["modes"] == {"last shard": "CUDA graph", "update": "CUDA graph"}
+
+
+# ------------------------------------------------------------------------------------------------ reading state
+
+
+def lives(folder: str) -> dict[str, Any]:
+    """Everything that moves optimizer state: saving, freezing, binding, another optimizer, no ranks, restoring."""
+    sg.set_seed(5)
+    training = wide()
+    for tensor in [tensor for layer in training.layers for tensor in layer.parameters.values()]:
+        tensor.bind_optimizer_data([np.full(tensor.shape, 0.5, np.float32) for _ in range(2)])
+    compiled(training)
+    found: dict[str, Any] = {"first": (steps(training), marks(training))}
+    path = training.save(Path(folder) / "whole")
+    layer = next(layer for layer in training.layers if layer.parameters)
+    for tensor in layer.parameters.values():
+        tensor.is_updatable = False
+    found["frozen"] = steps(training), marks(training)
+    for tensor in layer.parameters.values():
+        tensor.is_updatable = True
+    found["again"] = steps(training), marks(training)
+    training.restore(path)
+    found["restored"] = marks(training), steps(training), marks(training)
+    training.compile("cpu", deterministic=True)  # each rank by itself: it needs all of the state
+    found["apart"] = marks(training)
+    training.compile("cpu", parallel=sg.Parallel(8))
+    found["together"] = steps(training), marks(training)
+    training.compile_optimizer(sg.SGDOptimizer(0.1, momentum=0.9))
+    found["momentum"] = steps(training), marks(training)
+    return found
+
+
+def test_state_moves_with_the_number_of_ranks(tmp_path: Path) -> None:
+    expected = lives(str(tmp_path / "alone"))
+    for found in together(2, lives, str(tmp_path / "two")):
+        assert found == expected
+    one, other = ((tmp_path / name / "whole").glob("tensors-*") for name in ("alone", "two"))
+    assert next(one).name == next(other).name  # their names are their checksums
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def troubles(folder: str) -> dict[str, Any]:
+    """Failures, after each of which nothing has changed and training goes on."""
+    found: dict[str, Any] = {}
+    training = new("wide", check_numerics=True)
+    steps(training)
+
+    def refused(name: str, call: Any) -> None:
+        before = marks(training)
+        try:
+            call()
+        except sg.StepgraphError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        assert marks(training) == before, name
+
+    arrays = training.require_session("test").arrays()
+    own = next(array for key, array in arrays.items() if key.kind == KeyKind.STATE and key.position == 1)
+    kept = own.clone()
+    if rank() == 1:
+        own.fill_(np.inf)
+    refused("state", lambda: steps(training, 1))
+    own.copy_(kept)
+    steps(training, 1)
+    return found
+
+
+def endings(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    training = new("wide")
+    steps(training)
+    before = marks(training)
+    (inputs, labels) = batch("wide", 16, 1)
+    labels["y"][15] = 99  # in the last shard of the last rank
+    _told(found, "label", lambda: training.execute(inputs, labels))
+    line = collectives._lines[training.world.group]
+    start, calls = line.start, []
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if rank() == 1 and len(calls) == 2:
+            raise RuntimeError("no more memory")
+        return start(*given)
+
+    line.start = failing  # type: ignore[method-assign]
+    _told(found, "bucket", lambda: steps(training, 1))
+    line.start = start  # type: ignore[method-assign]
+    assert marks(training) == before
+    Path(folder, "file").write_text("")
+    _told(found, "file", lambda: training.save(Path(folder) / "file" / "no folder"))
+    _told(found, "notes", lambda: training.save(Path(folder) / "notes", notes={"rank": object() if rank() == 0 else 0}))
+    found["after"] = steps(training)
+    return found
+
+
+def _told(found: dict[str, Any], name: str, call: Any) -> None:
+    try:
+        call()
+    except sg.StepgraphError as error:
+        found[name] = f"{type(error).__name__}: {error}"
+
+
+def small_buckets(job: Any, folder: str) -> Any:
+    """The same with a bucket for each parameter."""
+    from stepgraph.compiler import slices
+
+    slices.BUCKET = 1
+    return job(folder)
+
+
+def test_what_one_rank_cannot_do_no_rank_does(tmp_path: Path) -> None:
+    first, second = together(2, small_buckets, endings, str(tmp_path))
+    assert "rank 1 failed in this step; nothing has changed" in first["label"] and "99" in second["label"]
+    assert "rank 1 failed in this step; nothing has changed" in first["bucket"]
+    assert "no more memory" in second["bucket"]
+    assert first["file"].startswith("StorageError") and "file" not in second
+    assert first["notes"].startswith("DataTypeError") and "notes" not in second
+    assert first["after"] == second["after"]
+
+
+def test_an_update_that_is_not_finite_is_rolled_back_by_all(tmp_path: Path) -> None:
+    first, second = together(2, troubles, str(tmp_path))
+    assert "the part of the update that another rank makes is not finite; nothing has changed" in first["state"]
+    assert second["state"].startswith("NumericsError")
+
+
+def saves_alone(folder: str) -> None:
+    training = mlp()
+    training.compile("cpu", parallel=sg.Parallel(4, timeout=3))
+    training.execute(*batch("mlp", 13, 0))
+    if rank() == 0:
+        training.save(folder)
+
+
+def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
+    first, _ = together(2, saves_alone, str(tmp_path))
+    assert "optimizer state for save, which every rank must call" in first
+
+
+def scaled() -> Any:
+    """The first updates overflow in float16 on some rank and are skipped on all."""
+    training = new("wide", compute_type="float16")
+    training.loss_scale = 2.0**24
+    return steps(training, 6), training.loss_scale, training.optimizer.time_step, marks(training)
+
+
+@pytest.mark.deep
+def test_updates_that_overflow_are_skipped_by_all() -> None:
+    expected = scaled()
+    assert expected[1] < 2.0**24 and expected[2] < 7
+    assert together(2, scaled) == [expected] * 2
+
+
+def few_shards() -> None:
+    new("mlp", shards=2)
+
+
+@pytest.mark.deep
+def test_more_ranks_than_shards_are_refused() -> None:
+    for found in together(3, few_shards):
+        assert "2 shards cannot be divided among 3 ranks" in found
