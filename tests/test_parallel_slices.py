@@ -1,6 +1,10 @@
 """Several ranks that each update a slice: what they hold and send, how their state is read, and what fails."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,15 +116,38 @@ def test_collectives_of_a_single_rank_change_nothing() -> None:
     assert found["modes"] == {"last shard": "traced", "update": "traced"}
 
 
-def both(order: str, compute_type: str | None) -> list[dict[str, Any]]:
-    return [single("cuda", "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+def both(device: str, order: str, compute_type: str | None) -> list[dict[str, Any]]:
+    return [single(device, "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+
+
+def as_torchrun_would(call: str) -> Any:
+    """What a call returns in a program that torchrun has started alone, and that ends without a complaint."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    environment = {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    code = f"import json\nfrom tests.test_parallel_slices import *\nprint(json.dumps({call}))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ran = subprocess.run(
+        command, check=False, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-5000:]
+    assert "destroy_process_group" not in ran.stderr and "unwaited" not in ran.stderr, ran.stderr[-5000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.deep
+def test_a_program_with_collectives_ends_quietly() -> None:
+    expected, found = as_torchrun_would("both('cpu', 'any', None)")
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("order, compute_type", [("tree", None), ("any", "bfloat16")])
 def test_collectives_are_captured_on_a_gpu(order: str, compute_type: str | None) -> None:
     """One rank by NCCL: captured, replayed, and torn down when the process ends."""
-    ((expected, found),) = together(1, both, order, compute_type)
+    expected, found = as_torchrun_would(f"both('cuda', {order!r}, {compute_type!r})")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4 if compute_type is None else 0.05)
     assert found["modes"] == {"last shard": "CUDA graph", "update": "CUDA graph"}
 

@@ -134,6 +134,8 @@ class Shards:
             update.run(last)
             if update.failure is not None:
                 synchronized.take_rest(update.division.part)
+        if self.world.is_alone and update.failure is not None:
+            raise update.failure
         if len(totals) < len(buckets):
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
