@@ -131,8 +131,9 @@ class Stepgraph:
     parallel: sg.Parallel | None = None
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
-        inputs = sg.Tensor(model.inputs, "int64" if model.vocabulary else "float32")
-        labels = sg.Tensor((model.label_count,), "int64")
+        rows = model.batch_size if self.parallel is None else sg.BATCH  # shards have fewer rows
+        inputs = sg.Tensor((rows, *model.inputs[1:]), "int64" if model.vocabulary else "float32")
+        labels = sg.Tensor((rows * model.labels_each,), "int64")
         on = Operators(model.statistics(), dropout)
         parameters = {name: sg.Tensor(value.shape, data=value) for name, value in model.parameters().items()}
         model.network(on, parameters, inputs)

@@ -19,6 +19,7 @@ import stepgraph as sg
 from benchmarks import in_pytorch
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import BETAS, EPSILON, MODELS, SMALL, Model
+from stepgraph.runtime import world
 
 TOLERANCE = 1e-4  # relative difference of losses
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -31,19 +32,30 @@ class Tree(Stepgraph):
     order = "tree"
 
     def __init__(self, model: Model, device: str, dropout: bool) -> None:
-        self.parallel = sg.Parallel(shards=_world_size(), order=self.order)
+        self.parallel, self.rows = sg.Parallel(shards=_world_size(), order=self.order), model.batch_size
         super().__init__(model, device, dropout)
 
     @property
     def planned(self) -> int:
         """The bytes that a rank should send in a step."""
-        return self.training.memory_plan_for(self.training.declaration.feeds.batch, ranks=_world_size()).sent
+        return self.training.memory_plan_for(self.rows, ranks=_world_size()).sent
 
 
 class Any_(Tree):
     """The same, added in the order of the communication library."""
 
     order = "any"
+
+
+class Exchanging(Tree):
+    """A single rank that runs all collectives, with itself."""
+
+    def __init__(self, model: Model, device: str, dropout: bool) -> None:
+        world.ALWAYS_EXCHANGES = True
+        try:
+            super().__init__(model, device, dropout)
+        finally:
+            world.ALWAYS_EXCHANGES = False
 
 
 class Network(nn.Module):
@@ -105,7 +117,7 @@ def contenders(ranks: int) -> dict[str, Any]:
     """Who is compared in a world."""
     if ranks > 1:
         return {"tree": Tree, "any": Any_, "ddp": DDP}
-    return {"tree": Tree, "alone": Stepgraph, "ddp": DDP, "eager": Eager}
+    return {"tree": Tree, "exchanging": Exchanging, "alone": Stepgraph, "ddp": DDP, "eager": Eager}
 
 
 def main(settings: Mapping[str, Any]) -> None:

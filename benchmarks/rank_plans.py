@@ -96,8 +96,8 @@ LINES = {
     "optimizer_state": "optimizer state",
     "activations": "activations",
     "gradients": "gradients",
+    "buckets": "buckets",
     "workspace": "workspace",
-    "buckets": "or, exchanging",
     "total": "total",
     "sent": "sent per update",
 }

@@ -1,6 +1,10 @@
 """Several ranks that each update a slice: what they hold and send, how their state is read, and what fails."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from stepgraph.compiler import collectives
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.step import KeyKind
 from stepgraph.runtime import world as worlds
-from tests.parallel_runs import batch, compiled, marks, mlp, new, together, wide
+from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, wide
 
 ELEMENTS = 6 * 1400 + 1400 + 1400 * 3 + 3  # the parameters of `wide`
 
@@ -86,6 +90,66 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
         assert len(starts) == 1 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
         assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
     assert alone.bytes_sent == 0
+
+
+# ------------------------------------------------------------------------------------------- a world of one rank
+
+
+def single(device: str, name: str, exchanges: bool, order: str = "tree", **settings: Any) -> dict[str, Any]:
+    """Trains on one rank, which exchanges everything with itself if it is told to."""
+    worlds.ALWAYS_EXCHANGES = exchanges
+    sg.set_seed(5)
+    training = NETWORKS[name]()
+    training.compile(device, parallel=sg.Parallel(4, order, timeout=60), tf32=False, **settings)
+    assert training.world.is_alone is not exchanges
+    rows = (13, 16, 16, 16, 3, 16, 16, 13)
+    losses = [training.execute(*batch(name, count, seed), batch_size=count).loss for seed, count in enumerate(rows)]
+    made = training.require_session("test").compilation.programs.executables
+    modes = {str(part): one.mode for (part, count), one in made.items() if count == 4 and part != PartName.SHARD}
+    return {"losses": losses, "modes": modes, "bits": marks(training) if device == "cpu" else None}
+
+
+def test_collectives_of_a_single_rank_change_nothing() -> None:
+    (found,) = together(1, single, "cpu", "wide", True)
+    expected = single("cpu", "wide", False)
+    assert (found["losses"], found["bits"]) == (expected["losses"], expected["bits"])
+    assert found["modes"] == {"last shard": "traced", "update": "traced"}
+
+
+def both(device: str, order: str, compute_type: str | None) -> list[dict[str, Any]]:
+    return [single(device, "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+
+
+def as_torchrun_would(call: str) -> Any:
+    """What a call returns in a program that torchrun has started alone, and that ends without a complaint."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    environment = {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    code = f"import json\nfrom tests.test_parallel_slices import *\nprint(json.dumps({call}))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ran = subprocess.run(
+        command, check=False, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-5000:]
+    assert "destroy_process_group" not in ran.stderr and "unwaited" not in ran.stderr, ran.stderr[-5000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.deep
+def test_a_program_with_collectives_ends_quietly() -> None:
+    expected, found = as_torchrun_would("both('cpu', 'any', None)")
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order, compute_type", [("tree", None), ("any", "bfloat16")])
+def test_collectives_are_captured_on_a_gpu(order: str, compute_type: str | None) -> None:
+    """One rank by NCCL: captured, replayed, and torn down when the process ends."""
+    expected, found = as_torchrun_would(f"both('cuda', {order!r}, {compute_type!r})")
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4 if compute_type is None else 0.05)
+    assert found["modes"] == {"last shard": "CUDA graph", "update": "CUDA graph"}
 
 
 # ------------------------------------------------------------------------------------------------ reading state

@@ -1,15 +1,19 @@
 """Plans of one of many ranks, and of graphs without memory, against formulas by hand."""
 
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 import stepgraph as sg
 from stepgraph.compiler.rank_plan import RankPlan
 from stepgraph.compiler.slices import BLOCK
+from stepgraph.compiler.step import KeyKind
+from tests.parallel_runs import together
 
 FLOAT = 4  # bytes
 
@@ -39,26 +43,27 @@ def test_the_plan_of_a_rank_follows_the_formulas() -> None:
     assert plan.optimizer_state == 2 * size // 4  # momentum and velocity of a quarter
     assert (plan.gradients_sent, plan.parameters_sent) == (3 * size // 4, 3 * size // 4)
     assert plan.sent == 2 * size * 3 // 4
-    # While a shard runs: what `compile` plans for two rows, whose gradient is complete at the end.
     alone = training.memory_plan_for(2, device="cpu", parallel=sg.Parallel(1))
-    assert (plan.activations, plan.workspace) == (alone.activations, alone.workspace)
-    assert plan.gradients == alone.gradients - size  # which counts the sum of a single shard
-    # Its gradients, a copy to send, joined from a copy of each bucket, and a quarter of the gradients of four ranks.
-    assert plan.buckets == 4 * size
-    assert plan.total == size + size // 2 + max(plan.buckets, plan.activations + plan.gradients + plan.workspace)
+    assert plan.shard_activations == alone.activations > 0
+    # The most is needed in the update: a quarter of the gradients, a quarter of the parameters to send, all of them as
+    # they arrive, and Gloo's copy.
+    assert (plan.activations, plan.gradients, plan.workspace) == (0, size // 4, size)
+    assert plan.buckets == size // 4 + size
+    assert plan.total == size + size // 2 + size // 4 + plan.buckets + size
 
 
 def test_sums_of_shards_are_kept_and_sent() -> None:
     training, size = linear(6 * 16), 6 * 16 * 256 * FLOAT  # six blocks, two for each rank
     plan = planned(training, 8, ranks=3, shards=8)
-    # The ranks run 2, 3 and 3 shards. Three are left as two sums, and one is kept while another shard runs.
+    # The ranks run 2, 3 and 3 shards. The last rank has two sums in front of its last shard, and two after it; of all
+    # five it receives a third.
+    assert plan.gradients == 2 * size and plan.buckets == 2 * size + 5 * size // 3
     assert plan.gradients_sent == 2 * size * 2 // 3
     assert plan.parameters_sent == size * 2 // 3
-    assert plan.gradients == planned(training, 8, ranks=8, shards=8).gradients + size
     assert planned(training, 8, ranks=3, shards=8, order="any").gradients_sent == size * 2 // 3
     one = planned(training, 8, ranks=1, shards=8)
-    assert one.optimizer_state == 2 * size and one.sent == 0
-    assert one.gradients == planned(training, 8, ranks=8, shards=8).gradients + 3 * size
+    assert one.optimizer_state == 2 * size and one.sent == one.buckets == 0
+    assert one.gradients == (3 + 2) * size  # sums of 4, 2 and 1 shards, the gradient of another, and its copy
 
 
 def test_a_matrix_that_is_updated_as_a_whole_has_its_state_on_one_rank() -> None:
@@ -87,7 +92,7 @@ def test_a_compiled_graph_is_planned_as_it_is_compiled() -> None:
     assert text.startswith("Memory plan of one of 4 ranks, 4 shards of 2 rows\n")
     assert "optimizer state        32.00 KiB" in text and "sent per update        96.00 KiB" in text
     half = training.memory_plan_for(8, ranks=4, compute_type="bfloat16")
-    assert half.parameters == before.parameters and half.activations != before.activations
+    assert half.parameters == before.parameters and half.shard_activations != before.shard_activations
 
 
 def test_freezing_a_parameter_changes_the_plan() -> None:
@@ -108,12 +113,47 @@ def test_what_cannot_be_planned_is_refused() -> None:
         training.memory_plan_for(8)
     with pytest.raises(sg.StateError, match="how ranks divide a batch"):
         training.memory_plan_for(8, ranks=4, device="cpu")
+    with pytest.raises(sg.ArgumentError, match="4 shards cannot be divided among 5 ranks"):
+        planned(training, 8, ranks=5, shards=4)
     for ranks in (0, True, 1.5, "4"):
         with pytest.raises(sg.ArgumentError, match="ranks is"):
             planned(training, 8, ranks=ranks, shards=4)  # type: ignore[arg-type]
     bare = sg.TrainingGraph([sg.Graph()])
     with pytest.raises(sg.StateError, match="no layers"):
         planned(bare, 8, ranks=4, shards=4)
+
+
+# ------------------------------------------------------------------------------------------------------- what is real
+
+
+def peak(ranks: int, shards: int) -> tuple[int, int, int]:
+    """Bytes that come and go in an update, as measured and as planned, and those of optimizer state."""
+    training = linear(1024)
+    training.compile("cpu", parallel=sg.Parallel(shards))
+    data = {"x": np.ones((2 * shards, 256), np.float32)}, {"y": np.ones((2 * shards, 1024), np.float32)}
+    training.execute(*data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            training.execute(*data)
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda one: one.start_ns())
+    live = most = 0
+    for event in (one for one in events if one.name() == "[memory]"):
+        live += event.nbytes()
+        most = max(most, live)
+    arrays = training.require_session("test").arrays()
+    state = sum(array.nbytes for key, array in arrays.items() if key.kind is KeyKind.STATE)
+    return most, training.memory_plan_for(2 * shards, ranks=ranks).intermediates, state
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks, shards", [(1, 4), (2, 2), (2, 6), (3, 8)])
+def test_the_plan_is_what_the_ranks_need(ranks: int, shards: int) -> None:
+    found = together(ranks, peak, ranks, shards) if ranks > 1 else [peak(ranks, shards)]
+    assert not isinstance(found[0], str), found
+    assert max(most for most, _, _ in found) == pytest.approx(found[0][1], rel=0.02)
+    plan = planned(linear(1024), 2 * shards, ranks=ranks, shards=shards)
+    assert max(state for _, _, state in found) == pytest.approx(plan.optimizer_state, abs=2 * BLOCK * FLOAT)
 
 
 # ----------------------------------------------------------------------------------------------------- without memory

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import collectives
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, storage, writes
+from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, set_fake, storage, writes
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
 from stepgraph.compiler.step import Key, KeyKind, Step, gradient, partial_sum, total
@@ -108,17 +109,20 @@ class _Exchange:
         bounds = [edge for rank in everyone for tensor in bucket for edge in ranks.slices[tensor][rank]]
         what = title(index, bucket, self.step)
         with like.graph.inserting_before(following):
-            flat = _call(like, collectives.pack, ([*gradients], bounds))
+            flat = _sized(like, collectives.pack, ([*gradients], bounds), sum(sizes))
             if not ranks.is_ordered:
                 for one in sums:
                     flat = _call(like, torch.ops.aten.add.Tensor, (flat, one))
-                return _call(like, collectives.start_scatter, (flat, sizes, ranks.group, what))
+                return _sized(like, collectives.start_scatter, (flat, sizes, ranks.group, what), max(sizes))
             parts = self._added(like, flat, sums)
-            sent = parts[0] if len(parts) == 1 else _call(like, collectives.by_rank, (parts, sizes))
+            sent = parts[0]
+            if len(parts) > 1:
+                sent = _sized(like, collectives.by_rank, (parts, sizes), len(parts) * sum(sizes))
             width = bucket[0].data_type.torch.itemsize
             taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
             given = [len(parts) * size * width for size in sizes]
-            return _call(like, collectives.start_trade, (sent, taken, given, ranks.group, what))
+            arguments = (sent, taken, given, ranks.group, what)
+            return _sized(like, collectives.start_trade, arguments, sum(taken), torch.uint8)
 
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
@@ -134,19 +138,30 @@ class _Exchange:
         """Waits for this rank's part of the sum of a bucket."""
         ranks = self.ranks
         with end.graph.inserting_before(end):
+            size = ranks.sizes(bucket)[ranks.rank]
             if not ranks.is_ordered:
-                size = ranks.sizes(bucket)[ranks.rank]
                 return _call(started, collectives.finish_scatter, (started, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _call(started, collectives.finish_trade, (started, *rest))
+            return _sized(started, collectives.finish_trade, (started, *rest), size, dtype)
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
     """A new operator of the exchange."""
     node = call(like, target, arguments)
     note(node, layer=EXCHANGE)
+    return node
+
+
+def _sized(
+    like: fx.Node, target: Any, arguments: tuple[Any, ...], count: int, dtype: torch.dtype | None = None
+) -> fx.Node:
+    """The same if its result has a known size: PyTorch would look at each of its numbers, some for every rank."""
+    node, array = like.graph.call_function(target, arguments), fake(like)
+    note(node, layer=EXCHANGE, phase=notes(like).phase)
+    with array.fake_mode:
+        set_fake(node, array.new_empty(count, dtype=dtype or array.dtype))
     return node
 
 

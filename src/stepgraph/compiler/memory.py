@@ -76,7 +76,6 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
     peak = max(range(len(live)), key=lambda i: sum(live[i][2].values()), default=None)
     at_peak = live[peak][2] if peak is not None else {}
     learns = step.optimizer is not None and step.differentiates
-    state = sum(_state(step, tensor) for tensor in step.trainable) if learns else 0
     shards = step.shards.bit_length() if learns else 0  # sums of gradients that are kept at once, see `shards.py`
     sums = shards * sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
     rounded = sum(t.descriptor.element_count for t in step.rounded) * 2  # bytes of half precision
@@ -84,13 +83,18 @@ def plan(step: Step, part: Part, live: Timeline | None = None) -> MemoryPlan:
     learned = {t for node in step.nodes for t in node.layer.parameters.values()} | set(step.trainable)
     return MemoryPlan(
         parameters=sum(t.descriptor.tensor_allocation_size_in_bytes for t in learned) + rounded,
-        optimizer_state=state,
+        optimizer_state=optimizer_state(step) if learns else 0,
         statistics=sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.statistics),
         activations=at_peak.get("activations", 0),
         gradients=at_peak.get("gradients", 0) + seeds + sums,
         workspace=at_peak.get("workspace", 0),
         timeline=tuple((layer, phase, sum(kinds.values()) + seeds + sums) for layer, phase, kinds in live),
     )
+
+
+def optimizer_state(step: Step) -> int:
+    """Bytes of optimizer buffers and averages on this rank."""
+    return sum(_state(step, tensor) for tensor in step.trainable)
 
 
 def _state(step: Step, tensor: Tensor) -> int:

@@ -1,32 +1,35 @@
-"""The memory and the traffic of one of many ranks, computed from numbers: no rank but this process needs to exist."""
+"""The memory and the traffic of one of many ranks: its programs are made, but no rank needs to exist."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from stepgraph import draw
+from stepgraph.compiler import memory, pipeline
+from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.parallel import TREE, Parallel
-from stepgraph.compiler.shards import TreeSum, own, partial_nodes, spans
-from stepgraph.compiler.slices import Buckets, Slices, buckets, slices, traffic
-from stepgraph.tensors.tensor import Tensor
+from stepgraph.compiler.program import EXCHANGE, Part, PartName
+from stepgraph.compiler.shards import own, partial_nodes
+from stepgraph.compiler.slices import Buckets, Ownership, Slices, slices, traffic
+from stepgraph.compiler.step import Step
 
 
 @dataclass(frozen=True)
 class RankPlan(MemoryPlan):
     """The bytes that one rank needs, the one that needs the most, and those that it sends to others in an update.
 
-    `activations`, `gradients` and `workspace` are what is alive while a shard runs, with the sums of earlier shards.
-    `buckets` is what is alive while gradients and updated parameters are exchanged. The larger of the two counts.
+    It is a `MemoryPlan` with more. `gradients` has the sums of earlier shards in it.
 
     Args:
         ranks: the number of ranks.
         shards: the parts of the batch.
         rows: the rows of the largest part.
         copies: bytes of parameters in the compute type; `parameters` includes them.
-        buckets: bytes of gradients and of copies of them while they are exchanged.
+        shard_activations: bytes of activations that a shard needs at its own peak.
+        buckets: bytes, at the peak, of what is being exchanged.
         gradients_sent: bytes of gradients that the rank sends in an update.
         parameters_sent: bytes of updated parameters that it sends in an update.
     """
@@ -35,6 +38,7 @@ class RankPlan(MemoryPlan):
     shards: int = field(default=1, kw_only=True)
     rows: int = field(default=0, kw_only=True)
     copies: int = field(default=0, kw_only=True)
+    shard_activations: int = field(default=0, kw_only=True)
     buckets: int = field(default=0, kw_only=True)
     gradients_sent: int = field(default=0, kw_only=True)
     parameters_sent: int = field(default=0, kw_only=True)
@@ -42,7 +46,7 @@ class RankPlan(MemoryPlan):
     @property
     def intermediates(self) -> int:
         """The peak of everything that is allocated and freed within an update."""
-        return max(super().intermediates, self.buckets)
+        return super().intermediates + self.buckets
 
     @property
     def sent(self) -> int:
@@ -50,116 +54,174 @@ class RankPlan(MemoryPlan):
         return self.gradients_sent + self.parameters_sent
 
     def __str__(self) -> str:
-        rows, shards = self.rows, self.shards
-        title = f"Memory plan of one of {self.ranks} ranks, {shards} shards of {rows} row{'s' * (rows != 1)}"
-        halves = {"  copies among them": self.copies} if self.copies else {}
+        count = f"{self.shards} shard{'s' * (self.shards != 1)} of {self.rows} row{'s' * (self.rows != 1)}"
         sizes = {
             "parameters": self.parameters,
-            **halves,
+            **({"  copies in them": self.copies} if self.copies else {}),
             "optimizer state": self.optimizer_state,
             "running statistics": self.statistics,
-            "activations": self.activations,
-            "gradients": self.gradients,
-            "workspace": self.workspace,
-            "or, exchanging": self.buckets,
+            "activations at peak": self.activations,
+            "gradients at peak": self.gradients,
+            "buckets at peak": self.buckets,
+            "workspace at peak": self.workspace,
             "total": self.total,
+            "activations, shard": self.shard_activations,
             "sent per update": self.sent,
         }
-        return "\n".join([title, *(f"  {name:<20}{draw.size(size):>12}" for name, size in sizes.items())])
+        lines = (f"  {name:<20}{draw.size(size):>12}" for name, size in sizes.items())
+        return "\n".join([f"Memory plan of one of {self.ranks} ranks, {count}", *lines])
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What is known about one shard, whatever the number of ranks.
+    """A shard as it was recorded, whatever the number of ranks.
 
     Args:
-        plan: its memory, without sums of gradients.
-        copies: bytes of parameters in the compute type.
-        trained: parameters that are updated, in an order that all ranks know.
-        exchanged: those with a gradient, in the order in which these become complete.
-        uncut: those that only one rank can update.
-        slots: the number of optimizer buffers of each.
-        averages: bytes of their averages, which every rank has.
+        step: what was recorded, for a rank that is alone.
+        part: the part `shard`.
     """
 
-    plan: MemoryPlan
-    copies: int
-    trained: tuple[Tensor, ...]
-    exchanged: tuple[Tensor, ...]
-    uncut: frozenset[Tensor]
-    slots: Mapping[Tensor, int]
-    averages: int
+    step: Step
+    part: Part
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        """The memory of a shard that exchanges nothing, without sums of others."""
+        return memory.plan(replace(self.step, shards=0), pipeline.settled(self.part, self.step, PartName.SHARD))
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """What is exchanged together."""
+        return gradient_buckets(self.part, self.step)
 
     @cached_property
     def gradients(self) -> int:
         """Bytes of all gradients."""
-        return sum(tensor.descriptor.tensor_allocation_size_in_bytes for tensor in self.exchanged)
+        return sum(one.descriptor.tensor_allocation_size_in_bytes for bucket in self.buckets for one in bucket)
+
+    @property
+    def copies(self) -> int:
+        """Bytes of parameters in the compute type."""
+        return 2 * sum(tensor.descriptor.element_count for tensor in self.step.rounded)
 
 
-def rank_plan(shard: Shard, parallel: Parallel, batch: int, ranks: int) -> RankPlan:
+def rank_plan(shard: Shard, parallel: Parallel, rows: int, ranks: int) -> RankPlan:
     """The plan of the rank that needs the most memory.
 
     Args:
-        shard: what one shard needs.
+        shard: what each rank runs.
         parallel: how updates are divided.
-        batch: the rows of an update.
+        rows: the rows of the largest shard.
         ranks: the number of ranks.
     """
-    parts = spans(batch, parallel.shards)
-    shared = slices(shard.trained, lambda tensor: tensor not in shard.uncut, ranks)
-    together = buckets(shard.exchanged)
-    state = _state(shard, shared, ranks)
-    rank = max(range(ranks), key=lambda one: (len(own(len(parts), one, ranks)), state[one]))
-    sums = _sums(len(parts), rank, ranks) * shard.gradients
-    sent = traffic(shared, together, len(parts), ranks, rank, order=parallel.order == TREE)
-    kept = {one.name: getattr(shard.plan, one.name) for one in fields(MemoryPlan) if one.name != "timeline"}
-    mine = {"optimizer_state": state[rank], "gradients": shard.plan.gradients + sums}
-    return RankPlan(
-        **kept | mine,
+    optimizer, step, count = shard.step.optimizer, shard.step, parallel.shards
+    assert optimizer is not None
+    cut = slices(step.trainable, lambda tensor: optimizer.cuts(step.slots_of(tensor)), ranks)
+    is_ordered, divided = parallel.order == TREE, replace(step, shards=count)
+    plans = {
+        rank: max(_Rank(shard, divided, Ownership(rank, ranks, "", cut, is_ordered)).moments, key=_total)
+        for rank in _busiest(cut, step, count, ranks)
+    }
+    rank = max(plans, key=lambda one: plans[one].total)
+    sent = traffic(cut, shard.buckets, count, ranks, rank, order=is_ordered)
+    return replace(
+        plans[rank],
         ranks=ranks,
-        shards=len(parts),
-        rows=parts[0][1],
+        shards=count,
+        rows=rows,
         copies=shard.copies,
-        buckets=max(sums + 2 * shard.gradients, _exchanging(shard, shared, together, len(parts), rank, ranks)),
+        shard_activations=shard.plan.activations,
         gradients_sent=sent.gradients if ranks > 1 else 0,
         parameters_sent=sent.parameters if ranks > 1 else 0,
     )
 
 
-def _state(shard: Shard, shared: Slices, ranks: int) -> list[int]:
-    """Bytes of optimizer state by rank."""
-    found = [shard.averages] * ranks
-    for tensor, pieces in shared.items():
-        size = shard.slots[tensor] * tensor.data_type.element_size
-        for rank, piece in enumerate(pieces):
-            found[rank] += size * piece.size
-    return found
+def _total(plan: MemoryPlan) -> int:
+    return plan.total
 
 
-def _sums(count: int, rank: int, ranks: int) -> int:
-    """The sums of gradients that a rank keeps at most while it runs another shard."""
-    found, most = TreeSum(count), 0
-    for index in own(count, rank, ranks):
-        most = max(most, len(found.sums))
-        found.add((0, index), ())
-    return most
+def _busiest(cut: Slices, step: Step, shards: int, ranks: int) -> list[int]:
+    """Ranks with the most shards; of those that add and send alike, the one with the most optimizer state."""
+    state = [0] * ranks
+    for tensor, pieces in cut.items():
+        size = len(step.slots_of(tensor)) * tensor.data_type.element_size
+        state = [before + size * piece.size for before, piece in zip(state, pieces, strict=True)]
+    found: dict[tuple[int, ...], int] = {}
+    most = max(len(own(shards, rank, ranks)) for rank in range(ranks))
+    for rank in (one for one in range(ranks) if len(own(shards, one, ranks)) == most):
+        alike = tuple(len(partial_nodes(shards, rank, ranks, before)) for before in range(most))
+        found[alike] = max(rank, found.get(alike, rank), key=lambda one: state[one])
+    return list(found.values())
 
 
-def _exchanging(shard: Shard, shared: Slices, together: Buckets, count: int, rank: int, ranks: int) -> int:
-    """Bytes of gradients and of what is exchanged, when that is the most.
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """One rank of a world.
 
-    A rank has its sums of gradients and its part of those of all others; before, a copy to send, joined bucket by
-    bucket; afterwards its parameters to send, and all of them as they arrive.
+    Args:
+        shard: what it runs.
+        step: the same, with the number of shards.
+        ownership: what it updates.
     """
-    nodes = [len(partial_nodes(count, one, ranks)) for one in range(ranks)]
-    left = nodes[rank] * shard.gradients
-    if ranks == 1:
-        return left
-    received = gathered = largest = 0
-    for bucket in together:
-        sizes = [sum(shared[one][other].size for one in bucket) for other in range(ranks)]
-        width = bucket[0].data_type.element_size
-        received += width * sum(nodes) * sizes[rank]
-        gathered += width * (ranks + 1) * max(sizes)
-        largest = max(largest, width * sum(sizes))
-    return left + received + max(left + nodes[rank] * largest, gathered)
+
+    shard: Shard
+    step: Step
+    ownership: Ownership
+
+    @property
+    def moments(self) -> Iterator[RankPlan]:
+        """Its memory at the moments of an update that may need the most."""
+        shard, alone = self.shard, self.ownership.size == 1
+        running = self._plan(shard.plan)
+        for left in range(len(self._own) - (not alone)):
+            sums = self._sums(len(self._own) - left) * shard.gradients
+            yield replace(running, gradients=running.gradients + sums)
+            # Its gradients are copied into buckets before they are added to those of earlier shards.
+            yield replace(running, activations=0, workspace=0, gradients=sums + 2 * shard.gradients)
+        if not alone:
+            sums = self._sums(1) * shard.gradients
+            last = self._last()
+            yield replace(last, gradients=last.gradients + sums)
+            yield self._updating(running, sums)
+
+    @property
+    def _own(self) -> range:
+        return own(self.step.shards, self.ownership.rank, self.ownership.size)
+
+    def _sums(self, before: int) -> int:
+        """The sums of gradients that it has in front of one of its last shards."""
+        return len(partial_nodes(self.step.shards, self.ownership.rank, self.ownership.size, before))
+
+    def _plan(self, plan: MemoryPlan, buckets: int = 0) -> RankPlan:
+        """A plan with the optimizer state of this rank."""
+        whole = {one.name: getattr(plan, one.name) for one in fields(MemoryPlan) if one.name != "timeline"}
+        state = memory.optimizer_state(replace(self.step, ownership=self.ownership))
+        return RankPlan(**whole | {"optimizer_state": state}, buckets=buckets)
+
+    def _last(self) -> RankPlan:
+        """The last shard of the rank, which exchanges gradients as they become complete."""
+        step = replace(self.step, ownership=self.ownership)
+        part = pipeline.settled(self.shard.part, step, PartName.LAST)
+        plan = memory.plan(replace(step, shards=0), part)
+        sizes = [size for _, _, size in plan.timeline]
+        held = memory.holders(part, sizes.index(max(sizes)))
+        exchanged = {kind: 0 for _, _, kind, _ in held}
+        for layer, _, kind, size in held:
+            exchanged[kind] += size * (layer == EXCHANGE)
+        others = {kind: getattr(plan, kind) - size for kind, size in exchanged.items()}
+        return replace(self._plan(plan, sum(exchanged.values())), **others)
+
+    @property
+    def _totals(self) -> int:
+        """Bytes of its part of the sums of all ranks."""
+        return sum(
+            self.ownership.own(one).size * one.data_type.element_size for bucket in self.shard.buckets for one in bucket
+        )
+
+    def _updating(self, running: RankPlan, sums: int) -> RankPlan:
+        """The update: its parameters to send, and all of them as they arrive; Gloo has a copy of those of a bucket."""
+        ranks = self.ownership.size
+        largest = [max(self.ownership.sizes(one)) * one[0].data_type.element_size for one in self.shard.buckets]
+        copy = ranks * max(largest) if self.step.device.type == "cpu" else 0
+        moving = (ranks + 1) * sum(largest)
+        return replace(running, activations=0, gradients=sums + self._totals, workspace=copy, buckets=moving)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from stepgraph.compiler import memory
 from stepgraph.compiler.parallel import Parallel
-from stepgraph.compiler.program import PartName
 from stepgraph.compiler.rank_plan import RankPlan, Shard, rank_plan
 from stepgraph.compiler.settings import ChosenDevice, Settings, chosen, divisible, limited, mixed
-from stepgraph.compiler.step import Key, KeyKind
+from stepgraph.compiler.step import Key
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation, compiled
@@ -20,15 +18,15 @@ from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.world import ALONE
 from stepgraph.tensors.tensor import Tensor
 
-_Asked = tuple[Declaration, Device, Settings, int]
+_Asked = tuple[Declaration, Device, Settings, int, int]
 
 
 @dataclass
 class Plans:
-    """What has been planned for a graph, so that a plan for another number of ranks traces nothing."""
+    """The shard that was planned last, so that a plan for another number of ranks traces nothing."""
 
     _asked: _Asked | None = None
-    _shards: dict[int, Shard] = field(default_factory=dict)
+    _shard: Shard | None = None
 
     def of_rank(self, to_plan: Compilation, batch: Any, ranks: Any) -> RankPlan:
         """The plan of one of several ranks, the one that needs the most memory."""
@@ -41,19 +39,20 @@ class Plans:
         if not to_plan.losses or to_plan.declaration.optimizer is None:
             missing = "optimizer" if to_plan.losses else "loss"
             raise StateError(where, f"the graph has no {missing}, so there is no update to divide", fix="add one")
-        rows = to_plan.batch_size(batch)
-        return rank_plan(self._shard(to_plan, to_plan.rows_at_once(rows)), parallel, rows, int(ranks))
+        if parallel.shards < int(ranks):
+            problem = f"{parallel.shards} shards cannot be divided among {ranks} ranks"
+            raise ArgumentError(where, problem, fix=f"use a multiple of {ranks} shards, or fewer ranks")
+        largest = to_plan.rows_at_once(to_plan.batch_size(batch))
+        return rank_plan(self._recorded(to_plan, largest), parallel, largest, int(ranks))
 
-    def _shard(self, to_plan: Compilation, rows: int) -> Shard:
+    def _recorded(self, to_plan: Compilation, rows: int) -> Shard:
         settings = to_plan.settings
         if settings.memory_limit is None:  # otherwise, what is recomputed depends on the number of shards
             settings = replace(settings, parallel=Parallel(shards=1))
-        asked = to_plan.declaration, to_plan.device, settings, Tensor.switches
-        if asked != self._asked:
-            self._asked, self._shards = asked, {}
-        if rows not in self._shards:
-            self._shards[rows] = _shard(to_plan, rows)
-        return self._shards[rows]
+        asked = to_plan.declaration, to_plan.device, settings, rows, Tensor.switches
+        if self._shard is None or asked != self._asked:
+            self._asked, self._shard = asked, _recorded(to_plan, rows)
+        return self._shard
 
 
 def to_plan(
@@ -94,18 +93,7 @@ def to_plan(
     return compiled(declaration, place, wanted, {}, handles, [], needs_data=False).among(ALONE)
 
 
-def _shard(to_plan: Compilation, rows: int) -> Shard:
-    """Traces one shard; what was traced is not kept."""
-    step, parts = to_plan.traced_again().programs.settled(PartName.SHARD, rows)
-    part, optimizer = parts[PartName.SHARD], step.optimizer
-    exchanged = [key.owner for key in part.outputs if key.kind == KeyKind.GRADIENT and key.owner in step.trainable_set]
-    sizes = (tensor.descriptor.tensor_allocation_size_in_bytes for tensor in step.trainable)
-    return Shard(
-        replace(memory.plan(replace(step, shards=0), part), timeline=()),
-        copies=sum(tensor.descriptor.element_count for tensor in step.rounded) * 2,  # bytes of half precision
-        trained=step.trainable,
-        exchanged=tuple(sorted(exchanged, key=lambda tensor: -step.first_use[tensor])),
-        uncut=frozenset(t for t in step.trainable if optimizer is None or not optimizer.cuts(step.slots_of(t))),
-        slots={tensor: len(step.slots_of(tensor)) for tensor in step.trainable},
-        averages=sum(sizes) if step.averages else 0,
-    )
+def _recorded(to_plan: Compilation, rows: int) -> Shard:
+    """Traces one shard."""
+    step, part = to_plan.traced_again().programs.shard(rows)
+    return Shard(replace(step, ownership=None), part)

@@ -31,7 +31,7 @@ from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.sliced import Sliced
-from stepgraph.runtime.world import World
+from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
 
@@ -50,6 +50,8 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        if not world.is_alone:
+            release_before_leaving(session.compilation.programs)
 
     @property
     def traffic(self) -> Traffic:
@@ -132,6 +134,8 @@ class Shards:
             update.run(last)
             if update.failure is not None:
                 synchronized.take_rest(update.division.part)
+        if self.world.is_alone and update.failure is not None:
+            raise update.failure
         if len(totals) < len(buckets):
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
@@ -146,12 +150,13 @@ class Shards:
 
     @property
     def _exchanges_inside(self) -> bool:
-        """Whether the last shard exchanges gradients itself; if steps may be rolled back, shards are checked first.
+        """Whether the last shard exchanges gradients itself.
 
-        A shard that failed could not take part in sums and in exchanges of gradients in the order of the others.
+        If steps may be rolled back, shards are checked first. A shard with sums over ranks that fails takes part in the
+        rest of them before anything else is exchanged.
         """
         compiled = self.session.compilation
-        return not (self.world.is_alone or compiled.checks_numerics or synchronized.has_layers(compiled))
+        return not (self.world.is_alone or compiled.checks_numerics or synchronized.sums(compiled))
 
     def _applied(self, update: Update, totals: Pieces) -> bool:
         """Updates the parameters; returns whether that counts as a step. What one rank rolls back, all do."""

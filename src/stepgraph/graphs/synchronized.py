@@ -45,5 +45,10 @@ def take_rest(part: Part) -> None:
     over_ranks.take_rest([fake(node) for node in part.nodes if node.target is operator])
 
 
+def sums(compiled: Compilation) -> bool:
+    """Whether shards take sums over ranks."""
+    return compiled.shards > 1 and _first(compiled) is not None
+
+
 def _first(compiled: Compilation) -> Node | None:
     return next((node for node in compiled.nodes if node.layer.is_synchronized), None)

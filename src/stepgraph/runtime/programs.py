@@ -137,6 +137,11 @@ class Programs:
         parts = self._parts(part, program)
         return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
 
+    def shard(self, batch: int) -> tuple[Step, Part]:
+        """The part `shard` as it was recorded."""
+        program = self.program(batch)
+        return program.step, self._shard(program)
+
     def report(self, part: PartName, batch: int) -> pipeline.Report:
         """The passes that ran for a part and their effects; they are rerun for this."""
         step = self.program(batch, training=part != PartName.INFERENCE).step
@@ -213,9 +218,7 @@ class Programs:
             case PartName.STEP | PartName.INFERENCE:
                 return {part: phases.whole(program, self._kept(program))}
             case PartName.SHARD | PartName.LAST:
-                learned = [gradient(tensor) for tensor in program.step.trainable]
-                wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
-                both = phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))
+                both = self._shard(program)
                 last = {} if program.step.ownership is None else {PartName.LAST: both}
                 return {PartName.SHARD: both, **last, PartName.UPDATE: phases.split(program).update}
             case PartName.EVALUATION:
@@ -227,3 +230,8 @@ class Programs:
             case _:
                 three = phases.split(program)
                 return dict(zip(PASSES, (three.forward, three.gradient, three.update), strict=True))
+
+    def _shard(self, program: Program) -> Part:
+        learned = [gradient(tensor) for tensor in program.step.trainable]
+        wanted = [key for key in (*self._kept(program), *learned) if key in program.outputs]
+        return phases.extract(program, {Phase.FORWARD, Phase.GRADIENT}, list(dict.fromkeys(wanted)))

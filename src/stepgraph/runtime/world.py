@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -268,11 +269,28 @@ def _beating(group: Any, rank: int, size: int) -> Heartbeat:
     return _hearts[group]
 
 
+class Releasable(Protocol):
+    """Something that holds captured collectives."""
+
+    def release(self) -> None:
+        """Releases them."""
+
+
+_captured: WeakSet[Releasable] = WeakSet()
+
+
+def release_before_leaving(one: Releasable) -> None:
+    """Lets captured collectives be released before the group they belong to, while they exist."""
+    _captured.add(one)
+
+
 def leave() -> None:
     """Tells the other ranks that this one ends, and leaves them; done by itself when a program ends."""
     atexit.unregister(leave)
     for heart in _hearts.values():
         heart.stop()
+    for one in [*_captured]:
+        one.release()
     if _left_at_exit and dist.is_initialized() and dist.group.WORLD is _left_at_exit[-1]:
         dist.destroy_process_group()
     _hearts.clear()
