@@ -379,9 +379,8 @@ class _Capture:
         self.calls = 0
         self.binding: Binding | None = None
         step = executable.step
-        self.given = {
-            key for key in executable.part.inputs if key.kind == KeyKind.USER_GRADIENT or key.owner in step.fed
-        }
+        elsewhere = (KeyKind.USER_GRADIENT, KeyKind.PARTIAL)
+        self.given = {key for key in executable.part.inputs if key.kind in elsewhere or key.owner in step.fed}
         self.copied: dict[Key, torch.Tensor] = {}
         like = [executable.part.results[executable.part.outputs[index]] for index in executable.loss_indices]
         self.losses = [Losses(one, step.device) if one.numel() == 1 else None for one in like]
