@@ -28,6 +28,7 @@ from stepgraph.system import torch_private, torchrun
 logger = logging.getLogger("stepgraph")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 JOINING = 300.0  # seconds for all ranks to start, which takes longer than an exchange
+ALARM = 0.9  # of the timeout: then PyTorch's watchdog ends a process that waits for a GPU
 STORE_SECONDS = 5.0  # after which a store that has gone is given up
 _HOST = torch.device("cpu")
 Waiting = Callable[[], torch.Tensor]  # for what a collective brings; it has been started
@@ -170,6 +171,7 @@ def joined(device: torch.device, timeout: float) -> World:
         return ALONE
     group.set_timeout(timedelta(seconds=timeout))
     beating = _beating(group, rank, size)
+    beating.alarm = ALARM * timeout if device.type == "cuda" else None
     return World(rank, size, device, group.group_name, beating.place, beating)
 
 
