@@ -19,7 +19,7 @@ def test_the_page_on_reports_runs_and_names_what_is_written(tmp_path: Path, monk
     written = {path.name + "/" * path.is_dir() for path in Path("runs/first").iterdir()}
     assert written == set(re.findall(r"^\| `([\w./]+)` \| the", page, re.MULTILINE))
     kinds = set(re.findall(r'^{"kind":"(\w+)"', Path("runs/first/run.jsonl").read_text(), re.MULTILINE))
-    assert kinds | {"missing"} == set(re.findall(r"^\| `(\w+)` \| `", page, re.MULTILINE)) | {"missing"}
+    assert kinds | {"missing", "ranks"} == set(re.findall(r"^\| `(\w+)` \| `", page, re.MULTILINE))
     assert all((folder / name).is_file() for name in re.findall(r"\]\((images/[\w.-]+)\)", page))
 
 

@@ -18,7 +18,7 @@ from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 
 NO_IMPROVEMENT = "no improvement"
-UNFINISHED = ("interrupted", "failed")  # ends of a run that somebody will continue or repair
+UNFINISHED = ("interrupted", "terminated", "failed")  # ends of a run that somebody will continue or repair
 
 
 @dataclass(frozen=True)

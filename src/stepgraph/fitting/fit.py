@@ -20,6 +20,7 @@ from stepgraph.fitting.loop import Loop, Parts, Settings, check_notes
 from stepgraph.fitting.metrics import Metric, has_one_number
 from stepgraph.fitting.portions import Portions, bytes_of
 from stepgraph.fitting.progress import display
+from stepgraph.fitting.ranks import require_alike
 from stepgraph.fitting.schedule import Schedule
 from stepgraph.fitting.schedule import checked as checked_schedule
 from stepgraph.fitting.trained import Trained
@@ -138,11 +139,14 @@ def fit(
 
 def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
     """Runs the loop, from the latest checkpoint if it resumes."""
-    folder = loop.settings.folder
+    folder, world = loop.settings.folder, loop.world
+    require_alike(world, "arguments", loop.call, fix="pass the same arguments on every rank")
     if resume:
         check_notes(folder, loop.parts.metrics)
         loop.go_on()
-    if folder is not None and loop.world.is_first:
+        place = {"epoch": loop.position.epoch, "batch": loop.position.batch, "step": loop.position.step}
+        require_alike(world, "checkpoints", place, fix="use a folder that all ranks can read")
+    if folder is not None and world.is_first:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
     _run(loop)

@@ -98,6 +98,15 @@ class Loop:
         schedule = settings.schedule
         self.schedule = None if schedule is None else completed(schedule, self._known_total)
 
+    @property
+    def call(self) -> dict[str, Any]:
+        """What decides how many exchanges a run makes, and when."""
+        settings, test = self.settings, self.parts.test
+        sizes = {"batches": self.parts.train.batches, "validation batches": None if test is None else test.batches}
+        names = ("epochs", "save_every", "stops_at_nan")
+        kept = {"checkpoints": settings.folder is not None, "metrics": list(self.parts.metrics)}
+        return {**self.position.shape, **sizes, **{name: getattr(settings, name) for name in names}, **kept}
+
     def run(self) -> None:
         """Runs epochs until the last one, or until something asks to stop."""
         self._begin_record()

@@ -1,15 +1,31 @@
-"""What each rank does in a run: the time of an update, how much of it is waiting for other ranks, and memory."""
+"""Ranks that train together in a run: what they must agree on, and what each has done."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from stepgraph.device import Device
+from stepgraph.errors import ArgumentError
 from stepgraph.fitting.progress import memory_used
 from stepgraph.runtime.world import World
+
+
+def require_alike(world: World, what: str, facts: Mapping[str, Any], fix: str) -> None:
+    """Rejects, on every rank, facts in which a rank differs from the first one; all have the same names."""
+    if world.size == 1:
+        return
+    digests = [hashlib.sha256(repr(one).encode()).digest()[:6] for one in facts.values()]
+    found = world.gather_numbers([int.from_bytes(one, "big") for one in digests], what)  # 48 bits: exact as float64
+    for rank, theirs in enumerate(found):
+        names = [name for name, one, other in zip(facts, found[0], theirs, strict=True) if one != other]
+        if names:
+            mine = {f"{name} on rank {world.rank}": facts[name] for name in names}
+            problem = f"rank 0 and rank {rank} have different {what}: {', '.join(names)}"
+            raise ArgumentError("fit", problem, **mine, fix=fix)
 
 
 class Ranks:
@@ -23,12 +39,16 @@ class Ranks:
     def __init__(self, world: World, device: Device) -> None:
         self.world, self.device = world, device
         self.updates, self.seconds, self.waited = 0, 0.0, 0.0
+        self.is_compiled = False
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Measures one update."""
+        """Measures one update. The first one, which also compiles, counts only as long as it is the only one."""
         began, waited = time.perf_counter(), self.world.place.waited
         yield
+        if self.updates == 1 and not self.is_compiled:
+            self.updates, self.seconds, self.waited = 0, 0.0, 0.0
+            self.is_compiled = True
         self.updates += 1
         self.seconds += time.perf_counter() - began
         self.waited += self.world.place.waited - waited

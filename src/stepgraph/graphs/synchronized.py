@@ -34,11 +34,6 @@ def require_rows(compiled: Compilation, batch: int) -> None:
         raise ArgumentError(node.where, problem, fix=f"pass at least {compiled.shards} rows")
 
 
-def has_layers(compiled: Compilation) -> bool:
-    """Whether any layer is synchronized."""
-    return _first(compiled) is not None
-
-
 def take_rest(part: Part) -> None:
     """Takes part in the sums that a failed shard has not reached, so that no other rank waits for them."""
     operator = torch.ops.stepgraph.sum_over_ranks.default

@@ -8,16 +8,19 @@ each other; an exchange itself only counts, and nothing is read before one fails
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
 
 from stepgraph.errors import line_of
 
+logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
 RANKS_PER_SECOND = 400  # messages that the store gets at most
 PATIENCE = 4  # beats after which a rank without a new message does not answer
@@ -86,12 +89,15 @@ class Heartbeat:
         size: the number of processes.
         store: that of the process group; a connection of its own, since a thread uses it.
         place: where this rank is.
+        alarm: seconds without a new exchange after which the thread logs which ranks are missing; None if an exchange
+            raises an error by itself. One on a GPU does not: it is waited for there, not in this program.
     """
 
     rank: int
     size: int
     store: dist.Store
     place: Place
+    alarm: float | None = None
     has_failed: bool = False
     has_left: bool = False
     _beat: int = 0
@@ -156,11 +162,23 @@ class Heartbeat:
             time.sleep(0.05)
 
     def _repeat(self) -> None:
+        last, since = self.place.number, time.monotonic()
         try:
             while not self._stop.wait(self.pause):
                 self._say()
+                if self.place.number != last:
+                    last, since = self.place.number, time.monotonic()
+                elif self.alarm is not None and time.monotonic() - since > self.alarm:
+                    self._raise_alarm()
+                    since = inf  # once for each exchange
         except RuntimeError:  # the store has gone; an exchange that needs the others will say so
             self._is_cut_off = True
+
+    def _raise_alarm(self) -> None:
+        found = {rank: one for rank, one in self._read().items() if _is_absent(one, self.place.number)}
+        for rank, one in found.items():
+            where = f"rank {rank} did not come to exchange {self.place.what} in step {self.place.step}"
+            logger.error("rank %d of %d: %s: %s", self.rank, self.size, where, one.text)
 
     def _say(self) -> None:
         with self._writing:

@@ -30,6 +30,7 @@ from stepgraph.system import torch_private, torchrun
 logger = logging.getLogger("stepgraph")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 JOINING = 300.0  # seconds for all ranks to start, which takes longer than an exchange
+ALARM = 0.9  # of the timeout: then PyTorch's watchdog ends a process that waits for a GPU
 STORE_SECONDS = 5.0  # after which a store that has gone is given up
 ALWAYS_EXCHANGES = False  # whether a single rank that torchrun started runs collectives, too, for tests
 _HOST = torch.device("cpu")
@@ -182,6 +183,7 @@ def joined(device: torch.device, timeout: float) -> World:
         return ALONE
     group.set_timeout(timedelta(seconds=timeout))
     beating = _beating(group, rank, size)
+    beating.alarm = ALARM * timeout if device.type == "cuda" else None
     found = World(rank, size, device, group.group_name, beating.place, beating)
     collectives.connect(found.group, found)
     return found
