@@ -37,6 +37,7 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.beside import pass_beside
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
@@ -215,6 +216,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("expand GELU", FUSED, _graph(kernels.expand_gelu), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
+    Pass("pass optimizer buffers beside the compiler", FUSED, _graph(pass_beside), _on_cuda),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
