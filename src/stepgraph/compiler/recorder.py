@@ -1,5 +1,4 @@
-"""Records the operators that a function calls on arrays without memory: the same graph as `make_fx`, in a third of
-the time.
+"""Records the operators that a function calls on arrays without memory: the graph of `make_fx` in half of the time.
 
 `make_fx` also records open shapes, constants and operators that contain functions. What needs one of these raises
 `Unsupported`, and the caller leaves it to `make_fx`.
@@ -21,6 +20,7 @@ from stepgraph.compiler.program import set_fake, set_tag
 from stepgraph.system import torch_private
 
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
 
 class Unsupported(BaseException):
@@ -60,8 +60,11 @@ class _Recorder(torch_private.DispatchMode):
         kwargs = kwargs or {}
         if operator is torch_private.device_of and isinstance(args[0], torch_private.FakeTensor):
             return args[0].fake_device
-        if not torch_private.is_recorded_as_it_is(operator, _device(args)):
+        if not isinstance(operator, torch_private.OpOverload) or _reads_numbers(operator):
             raise Unsupported(operator)
+        if torch_private.is_composed(operator, _device(args)):
+            with self:
+                return operator.decompose(*args, **kwargs)
         name = torch_private.node_name(self.graph, operator)
         given = self._argument(args), {key: self._argument(one) for key, one in kwargs.items()}
         node = self.graph.create_node("call_function", operator, *given, name=name)
@@ -92,8 +95,13 @@ class _Recorder(torch_private.DispatchMode):
             set_fake(node, type(result)(map(_seen, result)))
             for index, one in enumerate(result):
                 self._keep(self.graph.create_node("call_function", getitem, (node, index), name="getitem"), one)
-        elif result is not None:
+        elif not isinstance(result, _PLAIN):
             raise Unsupported(result)
+
+
+def _reads_numbers(operator: torch_private.OpOverload) -> bool:
+    """Whether a recording depends on the numbers in arrays: an operator returns one of them, or reads a constant."""
+    return torch.Tag.data_dependent_output in operator.tags or operator in _CONSTANTS
 
 
 def _device(arguments: Any) -> str | None:

@@ -1,7 +1,7 @@
 """A step recorded as a graph of operators.
 
-`trace` records `walk.run`, the plain PyTorch iteration, once with `make_fx`: the traced program is the reference by
-construction. Every recorded operator has its layer and phase.
+`trace` records `walk.run`, the plain PyTorch iteration, once: the traced program is the reference by construction.
+Every recorded operator has its layer and phase.
 """
 
 from __future__ import annotations

@@ -99,28 +99,23 @@ device_of: Any = torch.ops.prim.device.default
 """The device of an array without memory, which PyTorch asks for as if it were an operator's result."""
 
 
-def snapshot(array: torch.Tensor) -> torch.Tensor:
+def snapshot(array: Any) -> torch.Tensor:
     """An array without memory that stays as another one is now; the public `detach` takes ten times as long."""
     from torch._subclasses.fake_impls import fast_detach
 
-    return fast_detach(array.fake_mode, array)  # type: ignore[attr-defined]
+    return fast_detach(array.fake_mode, array)
 
 
 @cache
-def is_recorded_as_it_is(operator: Any, device: str | None) -> bool:
-    """Whether PyTorch's tracer records an operator on arrays of a device itself, and only arrays depend on it.
-
-    It replaces operators that the device has no kernel for with what they are composed of.
-    """
-    if not isinstance(operator, OpOverload) or torch.Tag.data_dependent_output in operator.tags:
-        return False
+def is_composed(operator: Any, device: str | None) -> bool:
+    """Whether PyTorch's tracer may record what an operator is composed of: the device has no kernel for it."""
     if not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return "lift_fresh" not in operator.name()
+        return False
     key = None if device is None else torch._C._dispatch_key_for_device(device)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
 
 
-def node_name(graph: torch.fx.Graph, operator: OpOverload) -> str:
+def node_name(graph: torch.fx.Graph, operator: Any) -> str:
     """The name that PyTorch's tracer gives the node of an operator; without one, torch.fx names it by its overload."""
     return graph._target_to_str(operator.overloadpacket.__name__)
 
