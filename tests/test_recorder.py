@@ -143,9 +143,30 @@ class WithConstant(sg.Layer):
         return x + torch.tensor([1.0, 2.0], device=x.device)
 
 
-def test_a_layer_may_make_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+class Doubled(torch.autograd.Function):
+    """Makes a constant on the way back."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.tensor([2.0, 2.0], device=gradient.device)
+
+
+class WithConstantGradient(sg.Layer):
+    """Has a constant in its gradient."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        doubled: torch.Tensor = Doubled.apply(x)
+        return doubled
+
+
+@pytest.mark.parametrize("layer", [WithConstant, WithConstantGradient])
+def test_a_layer_may_make_constants(layer: type[sg.Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, graph = sg.Tensor((3, 2)), sg.Tensor((3, 2)), sg.Graph()
-    graph.node(WithConstant(), graph.node(sg.FullyConnectedLayer.create(2, 2), x))
+    graph.node(layer(), graph.node(sg.FullyConnectedLayer.create(2, 2), x))
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
     training.add_inputs({"x": x}, {"y": y})
     training.compile("cpu", fuse=False)
