@@ -95,7 +95,8 @@ def test_the_law_holds_after_fused_rows(name: str, kind: str) -> None:
     for row, after in fused(part, replace(step, device=torch.device(kind), fusion=Fusion.FIRST)):
         check(after, before)
         ran.append(row)
-    assert ran[0] == "write out of place" and ran[-1] == "expand updates"
+    last = "pass optimizer buffers beside the compiler" if kind == "cuda" else "expand updates"
+    assert ran[0] == "write out of place" and ran[-1] == last
 
 
 def small() -> tuple[sg.TrainingGraph, Part]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler import fused_memory, memory, pipeline
+from stepgraph.compiler import beside, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.kernels.choices import processor
 from stepgraph.compiler.memory import MemoryPlan
@@ -96,13 +96,13 @@ def fuse(part: Part, step: Step) -> Fused:
 def _fused(part: Part, step: Step) -> Fused:
     inductor = torch_private.inductor()
     module = Module(part.module, copy.deepcopy(part.module.graph))
-    arrays = [fake(node) for node in part.placeholders]
     on_cpu = step.device.type == "cpu"
     for row in pipeline.rows(pipeline.FUSED, step, None):
         row.run(module, step)
     _keep_strides(module.graph, part)
     attach_tags(module.graph)
     module.generate()
+    arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
     generated: list[Any] = []
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
@@ -110,16 +110,17 @@ def _fused(part: Part, step: Step) -> Fused:
         complete_notes(module.graph)
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
-        with torch_private.compiled_for(_fingerprint(module.graph)), torch_private.combined_up_to(SMALL):
+        compiled_for = torch_private.compiled_for(_fingerprint(module.graph))
+        with torch_private.kept_between_runs(arrays), compiled_for, torch_private.combined_up_to(SMALL):
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
-    with recording, torch.no_grad(), torch_private.kept_between_runs(arrays):
+    with recording, torch.no_grad():
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu:
         _require_right(generated)
-    plan = _planned(part, step, module, generated)
+    plan = _planned(part, step, module, arrays, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
         needed = "an unknown amount of memory" if plan is None else size(plan.total)
         raise TooLarge(f"fused, the step would need {needed}; the limit is {size(step.memory_limit)}")
@@ -127,7 +128,21 @@ def _fused(part: Part, step: Step) -> Fused:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
-    return Fused(function, plan)
+    return Fused(_of_all(function, part, module), plan)
+
+
+def _of_all(function: Function, part: Part, module: fx.GraphModule) -> Function:
+    """A compiled function of some of the part's arrays as one of all of them; the others reach updates beside it."""
+    compiled = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    places = [place for place, node in enumerate(part.placeholders) if node.name in compiled]
+    if len(places) == len(part.placeholders):
+        return function
+
+    def run(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+        with beside.passing(arrays):
+            return function(*(arrays[place] for place in places))
+
+    return run
 
 
 def _require_right(generated: Sequence[Any]) -> None:
@@ -139,10 +154,11 @@ def _require_right(generated: Sequence[Any]) -> None:
         raise Miscompiled(f"NVIDIA's assembler would miscompile {', '.join(hopeless)}")
 
 
-def _planned(part: Part, step: Step, module: fx.GraphModule, generated: Sequence[Any]) -> MemoryPlan | None:
+def _planned(
+    part: Part, step: Step, module: fx.GraphModule, arrays: Sequence[torch.Tensor], generated: Sequence[Any]
+) -> MemoryPlan | None:
     """The memory plan of the generated code; None if a new version of PyTorch generates code of another kind."""
     known = {node.name: notes(node) for node in module.graph.nodes}
-    arrays = [fake(node) for node in part.placeholders]
     codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
     try:
         live = [row for code in codes for row in fused_memory.timeline(code, arrays, known)]

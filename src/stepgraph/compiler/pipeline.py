@@ -37,6 +37,7 @@ from stepgraph.compiler import (
     simplification,
     stored,
 )
+from stepgraph.compiler.beside import pass_beside
 from stepgraph.compiler.conversions import convert_in_order
 from stepgraph.compiler.exchange import exchange_gradients, gather_updates
 from stepgraph.compiler.half_gradients import read_half
@@ -233,6 +234,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("sum statistics of batches", FUSED, _graph(kernels.expand_batch_norms), _on_gpu),
     Pass("expand updates of statistics", FUSED, _graph(kernels.expand_statistics), _on_gpu),
     Pass("expand updates", FUSED, _graph(kernels.expand_updates), _always),
+    Pass("pass optimizer buffers beside the compiler", FUSED, _graph(pass_beside), _on_cuda),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),

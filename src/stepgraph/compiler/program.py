@@ -80,6 +80,11 @@ def tag(layer: str, phase: Phase) -> dict[str, Any]:
     return {"layer": layer, "phase": phase}
 
 
+def set_tag(node: fx.Node, tagged: dict[str, Any]) -> None:
+    """Attaches a tag to an operator, as PyTorch's tracer does."""
+    node.meta[_TAG] = tagged
+
+
 def adopt_tags(graph: fx.Graph) -> None:
     """Creates the notes of every recorded operator."""
     for node in graph.nodes:

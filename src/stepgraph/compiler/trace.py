@@ -1,14 +1,15 @@
 """A step recorded as a graph of operators.
 
-`trace` records `walk.run`, the plain PyTorch iteration, once with `make_fx`: the traced program is the reference by
-construction. Every recorded operator has its layer and phase.
+`trace` records `walk.run`, the plain PyTorch iteration, once: the traced program is the reference by construction.
+Every recorded operator has its layer and phase.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from stepgraph.compiler import filters, kernels
 from stepgraph.compiler.modules import Module, forget_source
 from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
+from stepgraph.compiler.recorder import Unsupported, record
 from stepgraph.compiler.step import (
     NUMBERS,
     REFUSED,
@@ -41,6 +43,7 @@ from stepgraph.errors import StateError
 from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
+logger = logging.getLogger("stepgraph")
 # PyTorch's tracer keeps the current layer in process-wide state, so only one recording or fusion runs at a time.
 recording = threading.RLock()
 if hasattr(os, "register_at_fork"):  # a child would inherit a lock that no thread of its own releases
@@ -68,11 +71,21 @@ def _recorded(step: Step, keys: Sequence[Key]) -> tuple[fx.GraphModule, list[Key
 
     fakes = arguments(step)
     with recording, traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        recorded = make_fx(function, tracing_mode="fake")(*fakes)
-    forget_source(recorded)
+        recorded = _operators(function, fakes)
     adopt_tags(recorded.graph)
     refuse_random(recorded.graph, step)
     return Module(recorded, recorded.graph), outputs
+
+
+def _operators(function: Callable[..., list[torch.Tensor]], fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls."""
+    try:
+        return record(function, fakes)
+    except Unsupported as reason:
+        logger.debug("recording with make_fx: %s", reason)
+    recorded = make_fx(function, tracing_mode="fake")(*fakes)
+    forget_source(recorded)
+    return recorded
 
 
 def _require_gradients(program: Program) -> None:

@@ -95,6 +95,31 @@ DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees every operator that runs; no public name provides it."""
 
 
+device_of: Any = torch.ops.prim.device.default
+"""The device of an array without memory, which PyTorch asks for as if it were an operator's result."""
+
+
+def snapshot(array: Any) -> torch.Tensor:
+    """An array without memory that stays as another one is now; the public `detach` takes ten times as long."""
+    from torch._subclasses.fake_impls import fast_detach
+
+    return fast_detach(array.fake_mode, array)
+
+
+@cache
+def is_composed(operator: Any, device: str | None) -> bool:
+    """Whether PyTorch's tracer may record what an operator is composed of: the device has no kernel for it."""
+    if not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    key = None if device is None else torch._C._dispatch_key_for_device(device)
+    return key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
+def node_name(graph: torch.fx.Graph, operator: Any) -> str:
+    """The name that PyTorch's tracer gives the node of an operator; without one, torch.fx names it by its overload."""
+    return graph._target_to_str(operator.overloadpacket.__name__)
+
+
 @contextmanager
 def without_checkpointing() -> Iterator[None]:
     """Lets `torch.utils.checkpoint` only call its function; no public switch turns it off.

@@ -396,12 +396,13 @@ _library.define(
     "update_by_kernel_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states, Tensor(c!)[] copies, "
     "Tensor numbers, Tensor? norm, Tensor? finite, int kernel) -> ()"
 )
+BY_KERNEL = torch.ops.stepgraph.update_by_kernel_.default
 # By a number made from what they do, which is the same in every run: compiled steps are kept between runs.
 _kernels: dict[int, tuple[tuple[str, ...], bool]] = {}
 
 
 @torch.library.impl(_library, "update_by_kernel_", "CompositeExplicitAutograd")
-def update_by_kernel(*given: Any) -> None:
+def launch_kernel(*given: Any) -> None:
     """`update_by_rule` in a fused step, if the rule was recorded as code."""
     *arrays, kernel = given
     _launch(_arrays(*arrays), *_kernels[kernel])
@@ -422,7 +423,7 @@ def expand_updates(graph: fx.Graph) -> None:
     many = sum(len(own.parameters) for own in updates.values()) > MANY
     for node, own in updates.items():
         if many and own.rules:
-            node.target, node.args = torch.ops.stepgraph.update_by_kernel_.default, (*own[:7], _kept(own))
+            node.target, node.args = BY_KERNEL, (*own[:7], _kept(own))
         else:
             node.target = expanded_update
 
