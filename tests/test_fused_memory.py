@@ -23,7 +23,7 @@ from torch import fx
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import SMALL
-from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline, recompute, recompute_fused
+from stepgraph.compiler import absorbed, fused_memory, fusion, memory, phases, pipeline, recompute
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.law import check
 from stepgraph.compiler.memory import MemoryPlan
@@ -119,7 +119,7 @@ def crossing(part: Part) -> int:
 
 
 def test_activations_are_recomputed_and_residual_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 10)
     training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
@@ -151,7 +151,7 @@ def ran(part: Part, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "saves"), [("cnn", False), ("transformer", True)])
 def test_recomputed_steps_give_the_same_bits(name: str, saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 8)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 8)
     part, step = settled(Stepgraph(SMALL[name], "cpu", dropout=True).training)
     after = lowered(part, step)
     check(after, part.results)
@@ -330,7 +330,7 @@ def test_passes_with_a_limit_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_compiler
 def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PyTorch's compiler: what is recomputed stays recomputed in the code that it generates."""
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 10)
     shape = 256, 64, 5
     plain, free, small = blocks(*shape), blocks(*shape), blocks(*shape)
     plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
