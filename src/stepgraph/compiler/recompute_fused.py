@@ -84,6 +84,26 @@ def recompute_by_default(graph: fx.Graph) -> None:
     _recompute(graph, _Cut(order, computed_inside(graph), staying, refused=refused))
 
 
+def fill_late(graph: fx.Graph) -> None:
+    """Lets the gradient pass fill large arrays that others write into, such as gradients of embeddings, when needed.
+
+    Constants depend on nothing, so the compiler might fill them before the forward pass.
+    """
+    again = _Again(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.full.default):
+        if is_gradient(node) and not is_small(node) and not all(map(is_absorbed, node.users)):
+            shape, value = node.args
+            with graph.inserting_before(node):
+                number = graph.call_function(aten.full.default, ([], value), node.kwargs)
+            inherit(number, node, fake(node).new_empty(()))
+            waiting = again.later(number, min(node.users))
+            with graph.inserting_before(min(node.users)):
+                filled = inherit(graph.call_function(aten.expand.default, (waiting, shape)), node)
+            node.replace_all_uses_with(filled)
+            graph.erase_node(node)
+    graph.lint()
+
+
 def _recompute(graph: fx.Graph, cut: _Cut) -> None:
     """Lets the gradient pass recompute what is behind a cut; the cut itself is in memory."""
     repeated = cut.repeated()
