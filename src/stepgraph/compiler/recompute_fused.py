@@ -6,7 +6,8 @@ activations, normalized values, dropout masks. The fewest bytes from which all t
 cut of the forward pass.
 
 What a kernel recomputes for itself stays in registers: that saves memory and traffic, so every step on a GPU does it.
-What a product reads must be written again. That takes time, so it is recomputed only for a memory limit.
+What a product reads must be written again. That takes time, so by default only little is (`rewritten.py`), and as much
+as the cut says only for a memory limit.
 
 Recomputed operators must not be merged with the originals again. So they read what was kept through `later`, which
 makes it available only when the gradient pass has got that far.
@@ -78,10 +79,9 @@ def recompute_by_default(graph: fx.Graph) -> None:
     """
     kept = kept_for_products(graph)
     read_from_concatenations(graph, kept)
-    order = levels(graph)
-    staying = _staying(order, kept - affordable(graph, kept))
-    refused = {node for node, count in reads(order).items() if count > READS}
-    _recompute(graph, _Cut(order, computed_inside(graph), staying, refused=refused))
+    order, inside, written = levels(graph), computed_inside(graph), affordable(graph, kept)
+    many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
+    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), refused=many - written))
 
 
 def fill_late(graph: fx.Graph) -> None:

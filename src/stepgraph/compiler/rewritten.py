@@ -40,8 +40,8 @@ def read_from_concatenations(graph: fx.Graph, kept: Set[fx.Node]) -> None:
     inside = computed_inside(graph)
     for node in [one for one in graph.find_nodes(op="call_function", target=aten.cat.default) if one in kept]:
         parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
-        starts = [0, *accumulate(fake(part).shape[axis] for part in parts)]  # type: ignore[index, union-attr]
-        for part, bounds in zip(parts, pairwise(starts), strict=True):  # type: ignore[arg-type]
+        starts = [0, *accumulate(fake(part).shape[axis] for part in parts)]
+        for part, bounds in zip(parts, pairwise(starts), strict=True):
             readers = [user for user in part.users if user in inside]
             if readers and made(part) not in kept and part.op == "call_function":
                 _read_part(node, axis, bounds, part, readers)
@@ -60,11 +60,11 @@ def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
 
     The first ones are recomputed last, when the most memory has been freed.
     """
-    order, inside = levels(graph), computed_inside(graph)
+    order, kernels = levels(graph), _kernels(graph)
     budget, found = SHARE * _work(graph), set[fx.Node]()
     for node in [one for one in order if one in kept and may_repeat(one) and _lowers_peak(one, order, kept)]:
         sources = _sources(node, order, kept)
-        cost = 0 if sources is None else fake(node).nbytes + _read_for(node, sources, inside)
+        cost = 0 if sources is None else fake(node).nbytes + _read_for(node, sources, kernels)
         if 0 < cost <= budget:
             found.add(node)
             budget -= cost
@@ -100,25 +100,34 @@ def _sources(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> se
     return found
 
 
-def _read_for(node: fx.Node, sources: Iterable[fx.Node], inside: Set[fx.Node]) -> int:
+def _kernels(graph: fx.Graph) -> set[fx.Node]:
+    """The operators inside generated kernels that depend on a product of the gradient pass: they run at that time.
+
+    Others become part of these.
+    """
+    inside, found, running = computed_inside(graph), set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        depends = any(source in running for source in node.all_input_nodes)
+        if is_gradient(node) and (depends or not is_absorbed(node)):
+            running.add(node)
+            found |= {node} & inside
+    return found
+
+
+def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) -> int:
     """Bytes that are read only to recompute a result: of sources that no kernel reads at that time anyway."""
-    blocked = _behind(_readers(node, inside))
-    return sum(fake(one).nbytes for one in sources if not any(user not in blocked for user in _kernels(one, inside)))
+    later = _behind({user for user in _users(node) if is_gradient(user) and not is_absorbed(user)})
+    return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
 
 
-def _readers(node: fx.Node, inside: Set[fx.Node]) -> set[fx.Node]:
-    """The operators outside of generated kernels that read a result in the gradient pass, also through views."""
-    return {user for user in _users(node) if is_gradient(user) and user not in inside}
-
-
-def _kernels(node: fx.Node, inside: Set[fx.Node]) -> set[fx.Node]:
-    """The operators of the gradient pass that read an array inside generated kernels, also in another type."""
+def _readers(node: fx.Node, kernels: Set[fx.Node]) -> set[fx.Node]:
+    """The operators of the gradient pass in whose kernels an array is read, also through what is computed from it."""
     found, seen, pending = set[fx.Node](), {node}, [node]
     while pending:
         for user in _users(pending.pop()):
-            if user in inside:
+            if user in kernels:
                 found.add(user)
-            elif user not in seen and not is_gradient(user) and may_repeat(user):
+            elif user not in seen and may_repeat(user):
                 seen.add(user)
                 pending.append(user)
     return found
