@@ -23,7 +23,16 @@ from torch import fx
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import SMALL
-from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline, recompute, recompute_fused
+from stepgraph.compiler import (
+    absorbed,
+    fused_memory,
+    fusion,
+    memory,
+    phases,
+    pipeline,
+    recompute,
+    rewritten,
+)
 from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.law import check
 from stepgraph.compiler.memory import MemoryPlan
@@ -73,10 +82,10 @@ def test_edges_without_limit_are_not_cut() -> None:
 # What is recomputed
 
 
-def lowered(part: Part, step: Step) -> Part:
+def lowered(part: Part, step: Step, limit: int | None = 1 << 40) -> Part:
     """The part after the rows for what a GPU's compiler gets; they only look at the graph."""
     part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
-    step = replace(step, device=torch.device("cuda"), memory_limit=1 << 40)
+    step = replace(step, device=torch.device("cuda"), memory_limit=limit)
     out_of_place(part.module.graph)
     for row in pipeline.rows(pipeline.LOWERED, step, None):
         row.run(part.module, step)
@@ -119,7 +128,7 @@ def crossing(part: Part) -> int:
 
 
 def test_activations_are_recomputed_and_residual_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 10)
     training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
     part, step = settled(training)
@@ -151,16 +160,19 @@ def ran(part: Part, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "saves"), [("cnn", False), ("transformer", True)])
 def test_recomputed_steps_give_the_same_bits(name: str, saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 8)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 8)
+    monkeypatch.setattr(rewritten, "SHARE", 1.0)
     part, step = settled(Stepgraph(SMALL[name], "cpu", dropout=True).training)
-    after = lowered(part, step)
-    check(after, part.results)
-    assert any(notes(node).recomputed for node in after.nodes) is saves
-    assert crossing(after) < crossing(part) if saves else crossing(after) == crossing(part)
     draw = torch.Generator().manual_seed(0)
     arrays = [_like(fake(node), draw) for node in part.placeholders]
-    for one, other in zip(ran(part, arrays), ran(after, arrays), strict=True):
-        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    expected = ran(part, arrays)
+    for limit in (1 << 40, None):
+        after = lowered(part, step, limit)
+        check(after, part.results)
+        assert any(notes(node).recomputed for node in after.nodes) is saves
+        assert crossing(after) < crossing(part) if saves else crossing(after) == crossing(part)
+        for one, other in zip(expected, ran(after, arrays), strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 def _like(array: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -330,7 +342,7 @@ def test_passes_with_a_limit_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_compiler
 def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PyTorch's compiler: what is recomputed stays recomputed in the code that it generates."""
-    monkeypatch.setattr(recompute_fused, "SMALL", 1 << 10)
+    monkeypatch.setattr(absorbed, "SMALL", 1 << 10)
     shape = 256, 64, 5
     plain, free, small = blocks(*shape), blocks(*shape), blocks(*shape)
     plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)

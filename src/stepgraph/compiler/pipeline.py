@@ -150,6 +150,11 @@ def _saves(step: Step, part: PartName | None) -> bool:
     return step.memory_limit is not None
 
 
+def _recomputes(step: Step, part: PartName | None) -> bool:
+    # Kernels on a GPU wait for memory; on a CPU, arithmetic takes longer than reading.
+    return _on_gpu(step, part) and not _saves(step, part)
+
+
 def _graph(function: Callable[[fx.Graph], Any]) -> Callable[[fx.GraphModule, Step], Any]:
     """A pass that needs only the graph."""
     return lambda module, step: function(module.graph)
@@ -237,7 +242,9 @@ TABLE: tuple[Pass, ...] = (
     Pass("pass optimizer buffers beside the compiler", FUSED, _graph(pass_beside), _on_cuda),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
+    Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
+    Pass("fill arrays late", LOWERED, _graph(recompute_fused.fill_late), _on_gpu),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
     Pass("write the parts of concatenations together", LOWERED, _graph(stored.store_parts), _on_gpu),

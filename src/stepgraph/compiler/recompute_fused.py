@@ -5,25 +5,40 @@ the forward pass on. Much of that costs next to nothing to compute again inside 
 activations, normalized values, dropout masks. The fewest bytes from which all the rest can be recomputed are a minimum
 cut of the forward pass.
 
+What a kernel recomputes for itself stays in registers: that saves memory and traffic, so every step on a GPU does it.
+What a product reads must be written again. That takes time, so by default only little is (`rewritten.py`), and as much
+as the cut says only for a memory limit.
+
 Recomputed operators must not be merged with the originals again. So they read what was kept through `later`, which
 makes it available only when the gradient pass has got that far.
 """
 
 from __future__ import annotations
 
-from operator import getitem
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from stepgraph.compiler.absorbed import (
+    computed_inside,
+    is_absorbed,
+    is_distant,
+    is_gradient,
+    is_small,
+    levels,
+    made,
+    may_repeat,
+    reads,
+)
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
-from stepgraph.compiler.program import Phase, fake, fakes, inherit, is_view, notes
-from stepgraph.system import torch_private
+from stepgraph.compiler.program import fake, inherit, is_view, notes
+from stepgraph.compiler.rewritten import affordable, kept_for_products, read_from_concatenations
+from stepgraph.compiler.stored import store
 
-aten, prims = torch.ops.aten, torch.ops.prims
-SMALL = 1 << 20  # bytes that caches hold: reading them costs nothing
-_CREATED = (aten.full.default, aten.scalar_tensor.default, prims.iota.default)
-_REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "var", "var_mean", "std", "any", "all", "logsumexp")
+aten = torch.ops.aten
+READS = 4  # arrays; what is computed from more, PyTorch's compiler writes if several kernels read it
 
 torch.library.define(
     "stepgraph::later", "(Tensor(a) kept, Tensor after) -> Tensor(a)", tags=(torch.Tag.flexible_layout,)
@@ -46,110 +61,133 @@ def separate(graph: fx.Graph) -> None:
     again = _Again(graph)
     for node in [one for one in graph.nodes if notes(one).recomputed]:
         for source in node.all_input_nodes:
-            if not _is_gradient(source):
+            if not is_gradient(source):
                 node.replace_input_with(source, again.later(source, node))
     graph.lint()
 
 
 def recompute_cheap(graph: fx.Graph) -> None:
     """Lets the gradient pass recompute results so that the fewest bytes wait for it."""
-    repeated = _repeated(graph)
+    order = levels(graph)
+    _recompute(graph, _Cut(order, computed_inside(graph), staying=_staying(order, set()), price=2))
+
+
+def recompute_by_default(graph: fx.Graph) -> None:
+    """Lets kernels of the gradient pass recompute what they read, and write again what hardly takes time.
+
+    What is in memory for products is read, not recomputed.
+    """
+    kept = kept_for_products(graph)
+    read_from_concatenations(graph, kept)
+    order, inside, written = levels(graph), computed_inside(graph), affordable(graph, kept)
+    many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
+    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), refused=many - written))
+
+
+def fill_late(graph: fx.Graph) -> None:
+    """Lets the gradient pass fill large arrays that others write into, such as gradients of embeddings, when needed.
+
+    Constants depend on nothing, so the compiler might fill them before the forward pass.
+    """
     again = _Again(graph)
-    for node in list(graph.nodes):
-        if _is_gradient(node):
-            for source in node.all_input_nodes:
-                if source in repeated:
-                    node.replace_input_with(source, again.copy(source, node, repeated))
+    for node in graph.find_nodes(op="call_function", target=aten.full.default):
+        if is_gradient(node) and not is_small(node) and not all(map(is_absorbed, node.users)):
+            shape, value = node.args
+            with graph.inserting_before(node):
+                number = graph.call_function(aten.full.default, ([], value), node.kwargs)
+            inherit(number, node, fake(node).new_empty(()))
+            waiting = again.later(number, min(node.users))
+            with graph.inserting_before(min(node.users)):
+                filled = inherit(graph.call_function(aten.expand.default, (waiting, shape)), node)
+            node.replace_all_uses_with(filled)
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _recompute(graph: fx.Graph, cut: _Cut) -> None:
+    """Lets the gradient pass recompute what is behind a cut; the cut itself is in memory."""
+    repeated = cut.repeated()
+    store(graph, cut.inlined(repeated))
+    again = _Again(graph)
+    for node in [one for one in graph.nodes if is_gradient(one)]:
+        for source in node.all_input_nodes:
+            if source in repeated and cut.may_replace(source, node):
+                node.replace_input_with(source, again.copy(source, node, repeated))
     graph.eliminate_dead_code()
     graph.lint()
 
 
-def _repeated(graph: fx.Graph) -> set[fx.Node]:
-    """The results of the forward pass that do not wait for the gradient pass; views of what does are not repeated."""
-    levels = _levels(graph)
-    behind = _network(levels).behind_cut()
-    found: set[fx.Node] = set()
-    for node in levels:
-        if (node, "in") in behind and (not is_view(node) or any(source in found for source in node.all_input_nodes)):
-            found.add(node)
-    return found
+def _staying(order: Iterable[fx.Node], kept: Set[fx.Node]) -> set[fx.Node]:
+    """Arrays that are in memory anyway, and their views: those that a step is given or returns, and what is kept."""
+    ends = {made(node) for node in order if any(user.op == "output" for user in node.users)}
+    return {node for node in order if node.op == "placeholder" or made(node) in ends or made(node) in kept}
 
 
-def _network(levels: dict[fx.Node, int]) -> Network:
-    """What can be computed from what in the forward pass; capacities are the cost of keeping a result."""
-    network = Network("given", "gradients")
-    for node in levels:
-        if not isinstance(fake(node), torch.Tensor) and not is_view(node):
-            continue
-        if not _may_repeat(node) or any(_is_distant(source, node, levels) for source in node.all_input_nodes):
-            network.connect("given", (node, "in"))
-        network.connect((node, "in"), (node, "out"), UNLIMITED if is_view(node) else _cost(node))
-        for user in node.users:
-            if not _is_gradient(user):
-                network.connect((node, "out"), (user, "in"))
-            elif node.op != "placeholder":  # that an update reads a weight does not make its cast free
-                network.connect((node, "out"), "gradients")
-    return network
+@dataclass(frozen=True)
+class _Cut:
+    """The cheapest arrays of the forward pass from which the gradient pass can compute the others that it reads.
 
-
-def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many operators that no kernel can absorb, such as products, come before each result of the forward pass."""
-    levels: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "output" or _is_gradient(node):
-            continue
-        before = max((levels[source] for source in node.all_input_nodes), default=0)
-        levels[node] = before + (node.op == "call_function" and not _is_absorbed(node))
-    return levels
-
-
-def _is_distant(source: fx.Node, node: fx.Node, levels: dict[fx.Node, int]) -> bool:
-    """Whether an operator reads something large from before the last product, such as a residual sum.
-
-    Recomputing such results one from another would read ever more arrays, back to the start of the network.
+    Args:
+        order: the results of the forward pass, with their levels.
+        inside: operators of the gradient pass that generated kernels compute.
+        staying: arrays that are in memory anyway. Operators outside of generated kernels read these as they are.
+        price: how many times cheaper it is to keep those.
+        refused: results that are not recomputed.
     """
-    return 0 < levels[source] < levels[node] and not _is_small(source) and source.op != "placeholder"
 
+    order: Mapping[fx.Node, int]
+    inside: Set[fx.Node]
+    staying: Set[fx.Node]
+    price: int = UNLIMITED
+    refused: Set[fx.Node] = frozenset()
 
-def _cost(node: fx.Node) -> int:
-    """Bytes that are kept; arrays that are there anyway only need to be read."""
-    stays = node.op == "placeholder" or any(user.op == "output" for user in node.users)
-    return max(1, fake(node).nbytes // (2 if stays else 1))
+    def may_replace(self, source: fx.Node, user: fx.Node) -> bool:
+        """Whether an operator of the gradient pass may read a recomputed result."""
+        return user in self.inside or source not in self.staying
 
+    def repeated(self) -> set[fx.Node]:
+        """The results of the forward pass that are recomputed; views of what is kept are not repeated."""
+        behind = self._network().behind_cut()
+        found: set[fx.Node] = set()
+        for node in self.order:
+            viewed = not is_view(node) or any(source in found for source in node.all_input_nodes)
+            if (node, "in") in behind and viewed:
+                found.add(node)
+        return found
 
-def _is_gradient(node: fx.Node) -> bool:
-    """Whether an operator runs after the forward pass."""
-    return node.op == "call_function" and notes(node).phase != Phase.FORWARD
+    def inlined(self, repeated: Set[fx.Node]) -> set[fx.Node]:
+        """Element-wise results, such as residual sums, from which the gradient pass recomputes others.
 
+        The compiler would compute them again in every kernel from arrays that wait instead.
+        """
+        read = {made(source) for node in repeated for source in node.all_input_nodes}
+        rest = read - set(repeated) - set(self.staying)
+        return {node for node in rest if node in self.order and may_repeat(node) and not is_small(node)}
 
-def _may_repeat(node: fx.Node) -> bool:
-    """Whether an operator costs nothing inside the kernel that reads its result."""
-    if node.op != "call_function" or not _is_absorbed(node) or _is_reduction(node):
-        return False
-    return is_view(node) or not _is_small(node)
+    def _network(self) -> Network:
+        """What can be computed from what in the forward pass; capacities are the cost of keeping a result."""
+        network = Network("given", "gradients")
+        for node in self.order:
+            if not isinstance(fake(node), torch.Tensor) and not is_view(node):
+                continue
+            if self._is_given(node):
+                network.connect("given", (node, "in"))
+            network.connect((node, "in"), (node, "out"), UNLIMITED if is_view(node) else self._cost(node))
+            for user in node.users:
+                if not is_gradient(user):
+                    network.connect((node, "out"), (user, "in"))
+                # That an update reads a weight does not make its cast free.
+                elif node.op != "placeholder" and self.may_replace(node, user):
+                    network.connect((node, "out"), "gradients")
+        return network
 
+    def _is_given(self, node: fx.Node) -> bool:
+        distant = any(is_distant(source, node, self.order) for source in node.all_input_nodes)
+        return not may_repeat(node) or node in self.refused or distant
 
-def _is_absorbed(node: fx.Node) -> bool:
-    """Whether the operator becomes part of a generated kernel."""
-    if node.target is getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return _is_absorbed(source)
-    target = node.target
-    if not isinstance(target, torch_private.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    plain = torch.Tag.pointwise in target.tags or target in _CREATED
-    return plain or is_view(node) or _is_reduction(node)
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    maker = node.args[0] if node.target is getitem else node
-    target = maker.target if isinstance(maker, fx.Node) else None
-    return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
-
-
-def _is_small(node: fx.Node) -> bool:
-    return all(array.nbytes < SMALL for array in fakes(node))
+    def _cost(self, node: fx.Node) -> int:
+        """Bytes that are kept; arrays that are there anyway only need to be read."""
+        return max(1, fake(node).nbytes // (self.price if node in self.staying else 1))
 
 
 class _Again:
@@ -183,7 +221,7 @@ class _Again:
         """What a copy reads; one large array that comes later is enough to hold a whole kernel back."""
         if node in self.copies:
             return self.copies[node]
-        return node if _is_small(node) or _is_gradient(node) else self.later(node, user)
+        return node if is_small(node) or is_gradient(node) else self.later(node, user)
 
     def later(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """An array of the forward pass that cannot be read before the gradient pass has got to `user`."""
@@ -204,6 +242,6 @@ def _products_before(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     last = None
     for node in graph.nodes:
         found[node] = last
-        computed = _is_gradient(node) and not notes(node).recomputed and not _is_absorbed(node)
+        computed = is_gradient(node) and not notes(node).recomputed and not is_absorbed(node)
         last = node if computed and isinstance(fake(node), torch.Tensor) else last
     return found

@@ -60,12 +60,12 @@ def store_constants(graph: fx.Graph) -> None:
         before = frozenset[fx.Node]().union(*(constants[source] for source in node.all_input_nodes))
         constants[node] = before | {node} if _name(node) in _COSTLY else before
     read = [node for node in constants if any(user not in constants for user in node.users)]
-    _store(graph, {one for node in read for one in _tables(node, constants)})
+    store(graph, {one for node in read for one in _tables(node, constants)})
 
 
 def store_sources(graph: fx.Graph) -> None:
     """Stores results of which operators outside of generated kernels would make several copies."""
-    _store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
+    store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
 
 
 def store_parts(graph: fx.Graph) -> None:
@@ -120,7 +120,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
+def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
     """Lets everything that reads these results read them from memory, where they are laid out as recorded."""
     for node in [one for one in graph.nodes if one in chosen]:
         with graph.inserting_after(node):

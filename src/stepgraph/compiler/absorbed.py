@@ -1,0 +1,101 @@
+"""Which operators PyTorch's compiler makes part of generated kernels, where their results need not be in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import getitem
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.program import Phase, fakes, is_view, notes
+from stepgraph.system import torch_private
+
+aten, prims = torch.ops.aten, torch.ops.prims
+SMALL = 1 << 20  # bytes that caches hold: reading them costs nothing
+_CREATED = (aten.full.default, aten.scalar_tensor.default, prims.iota.default)
+_REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "var", "var_mean", "std", "any", "all", "logsumexp")
+
+
+def is_absorbed(node: fx.Node) -> bool:
+    """Whether the operator becomes part of a generated kernel."""
+    if node.target is getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return is_absorbed(source)
+    target = node.target
+    if not isinstance(target, torch_private.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    plain = torch.Tag.pointwise in target.tags or target in _CREATED
+    return plain or is_view(node) or is_reduction(node)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether an operator combines many elements into one."""
+    maker = node.args[0] if node.target is getitem else node
+    target = maker.target if isinstance(maker, fx.Node) else None
+    return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
+
+
+def may_repeat(node: fx.Node) -> bool:
+    """Whether an operator costs nothing inside the kernel that reads its result."""
+    if node.op != "call_function" or not is_absorbed(node) or is_reduction(node):
+        return False
+    return is_view(node) or not is_small(node)
+
+
+def is_small(node: fx.Node) -> bool:
+    """Whether results fit into caches."""
+    return all(array.nbytes < SMALL for array in fakes(node))
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Whether an operator runs after the forward pass."""
+    return node.op == "call_function" and notes(node).phase != Phase.FORWARD
+
+
+def made(node: fx.Node) -> fx.Node:
+    """The result that a view is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def computed_inside(graph: fx.Graph) -> set[fx.Node]:
+    """The operators of the gradient pass that generated kernels compute, with the views that only these read."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_gradient(node) and is_absorbed(node) and (not is_view(node) or found.issuperset(node.users)):
+            found.add(node)
+    return found
+
+
+def levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """How many operators that no kernel can absorb, such as products, come before each result of the forward pass."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output" or is_gradient(node):
+            continue
+        before = max((found[source] for source in node.all_input_nodes), default=0)
+        found[node] = before + (node.op == "call_function" and not is_absorbed(node))
+    return found
+
+
+def is_distant(source: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether an operator reads something large from before the last product, such as a residual sum.
+
+    Recomputing such results one from another would read ever more arrays, back to the start of the network.
+    """
+    return 0 < order[source] < order[node] and not is_small(source) and source.op != "placeholder"
+
+
+def reads(order: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each result of the forward pass, how many arrays a kernel reads to compute it again, large or small."""
+    sources: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in order:
+        repeats = node.op == "call_function" and is_absorbed(node) and not is_reduction(node)
+        if not repeats or any(is_distant(source, node, order) for source in node.all_input_nodes):
+            sources[node] = frozenset([node])
+        else:
+            sources[node] = frozenset[fx.Node]().union(*(sources[one] for one in node.all_input_nodes))
+    return {node: len(found) for node, found in sources.items()}

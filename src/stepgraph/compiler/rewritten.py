@@ -1,0 +1,175 @@
+"""Which inputs of products the gradient pass writes again by default, because that hardly takes time.
+
+A product of the gradient pass reads some element-wise results of the forward pass: the gradient of a layer's weights
+reads the activation before it. Such an array waits in memory for as long as anything does. Recomputing it takes one
+more write, in a kernel that reads its sources anyway, or an additional kernel. Bytes that are moved so are limited to a
+share of what a step moves and computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from stepgraph.compiler.absorbed import computed_inside, is_absorbed, is_gradient, is_small, levels, made, may_repeat
+from stepgraph.compiler.program import call, fake, fakes, is_view
+from stepgraph.system import torch_private
+
+aten = torch.ops.aten
+SHARE = 0.01  # of a step's time, at most
+OPERATIONS = 200  # of a product in half precision, in the time that a GPU takes to read a byte
+
+
+def kept_for_products(graph: fx.Graph) -> set[fx.Node]:
+    """The results of the forward pass that operators outside of generated kernels read in the gradient pass."""
+    inside = computed_inside(graph)
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_gradient(node) and node not in inside and not is_view(node):
+            found |= {made(source) for source in node.all_input_nodes}
+    return {node for node in found if not is_gradient(node) and node.op == "call_function"}
+
+
+def read_from_concatenations(graph: fx.Graph, kept: Set[fx.Node]) -> None:
+    """Lets kernels of the gradient pass read a result from a concatenation that is kept, if it is not kept itself."""
+    inside = computed_inside(graph)
+    for node in [one for one in graph.find_nodes(op="call_function", target=aten.cat.default) if one in kept]:
+        parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        starts = [0, *accumulate(fake(part).shape[axis] for part in parts)]
+        for part, bounds in zip(parts, pairwise(starts), strict=True):
+            readers = [user for user in part.users if user in inside]
+            if readers and made(part) not in kept and part.op == "call_function":
+                _read_part(node, axis, bounds, part, readers)
+
+
+def _read_part(whole: fx.Node, axis: Any, bounds: tuple[int, int], part: fx.Node, readers: Iterable[fx.Node]) -> None:
+    first = min(readers)
+    with whole.graph.inserting_before(first):
+        found = call(first, aten.slice.Tensor, (whole, axis, *bounds))
+    for reader in readers:
+        reader.replace_input_with(part, found)
+
+
+def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
+    """Those of the results kept for products that the gradient pass can write again within its share of the step.
+
+    The first ones are recomputed last, when the most memory has been freed.
+    """
+    order, kernels = levels(graph), _kernels(graph)
+    budget, found = SHARE * _work(graph), set[fx.Node]()
+    for node in [one for one in order if one in kept and may_repeat(one) and _lowers_peak(one, order, kept)]:
+        sources = _sources(node, order, kept)
+        cost = 0 if sources is None else fake(node).nbytes + _read_for(node, sources, kernels)
+        if 0 < cost <= budget:
+            found.add(node)
+            budget -= cost
+    return found
+
+
+def _lowers_peak(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> bool:
+    """Whether the gradient pass has freed as much as a result needs when it comes to recompute it.
+
+    By then it has passed everything behind the product that reads the result.
+    """
+    freed = (fake(one).nbytes for one in kept if order[one] > order[node] + 1)
+    return sum(freed) >= fake(node).nbytes
+
+
+def _sources(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> set[fx.Node] | None:
+    """The large arrays that a result is computed from element by element; None if one is from before the last product.
+
+    Then it would have to be kept for longer, or be recomputed itself.
+    """
+    found, seen, pending = set[fx.Node](), {node}, [node]
+    while pending:
+        for source in map(made, pending.pop().all_input_nodes):
+            if is_small(source) or source in seen:
+                continue
+            seen.add(source)
+            if order[source] < order[node] and source.op != "placeholder":
+                return None
+            if source not in kept and may_repeat(source):
+                pending.append(source)
+            else:
+                found.add(source)
+    return found
+
+
+def _kernels(graph: fx.Graph) -> set[fx.Node]:
+    """The operators inside generated kernels that depend on a product of the gradient pass: they run at that time.
+
+    Others become part of these.
+    """
+    inside, found, running = computed_inside(graph), set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        depends = any(source in running for source in node.all_input_nodes)
+        if is_gradient(node) and (depends or not is_absorbed(node)):
+            running.add(node)
+            found |= {node} & inside
+    return found
+
+
+def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) -> int:
+    """Bytes that are read only to recompute a result: of sources that no kernel reads at that time anyway."""
+    later = _behind({user for user in _users(node) if is_gradient(user) and not is_absorbed(user)})
+    return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
+
+
+def _readers(node: fx.Node, kernels: Set[fx.Node]) -> set[fx.Node]:
+    """The operators of the gradient pass in whose kernels an array is read, also through what is computed from it."""
+    found, seen, pending = set[fx.Node](), {node}, [node]
+    while pending:
+        for user in _users(pending.pop()):
+            if user in kernels:
+                found.add(user)
+            elif user not in seen and may_repeat(user):
+                seen.add(user)
+                pending.append(user)
+    return found
+
+
+def _users(node: fx.Node) -> set[fx.Node]:
+    """What reads an array, also through views."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def _behind(first: Set[fx.Node]) -> set[fx.Node]:
+    """What can only run after these operators."""
+    found, pending = set(first), list(first)
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _work(graph: fx.Graph) -> float:
+    """The time of the operators outside of generated kernels, in bytes that could be moved meanwhile."""
+    found = 0.0
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_absorbed(node):
+            moved = {one: array.nbytes for one in (node, *node.all_input_nodes) for array in fakes(one)}
+            found += sum(moved.values()) + _operations(node) / OPERATIONS
+    return found
+
+
+def _operations(node: fx.Node) -> int:
+    """Arithmetic operations of a product or a convolution; 0 for what PyTorch cannot count."""
+    target: Any = node.target
+    if not isinstance(target, torch_private.OpOverload) or target.overloadpacket not in flop_registry:
+        return 0
+    arguments, settings = fx.map_arg((node.args, node.kwargs), fake)
+    return int(flop_registry[target.overloadpacket](*arguments, **settings, out_val=fake(node)))
