@@ -204,7 +204,7 @@ def waiting_on_a_gpu() -> list[str]:
 
 def test_a_rank_that_others_wait_for_on_a_gpu_is_named() -> None:
     first, second = together(2, waiting_on_a_gpu)
-    assert len(first) == 1 and "rank 0 of 2: rank 1 did not come to exchange losses" in first[0], first
+    assert len(first) == 1 and "rank 0 of 2: rank 1 did not come to exchange" in first[0], first
     assert "in step 2: it runs" in first[0] and second == []
 
 
