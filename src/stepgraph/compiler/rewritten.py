@@ -39,11 +39,14 @@ def read_from_concatenations(graph: fx.Graph, kept: Set[fx.Node]) -> None:
     """Lets kernels of the gradient pass read a result from a concatenation that is kept, if it is not kept itself."""
     inside = computed_inside(graph)
     for node in [one for one in graph.find_nodes(op="call_function", target=aten.cat.default) if one in kept]:
-        parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        if any(fake(part).ndim != fake(node).ndim for part in parts):
+            continue  # empty parts may have another shape
         starts = [0, *accumulate(fake(part).shape[axis] for part in parts)]
         for part, bounds in zip(parts, pairwise(starts), strict=True):
             readers = [user for user in part.users if user in inside]
-            if readers and made(part) not in kept and part.op == "call_function":
+            alone = made(part) not in kept and part.op == "call_function"
+            if readers and alone and fake(part).dtype == fake(node).dtype:
                 _read_part(node, axis, bounds, part, readers)
 
 
