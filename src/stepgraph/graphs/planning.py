@@ -80,9 +80,7 @@ def to_plan(
     """
     where = f"{declaration.kind}.memory_plan_for"
     if device is SAME_DEVICE and before is None:
-        raise StateError(
-            where, "the graph is not compiled, and no device is given to plan for", fix='pass device="cpu"'
-        )
+        raise StateError(where, "the graph is not compiled, and no device is given", fix='pass device="cpu"')
     place = chosen(where, device, before)
     settings = Settings.checked(Settings().options, None, None) if now is None else now.settings
     given: dict[str, Any] = {
