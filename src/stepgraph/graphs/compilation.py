@@ -477,7 +477,8 @@ def _held(nodes: Sequence[Node], given: Collection[Tensor], needs_data: bool) ->
                     node.where,
                     "one of its tensors holds no data",
                     tensor=repr(tensor),
-                    fix="create it with data, fill or random, not in sg.without_memory(), or load or bind its data",
+                    fix="create it with data, fill or random, not in without_memory(), or write data with "
+                    "bind_and_write_data",
                 )
             if tensor not in other:
                 found[tensor] = None

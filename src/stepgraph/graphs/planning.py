@@ -9,7 +9,7 @@ from typing import Any
 
 from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.rank_plan import RankPlan, Shard, rank_plan
-from stepgraph.compiler.settings import ChosenDevice, Settings, chosen, divisible, limited, mixed
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen, divisible, limited, mixed
 from stepgraph.compiler.step import Key
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, StateError
@@ -78,7 +78,10 @@ def to_plan(
         memory_limit: as in `compile`.
         parallel: as in `compile`.
     """
-    place = chosen(f"{declaration.kind}.memory_plan_for", device, before)
+    where = f"{declaration.kind}.memory_plan_for"
+    if device is SAME_DEVICE and before is None:
+        raise StateError(where, "the graph is not compiled, and no device is given", fix='pass device="cpu"')
+    place = chosen(where, device, before)
     settings = Settings.checked(Settings().options, None, None) if now is None else now.settings
     given: dict[str, Any] = {
         "compute_type": mixed(compute_type),
