@@ -128,6 +128,8 @@ class Shards:
             totals = update.run_and_exchange(last, self.world.group, self.world.rank)
         else:
             update.run(last)
+        if update.failure is not None and self.world.is_alone:
+            raise update.failure
         if len(totals) < len(buckets):
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
@@ -177,8 +179,6 @@ class Shards:
         """The sum of the small numbers of all shards; raises if any rank has failed, or has another batch."""
         failure, world, division = update.failure, self.world, update.division
         if world.is_alone:  # nothing to compare, and reading a GPU's numbers would synchronize
-            if failure is not None:
-                raise failure
             return update.numbers.total[0]
         header = [float(failure is not None), float(division.batch), update.sample]
         most = most_nodes(self.parallel.shards)
