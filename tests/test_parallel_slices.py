@@ -70,6 +70,7 @@ def facts(order: str) -> dict[str, Any]:
         "promised": training.bytes_sent,
         "shown": [len(tensor.optimizer_data) for layer in training.layers for tensor in layer.parameters.values()],
         "losses": losses,
+        "bits": marks(training),
         "last": [str(node.target) for node in executables[PartName.LAST, 2].part.nodes],
     }
 
@@ -86,6 +87,7 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
         assert one["sent"]["bucket"] == 3 * one["promised"] and one["sent"]["other"] < 10_000
         assert one["shown"] == [0, 0, 0, 0]
         assert one["losses"] == (expected if order == "tree" else pytest.approx(expected, rel=1e-4))
+        assert order == "any" or one["bits"] == marks(alone)
         starts = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.start")]
         assert len(starts) == 1 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
         assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
@@ -109,6 +111,7 @@ def single(device: str, name: str, exchanges: bool, order: str = "tree", **setti
     return {"losses": losses, "modes": modes, "bits": marks(training) if device == "cpu" else None}
 
 
+@pytest.mark.deep
 def test_collectives_of_a_single_rank_change_nothing() -> None:
     (found,) = together(1, single, "cpu", "wide", True)
     expected = single("cpu", "wide", False)
@@ -182,6 +185,7 @@ def lives(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.deep
 def test_state_moves_with_the_number_of_ranks(tmp_path: Path) -> None:
     expected = lives(str(tmp_path / "alone"))
     for found in together(2, lives, str(tmp_path / "two")):
@@ -271,6 +275,7 @@ def test_what_one_rank_cannot_do_no_rank_does(tmp_path: Path) -> None:
     assert first["after"] == second["after"]
 
 
+@pytest.mark.deep
 def test_an_update_that_is_not_finite_is_rolled_back_by_all(tmp_path: Path) -> None:
     first, second = together(2, troubles, str(tmp_path))
     assert "the part of the update that another rank makes is not finite; nothing has changed" in first["state"]
@@ -285,6 +290,7 @@ def saves_alone(folder: str) -> None:
         training.save(folder)
 
 
+@pytest.mark.deep
 def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     first, _ = together(2, saves_alone, str(tmp_path))
     assert "optimizer state for save, which every rank must call" in first
