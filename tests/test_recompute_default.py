@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from stepgraph.compiler import absorbed, pipeline, rewritten
 from stepgraph.compiler.absorbed import made
 from stepgraph.compiler.kernels.gelu import gelu, gelu_gradient
-from stepgraph.compiler.program import Phase, adopt_tags, fake, inherit, is_view, notes, tag
-from stepgraph.compiler.recompute_fused import fill_late, recompute_by_default, recompute_cheap
+from stepgraph.compiler.program import Phase, adopt_tags, fake, is_view, note, notes, tag
+from stepgraph.compiler.recompute_fused import recompute_by_default, recompute_cheap
 from stepgraph.system import torch_private
 
 aten, later = torch.ops.aten, torch.ops.stepgraph.later.default
@@ -235,29 +235,13 @@ def test_a_part_is_read_from_the_concatenation_that_is_kept(kind: torch.dtype) -
     assert (("tanh", HALF) in after) is (kind is not HALF)  # a concatenation of another type is no copy
 
 
-def scattered(a: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> Any:
-    """Sums of rows by index, as the gradient of an embedding."""
-    x = a @ w
-    yield
-    g = x @ w.t()
-    zeros = torch.zeros(4 * ROWS, WIDTH, dtype=HALF)
-    yield [zeros.index_put([rows], g, accumulate=True), torch.zeros_like(g) + g]
-
-
-def test_arrays_to_write_into_are_filled_late() -> None:
-    arrays = [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), torch.arange(ROWS) * 3]
-    step = recorded(scattered, *arrays)
-    for node in step.graph.find_nodes(op="call_function", target=aten.zeros.default):
-        with step.graph.inserting_before(node):
-            full = step.graph.call_function(aten.full.default, (node.args[0], 0), node.kwargs)
-        node.replace_all_uses_with(inherit(full, node))  # as PyTorch's compiler decomposes it
-        step.graph.erase_node(node)
-    after = changed(step, fill_late, *arrays)
-    (put,) = after.find_nodes(op="call_function", target=aten.index_put.default)
-    filled = put.args[0]
-    assert filled.target is aten.expand.default and filled.args[0].target is later
-    assert filled.args[0].args[1].target is aten.mm.default  # not before the gradient pass has got there
-    assert len(after.find_nodes(op="call_function", target=later)) == 1
+@pytest.mark.parametrize("run", [recompute_by_default, recompute_cheap])
+def test_passes_that_share_results_are_left_alone(run: Callable[[fx.Graph], None]) -> None:
+    arrays = [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(2 * WIDTH, WIDTH), drawn(ROWS, WIDTH)]
+    step = recorded(concatenated, *arrays)
+    first = next(node for node in step.graph.nodes if node.op == "call_function")
+    note(first, phase=Phase.GRADIENT)
+    assert len(changed(step, run, *arrays).nodes) == len(step.graph.nodes)
 
 
 def test_only_gpus_recompute_by_default() -> None:

@@ -54,6 +54,12 @@ def is_gradient(node: fx.Node) -> bool:
     return node.op == "call_function" and notes(node).phase != Phase.FORWARD
 
 
+def are_apart(graph: fx.Graph) -> bool:
+    """Whether the forward pass reads nothing of the gradient pass; in a separate pass, views may be shared."""
+    forward = [node for node in graph.nodes if node.op == "call_function" and not is_gradient(node)]
+    return not any(is_gradient(source) for node in forward for source in node.all_input_nodes)
+
+
 def made(node: fx.Node) -> fx.Node:
     """The result that a view is a view of."""
     while is_view(node):

@@ -244,7 +244,6 @@ TABLE: tuple[Pass, ...] = (
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
-    Pass("fill arrays late", LOWERED, _graph(recompute_fused.fill_late), _on_gpu),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
     Pass("write the parts of concatenations together", LOWERED, _graph(stored.store_parts), _on_gpu),

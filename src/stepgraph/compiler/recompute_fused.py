@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.absorbed import (
+    are_apart,
     computed_inside,
     is_absorbed,
     is_distant,
@@ -68,6 +69,8 @@ def separate(graph: fx.Graph) -> None:
 
 def recompute_cheap(graph: fx.Graph) -> None:
     """Lets the gradient pass recompute results so that the fewest bytes wait for it."""
+    if not are_apart(graph):
+        return
     order = levels(graph)
     _recompute(graph, _Cut(order, computed_inside(graph), staying=_staying(order, set()), price=2))
 
@@ -77,31 +80,13 @@ def recompute_by_default(graph: fx.Graph) -> None:
 
     What is in memory for products is read, not recomputed.
     """
+    if not are_apart(graph):
+        return
     kept = kept_for_products(graph)
     read_from_concatenations(graph, kept)
     order, inside, written = levels(graph), computed_inside(graph), affordable(graph, kept)
     many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
     _recompute(graph, _Cut(order, inside, _staying(order, kept - written), refused=many - written))
-
-
-def fill_late(graph: fx.Graph) -> None:
-    """Lets the gradient pass fill large arrays that others write into, such as gradients of embeddings, when needed.
-
-    Constants depend on nothing, so the compiler might fill them before the forward pass.
-    """
-    again = _Again(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.full.default):
-        if is_gradient(node) and not is_small(node) and not all(map(is_absorbed, node.users)):
-            shape, value = node.args
-            with graph.inserting_before(node):
-                number = graph.call_function(aten.full.default, ([], value), node.kwargs)
-            inherit(number, node, fake(node).new_empty(()))
-            waiting = again.later(number, min(node.users))
-            with graph.inserting_before(min(node.users)):
-                filled = inherit(graph.call_function(aten.expand.default, (waiting, shape)), node)
-            node.replace_all_uses_with(filled)
-            graph.erase_node(node)
-    graph.lint()
 
 
 def _recompute(graph: fx.Graph, cut: _Cut) -> None:
