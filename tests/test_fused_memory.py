@@ -268,7 +268,8 @@ def test_code_of_another_kind_leaves_the_plan_as_it_was(
     part, step = settled(training)
     monkeypatch.setattr(torch_private, "generated_module", lambda one: one)
     code = generated(tmp_path, "def call(args):\n    return reserve(args)\n")
-    assert fusion._planned(part, step, part.module, [code]) is None
+    arrays = [fake(node) for node in part.placeholders]
+    assert fusion._planned(part, step, part.module, arrays, [code]) is None
     assert "remains that of unfused operators" in caplog.text
 
 
