@@ -71,6 +71,23 @@ def test_threads_get_their_own_answers() -> None:
     assert not wrong
 
 
+def test_a_thread_works_before_it_captures() -> None:
+    x, graph = sg.Tensor((4, 3)), sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(3, 2), x)  # a product: cuBLAS has a handle for each thread
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile(gpu(), UNFUSED)
+    found = [inference.execute(full(1.0)).result.numpy()]
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(inference.execute(full(1.0)).result.numpy()))
+        thread.start()
+        thread.join()
+    found += [inference.execute(full(1.0)).result.numpy() for _ in range(3)]
+    assert len(found) == 6
+    for one in found:
+        np.testing.assert_allclose(one, found[0], rtol=1e-6)
+
+
 def test_binding_leaves_the_callers_memory_alone() -> None:
     first, second = torch.ones(3, device="cuda"), torch.full((3,), 5.0, device="cuda")
     x = sg.Tensor((3,))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -377,6 +378,7 @@ class _Capture:
         self.executable = executable
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
+        self.warm = threading.local()  # libraries have handles for each thread, which cannot be made in a capture
         self.binding: Binding | None = None
         step = executable.step
         elsewhere = (KeyKind.USER_GRADIENT, KeyKind.PARTIAL)
@@ -393,17 +395,12 @@ class _Capture:
         if self.calls == FUSES_AT:
             self.executable.fuse_later(others)
         unfit = [key for key in self.executable.images if key in others and not self._fits(key, others[key])]
-        if self.calls == 1:  # real work, and the warm-up that libraries need before a capture
-            self._note(binding, others)
-            with self.executable.settings():
-                if self.executable.tries:
-                    algorithms.load(self.executable.part, self.executable.step.device)
-                fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}
-                return self.executable.run(binding.filled({**others, **fitting} if fitting else others))
         moved = unfit + [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.orders:
             moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
+            if not hasattr(self.warm, "is_ready"):
+                return self._work(binding, others)
             self._record(binding, others, moved)
         if self.copied:
             torch_private.foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
@@ -414,6 +411,19 @@ class _Capture:
         self.lending.call_in()
         self.graph.replay()
         return self.results
+
+    def _work(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs operator by operator: real work, and the warm-up that libraries need in a thread before it captures."""
+        self.lending.call_in()
+        self.graph, self.warm.is_ready = None, True
+        self._note(binding, others)
+        with self.executable.settings():
+            if self.executable.tries:
+                algorithms.load(self.executable.part, self.executable.step.device)
+            images = [key for key in self.executable.images if key in others]
+            unfit = [key for key in images if not self.executable.fits(key, others[key])]
+            fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}
+            return self.executable.run(binding.filled({**others, **fitting} if fitting else others))
 
     def _fits(self, key: Key, image: torch.Tensor) -> bool:
         return key in self.copied or self.executable.fits(key, image)
