@@ -36,12 +36,23 @@ def small_network(batch: int = 32) -> tuple[sg.TrainingGraph, sg.Tensor, sg.Tens
     return training, x, y
 
 
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Frees garbage now and none until the end, so that only what loses its last reference is freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def measured_peak(run: Callable[[], object], since: str | None = None) -> int:
     """The most bytes that were allocated at once while `run` ran, beyond what was there before.
 
-    With `since`, only from the moment of that name on.
+    With `since`, only from the moment of that name on. Garbage of other tests that is freed meanwhile would count.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), nothing_collected():
         warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             run()
@@ -53,17 +64,6 @@ def measured_peak(run: Callable[[], object], since: str | None = None) -> int:
             live += event.nbytes()
             peak = max(peak, live) if event.start_ns() >= began else live
     return peak
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Frees garbage now and none until the end, so that only what loses its last reference is freed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["demo", "cnn", "mlp"])
