@@ -132,18 +132,26 @@ def peak(ranks: int, shards: int) -> tuple[int, int, int]:
     training.compile("cpu", parallel=sg.Parallel(shards))
     data = {"x": np.ones((2 * shards, 256), np.float32)}, {"y": np.ones((2 * shards, 1024), np.float32)}
     training.execute(*data)
+    most = min(
+        peak_of(lambda: training.execute(*data)) for _ in range(5)
+    )  # Gloo's threads may free what they sent late
+    arrays = training.require_session("test").arrays()
+    state = sum(array.nbytes for key, array in arrays.items() if key.kind is KeyKind.STATE)
+    return most, training.memory_plan_for(2 * shards, ranks=ranks).intermediates, state
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes that a call allocates at once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            training.execute(*data)
+            run()
     events = sorted(recorded.profiler.kineto_results.events(), key=lambda one: one.start_ns())
     live = most = 0
     for event in (one for one in events if one.name() == "[memory]"):
         live += event.nbytes()
         most = max(most, live)
-    arrays = training.require_session("test").arrays()
-    state = sum(array.nbytes for key, array in arrays.items() if key.kind is KeyKind.STATE)
-    return most, training.memory_plan_for(2 * shards, ranks=ranks).intermediates, state
+    return most
 
 
 @pytest.mark.deep

@@ -94,7 +94,7 @@ def few() -> str:
 
 @pytest.mark.deep
 def test_a_rank_without_rows_is_refused() -> None:
-    assert all("1 rows leave some of 2 ranks without any" in one for one in together(2, few))
+    assert all("a batch of 1 rows leaves some of 2 ranks without rows" in one for one in together(2, few))
 
 
 def test_it_is_saved_and_ignored_by_inference(tmp_path: Path) -> None:
