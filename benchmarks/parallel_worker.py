@@ -123,6 +123,7 @@ def contenders(ranks: int) -> dict[str, Any]:
 def main(settings: Mapping[str, Any]) -> None:
     """Measures one world."""
     torch.set_num_threads(settings["threads"])
+    # A barrier takes the current device, which is the right one here, and warns of it.
     warnings.filterwarnings("ignore", message=".*barrier.*device")
     device = settings["device"]
     if device == "cuda":

@@ -257,7 +257,7 @@ class TrainingGraph(CompiledGraph):
         """The memory that an update would need with this many rows; nothing is run or kept.
 
         A graph that is not compiled can be planned, too, with or without memory for its tensors. With `ranks`, the
-        plan is that of one of them, the one that needs the most, and tells what it sends to the others.
+        plan is that of the rank that needs the most, and includes what it sends to the others.
 
         Args:
             batch_size: the rows of an update.
