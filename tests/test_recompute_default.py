@@ -34,6 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of a test count as large, those with one number per row or column do not."""
     monkeypatch.setattr(absorbed, "SMALL", SIZE // 2)
     monkeypatch.setattr(rewritten, "SHARE", 0.0)
+    monkeypatch.setattr(rewritten, "ENOUGH", 0)
 
 
 def recorded(function: Callable[..., Any], *arrays: torch.Tensor) -> fx.GraphModule:
@@ -137,6 +138,33 @@ def test_the_first_results_are_written_again_first(monkeypatch: pytest.MonkeyPat
     (found,) = rewritten.affordable(step.graph, kept)
     order = [node for node in step.graph.nodes if node in kept and node.target is CONVERTED]
     assert found is order[0]
+
+
+def test_a_step_that_keeps_little_writes_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = recorded(perceptron, *BLOCKS)
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    kept = rewritten.kept_for_products(step.graph)
+    waiting = sum(fake(node).nbytes for node in kept)
+    for enough, found in ((waiting, True), (waiting + 1, False)):
+        monkeypatch.setattr(rewritten, "ENOUGH", enough)
+        assert bool(rewritten.affordable(step.graph, kept)) is found
+
+
+def biased(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, g: torch.Tensor) -> Any:
+    """A product with a bias, and its GELU."""
+    x = torch.addmm(bias, a, w)
+    y = gelu(x)
+    yield
+    yield [gelu_gradient(g, x), y]
+
+
+def test_products_are_kept_with_their_biases() -> None:
+    """PyTorch's compiler would keep the product, and add the bias in a kernel of its own."""
+    arrays = [one.float() for one in (drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(WIDTH), drawn(ROWS, WIDTH))]
+    step = recorded(biased, *arrays)
+    after = changed(step, recompute_by_default, *arrays)
+    (stored,) = after.find_nodes(op="call_function", target=torch_private.written_to_memory())
+    assert stored.args[0].target is aten.addmm.default
 
 
 def test_work_is_what_products_move_and_compute() -> None:

@@ -143,11 +143,13 @@ class _Cut:
     def inlined(self, repeated: Set[fx.Node]) -> set[fx.Node]:
         """Element-wise results, such as residual sums, from which the gradient pass recomputes others.
 
-        The compiler would compute them again in every kernel from arrays that wait instead.
+        The compiler would compute them again in every kernel from arrays that wait instead. It would also take the bias
+        out of a product, and add it in one more kernel for what is kept.
         """
         read = {made(source) for node in repeated for source in node.all_input_nodes}
         rest = read - set(repeated) - set(self.staying)
-        return {node for node in rest if node in self.order and may_repeat(node) and not is_small(node)}
+        found = {node for node in rest if may_repeat(node) or node.target is aten.addmm.default}
+        return {node for node in found if node in self.order and not is_small(node)}
 
     def _network(self) -> Network:
         """What can be computed from what in the forward pass; capacities are the cost of keeping a result."""

@@ -3,7 +3,7 @@
 A product of the gradient pass reads some element-wise results of the forward pass: the gradient of a layer's weights
 reads the activation before it. Such an array waits in memory for as long as anything does. Recomputing it takes one
 more write, in a kernel that reads its sources anyway, or an additional kernel. Bytes that are moved so are limited to a
-share of what a step moves and computes.
+share of what a step moves and computes; a step that keeps little recomputes nothing of this kind.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 SHARE = 0.01  # of a step's time, at most
+ENOUGH = 1 << 30  # bytes that wait for products; less is not worth any time
 OPERATIONS = 200  # of a product in half precision, in the time that a GPU takes to read a byte
 
 
@@ -63,6 +64,8 @@ def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
 
     The first ones are recomputed last, when the most memory has been freed.
     """
+    if sum(fake(one).nbytes for one in kept) < ENOUGH:
+        return set()
     order, kernels = levels(graph), _kernels(graph)
     budget, found = SHARE * _work(graph), set[fx.Node]()
     for node in [one for one in order if one in kept and may_repeat(one) and _lowers_peak(one, order, kept)]:
