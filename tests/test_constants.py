@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import constants, pipeline, stored
+from stepgraph.compiler import concatenations, constants, pipeline, stored
 from stepgraph.compiler.pipeline import TABLE
 from stepgraph.system import torch_private
 
@@ -137,23 +137,6 @@ def test_what_operators_copy_repeatedly_is_stored() -> None:
     check_kept(function, module, x)
 
 
-def test_parts_of_a_concatenation_that_read_the_same_are_written_together() -> None:
-    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        gated = torch.cat([x.sin() * y, (x + y).view(4, 3)], 1) @ w
-        read_by_kernel = torch.cat([x.cos(), x.tan()], 1) + 1
-        unlike = torch.cat([x[:, :1] + 1, x[:, 1:] * y[:, 1:]], 1) @ w[:3]
-        apart = torch.cat([x.exp(), y.exp()], 1) @ w
-        copied = torch.cat([x, x], 1) @ w
-        return [gated, read_by_kernel, unlike, apart, copied]
-
-    arrays = torch.rand(4, 3), torch.rand(4, 3), torch.rand(6, 2)
-    module = recorded(function, *arrays)
-    stored.store_parts(module.graph)
-    written = module.graph.find_nodes(op="call_function", target=torch.ops.stepgraph.written.default)
-    assert [node.args[0].target for node in written] == [aten.mul.Tensor, aten.view.default]
-    check_kept(function, module, *arrays)
-
-
 # The code of fused steps
 
 
@@ -217,21 +200,36 @@ class Gated(sg.Layer):
         return rows @ rows.t()
 
 
+class Paired(sg.Layer):
+    """Concatenates rows and two functions of them, element by element, and multiplies them."""
+
+    def forward(self, x: torch.Tensor, *, scope: Any) -> torch.Tensor:
+        rows = torch.cat([x, torch.stack([x * 2, x + 1], 2).flatten(1)], 1)
+        return rows @ rows.t()
+
+
 @needs_compiler
 @pytest.mark.deep
-def test_the_compiler_takes_parts_that_are_written_together(code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU it writes them so anyway: the operator must be understood and leave nothing behind."""
+@pytest.mark.parametrize("layer, width", [(Gated, 60), (Paired, 90)])
+def test_the_compiler_takes_parts_that_are_written_together(
+    layer: type[sg.Layer], width: int, code: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU it writes neighbouring parts so anyway: operators must be understood and leave nothing behind."""
     rows = tuple(replace(row, applies=lambda step, part: True) if "parts of" in row.name else row for row in TABLE)
     monkeypatch.setattr(pipeline, "TABLE", rows)
+    monkeypatch.setattr(concatenations, "LARGE", 0)
     x, array = sg.Tensor((100, 30)), np.random.default_rng(0).standard_normal((100, 30)).astype(np.float32)
-    inference = sg.InferenceGraph()
-    inference.node(Gated(), x)
-    inference.add_inputs({"x": x})
-    inference.compile("cpu", fuse=True)
-    both = np.concatenate([array * 2, array + 1], 1)
-    np.testing.assert_allclose(inference.execute({"x": array}).result, both @ both.T, rtol=1e-4, atol=1e-4)
+    results = []
+    for fuse in (True, False):
+        inference = sg.InferenceGraph()
+        inference.node(layer(), x)
+        inference.add_inputs({"x": x})
+        inference.compile("cpu", fuse=fuse)
+        results.append(inference.execute({"x": array}).result)
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
     (source,) = set(code)
-    assert re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", source) == [("100", "60"), ("100", "100")]
+    assert re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", source) == [("100", str(width)), ("100", "100")]
+    assert "torch.ops.stepgraph" not in source
     assert len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)) == 1
 
 
@@ -306,4 +304,27 @@ def test_fused_blocks_on_a_gpu_train_as_unfused_ones(code: list[str]) -> None:
     np.testing.assert_allclose(*found, rtol=3e-2)
     assert found[0][-1] < 0.9 * found[0][0]
     (source,) = set(code)
-    assert "torch.ops.stepgraph.written" not in source
+    assert not re.search(r"torch\.ops\.stepgraph\.(written|filled)", source)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings", [{}, {"rotary_interleaved": True}, {"rotary_dimension": 32}, {"key_value_head_count": 8}], ids=str
+)
+def test_gradients_of_large_rotary_attention_are_written_to_their_places(
+    settings: dict[str, Any], code: list[str]
+) -> None:
+    shape, found = (4, 512, 512), []
+    rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for fuse in (True, False):
+        sg.set_seed(3)
+        x, y, graph = sg.Tensor(shape), sg.Tensor(shape), sg.Graph()
+        shared = {"causal": True, "rotary_base": 1e4, "has_biases": False, "key_value_head_count": 4, **settings}
+        graph.add(x, graph.node(sg.MultiheadAttentionLayer.create(512, 8, **shared), x, x, x))
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=1e-3))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("gpu", fuse=fuse, compute_type="bfloat16")
+        found.append([float(training.execute({"x": rows}, {"y": np.roll(rows, 1, 1)}).loss) for _ in range(10)])
+    np.testing.assert_allclose(*found, rtol=1e-2)
+    (source,) = set(code)
+    assert not re.search(r"torch\.ops\.stepgraph\.(written|filled)", source)

@@ -116,10 +116,22 @@ PRIVATE = {
         "compute constants of a fused step once, and store what several operators read once",
     ),
     "torch._inductor.lowering.clone": ("lower_to_buffer", "write the parts of a concatenation from one kernel"),
-    "torch._inductor.lowering.register_lowering": (
-        "lower_to_buffer",
-        "write the parts of a concatenation from one kernel",
+    "torch._inductor.lowering.register_lowering": ("_lower", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.ConcatKernel": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.ConcatKernel.realize_into": (
+        "lower_to_places",
+        "write the parts of a concatenation to their places",
     ),
+    "torch._inductor.ir.FixedLayout": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.ReinterpretView": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.StorageBox": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.TensorBox": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.ir.ConcatKernel.unwrap_storage": (
+        "lower_to_places",
+        "write the parts of a concatenation to their places",
+    ),
+    "torch._inductor.virtualized.V": ("lower_to_places", "write the parts of a concatenation to their places"),
+    "torch._inductor.virtualized.V.graph": ("lower_to_places", "write the parts of a concatenation to their places"),
     "torch._inductor.lowering.fallbacks": ("is_called", "know which operators of a fused step copy what they read"),
     "torch._inductor.lowering.lowerings": ("is_called", "know which operators of a fused step copy what they read"),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": (

@@ -22,6 +22,7 @@ from torch import fx
 
 from stepgraph import draw
 from stepgraph.compiler import (
+    concatenations,
     constants,
     corrections,
     half_normalization,
@@ -246,7 +247,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
-    Pass("write the parts of concatenations together", LOWERED, _graph(stored.store_parts), _on_gpu),
+    Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),
 )
 
 

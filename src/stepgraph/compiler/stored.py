@@ -26,7 +26,7 @@ _COSTLY = {
 }
 _SPREAD = 2  # how much larger than its costly operators a stored constant may be: it is not broadcast to a whole batch
 # Operators that only move elements: kernels read the right element instead.
-_MOVES = {
+MOVES = {
     aten.cat.default,
     aten.constant_pad_nd.default,
     aten.flip.default,
@@ -38,19 +38,6 @@ _MOVES = {
     aten.select_scatter.default,
     aten.slice_scatter.default,
 }
-
-torch.library.define("stepgraph::written", "(Tensor x) -> Tensor")
-
-
-@torch.library.impl("stepgraph::written", "CompositeExplicitAutograd")
-def written(x: torch.Tensor) -> torch.Tensor:
-    """A copy; in fused steps the kernel that computes `x` writes it there."""
-    return x.clone()
-
-
-@torch.library.register_fake("stepgraph::written")
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 def store_constants(graph: fx.Graph) -> None:
@@ -65,59 +52,7 @@ def store_constants(graph: fx.Graph) -> None:
 
 def store_sources(graph: fx.Graph) -> None:
     """Stores results of which operators outside of generated kernels would make several copies."""
-    store(graph, {node for node in graph.nodes if _is_inlined(node) and _copied(node) > _size(node)})
-
-
-def store_parts(graph: fx.Graph) -> None:
-    """Lets one kernel write all parts of a concatenation that are computed from the same arrays.
-
-    On a GPU the compiler computes a concatenation element by element and reads those arrays again for every part.
-    """
-    target = torch.ops.stepgraph.written.default
-    torch_private.lower_to_buffer(target)
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts = _arguments(node)
-        if _is_for_calls(node) and _share_sources(parts):
-            with graph.inserting_before(node):
-                copies = {part: inherit(graph.call_function(target, (part,)), part) for part in parts}
-            node.args = fx.map_arg(node.args, copies.__getitem__)
-    graph.lint()
-
-
-def _is_for_calls(node: fx.Node) -> bool:
-    """Whether a result must be in memory, because no generated kernel reads it."""
-    return not any(_is_inlined(user) or (is_view(user) and not _is_for_calls(user)) for user in node.users)
-
-
-def _share_sources(parts: list[fx.Node]) -> bool:
-    """Whether arrays of one size and type are computed, all of them, from an array of that size."""
-    size, made = _size(parts[0]), [_made(part) for part in parts]
-    alike = len({(fake(part).shape, fake(part).dtype) for part in parts}) == 1
-    if not alike or not all(map(_is_inlined, made)):
-        return False
-    shared = set[fx.Node].intersection(*map(_sources, made))
-    return any(_size(one) == size for one in shared)
-
-
-def _made(node: fx.Node) -> fx.Node:
-    """The result that a view is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """The arrays, or views of arrays, that a kernel reads from memory to compute a result."""
-    found, seen, pending = set[fx.Node](), {node}, [node]
-    while pending:
-        for one in pending.pop().all_input_nodes:
-            made = _made(one)
-            if not _is_inlined(made):
-                found.add(one)
-            elif made not in seen:
-                seen.add(made)
-                pending.append(made)
-    return found
+    store(graph, {node for node in graph.nodes if is_inlined(node) and _copied(node) > size(node)})
 
 
 def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
@@ -129,13 +64,31 @@ def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
     graph.lint()
 
 
+def arguments(node: fx.Node) -> list[fx.Node]:
+    """What an operator reads, as often as it is passed."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def is_inlined(node: fx.Node) -> bool:
+    """Whether the compiler computes a result inside the kernels that read it."""
+    target = node.target
+    return isinstance(target, torch_private.OpOverload) and (torch.Tag.pointwise in target.tags or target in MOVES)
+
+
+def size(node: fx.Node) -> int:
+    """The elements of all results of an operator."""
+    return sum(array.numel() for array in fakes(node))
+
+
 def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
     """What to store of a constant: itself, or what it is made of if it is much larger than that."""
     found, pending = set(), [node]
     while pending:
         one = pending.pop()
         is_table = isinstance(fake(one), torch.Tensor) and not is_view(one)
-        if is_table and _size(one) <= _SPREAD * sum(map(_size, constants[one])):
+        if is_table and size(one) <= _SPREAD * sum(map(size, constants[one])):
             found.add(one)
         else:
             pending += [source for source in one.all_input_nodes if constants[source]]
@@ -151,21 +104,8 @@ def _copied(node: fx.Node) -> int:
             if is_view(user):
                 pending.append(user)
             elif _is_called(user):
-                count += _size(one) * _arguments(user).count(one)
+                count += size(one) * arguments(user).count(one)
     return count
-
-
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    """What an operator reads, as often as it is passed."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
-def _is_inlined(node: fx.Node) -> bool:
-    """Whether the compiler computes a result inside the kernels that read it."""
-    target = node.target
-    return isinstance(target, torch_private.OpOverload) and (torch.Tag.pointwise in target.tags or target in _MOVES)
 
 
 def _is_called(node: fx.Node) -> bool:
@@ -176,7 +116,3 @@ def _name(node: fx.Node) -> str:
     """An operator's name without namespace and overload."""
     target = node.target
     return target.name().split("::")[1].split(".")[0] if isinstance(target, torch_private.OpOverload) else ""
-
-
-def _size(node: fx.Node) -> int:
-    return sum(array.numel() for array in fakes(node))

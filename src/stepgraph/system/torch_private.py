@@ -293,14 +293,47 @@ def written_to_memory() -> OpOverload:
 @cache
 def lower_to_buffer(operator: OpOverload) -> None:
     """Lets the compiler write an operator's source to a buffer that it can lay out freely; no public name does."""
-    from torch._inductor.lowering import clone, register_lowering
+    from torch._inductor.lowering import clone
 
     def written(source: Any) -> Any:
         copied = clone(source)
         copied.realize()
         return copied
 
-    register_lowering(operator, type_promotion_kind=None)(written)
+    _lower(operator, written)
+
+
+@cache
+def lower_to_places(operator: OpOverload) -> None:
+    """Lets kernels write the parts of an array directly to their places; public operators join whole blocks only.
+
+    The operator takes the parts, the shape of the whole, the strides of all parts as one list, and their offsets.
+    """
+    from torch._inductor.ir import ConcatKernel, FixedLayout, ReinterpretView, StorageBox, TensorBox
+    from torch._inductor.virtualized import V
+
+    def filled(parts: Any, shape: Any, strides: Any, offsets: Any) -> Any:
+        graph, kind, rest = V.graph, (parts[0].get_device(), parts[0].get_dtype()), iter(strides)
+        layout = FixedLayout(*kind, list(shape), list(torch.empty(shape, device="meta").stride()))
+        whole, written = ConcatKernel(name=None, layout=layout, inputs=[]), list[Any]()
+        stored = StorageBox(whole)
+        for part, offset in zip(parts, offsets, strict=True):
+            extents = list(part.get_size())
+            place = FixedLayout(*kind, extents, [next(rest) for _ in extents], offset)
+            written.append(ConcatKernel.realize_into(part, ReinterpretView(data=stored, layout=place)))
+        whole.name = graph.register_buffer(whole)
+        whole.inputs = ConcatKernel.unwrap_storage(written)
+        graph.register_operation(whole)
+        return TensorBox(stored)
+
+    _lower(operator, filled)
+
+
+def _lower(operator: OpOverload, function: Callable[..., Any]) -> None:
+    """Lets the compiler call a function of its own representation for an operator."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(operator, type_promotion_kind=None)(function)
 
 
 def is_called(operator: OpOverload) -> bool:
