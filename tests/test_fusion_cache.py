@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import fusion
+from stepgraph.compiler import fused_cache, fusion
 from stepgraph.compiler.program import set_fake
 from stepgraph.system import torch_private
 
@@ -26,7 +26,7 @@ CORRUPT = b"\0 neither a library nor a program"
 
 def run(cache: Path, width: int = 8) -> dict[str, Any]:
     """One process that fuses and trains."""
-    given = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    given = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(cache / "home")}
     command = [sys.executable, PROGRAM, str(width)]
     done = subprocess.run(command, check=False, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -40,6 +40,7 @@ def test_a_second_run_takes_what_the_first_compiled(tmp_path: Path) -> None:
     first, second, wider = run(tmp_path), run(tmp_path), run(tmp_path, width=9)
     assert (first["hit"], first["miss"], first["bypass"]) == (0, 1, 0)
     assert (second["hit"], second["miss"], second["bypass"]) == (1, 0, 0)
+    assert (first["started"], second["started"], wider["started"]) == (1, 0, 1)
     assert second["losses"] == first["losses"]
     assert first["direct"] and second["direct"]
     assert wider["hit"] == 0  # another step
@@ -47,7 +48,7 @@ def test_a_second_run_takes_what_the_first_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
-@pytest.mark.parametrize("damaged", ["fxgraph/**/*", "**/*"])
+@pytest.mark.parametrize("damaged", ["fxgraph/**/*", "home/**/*", "**/*"])
 def test_a_damaged_cache_is_replaced(tmp_path: Path, damaged: str) -> None:
     first = run(tmp_path)
     for file in list(tmp_path.glob(damaged)):
@@ -64,13 +65,13 @@ def test_the_results_of_operators_count(monkeypatch: pytest.MonkeyPatch) -> None
         graph = fx.Graph()
         with torch_private.FakeTensorMode():
             set_fake(graph.placeholder("x"), torch.empty_strided(shape, stride))
-        return fusion._fingerprint(graph)
+        return fused_cache.fingerprint(graph)
 
     found = [fingerprint((2, 3), (3, 1)), fingerprint((3, 2), (3, 1)), fingerprint((2, 3), (1, 2))]
     assert fingerprint((2, 3), (3, 1)) == found[0]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     found.append(fingerprint((2, 3), (3, 1)))
-    monkeypatch.setattr(fusion, "_source", lambda: "another version")
+    monkeypatch.setattr(fused_cache, "source", lambda: "another version")
     found.append(fingerprint((2, 3), (3, 1)))
     assert len(set(found)) == len(found)
 

@@ -1,4 +1,4 @@
-"""`stepgraph cache`: the kernels that were chosen by measurement, and what keeps them."""
+"""`stepgraph cache`: the kernels that were chosen by measurement, the steps that were fused, and what keeps them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pattern", metavar="OPERATOR", nargs="?", help="only operators like this; * matches anything")
     parser.add_argument("--disturbed", action="store_true", help="only choices that something else may have decided")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--clear", action="store_true", help="forget them; without a selection, remove every file")
+    either.add_argument(
+        "--clear",
+        action="store_true",
+        help="forget them; without a selection, remove every file, those of fused steps too",
+    )
     either.add_argument("--measure", action="store_true", help="measure them again now")
     parser.add_argument(
         "--others", action="store_true", help="with --clear: only files for other processors or versions"
@@ -113,7 +117,7 @@ def _facts(found: dict[str, Any]) -> Any:
 
     if found["folder"] is None:
         return screen.facts({"folder": "none: there is no home directory, so each process measures again"})
-    own, compiler = found["own"], found["compiler"]
+    own, fused, compiler = found["own"], found["fused"], found["compiler"]
     holds = (
         f"{_count(own['choices'], 'choice')}, {own['disturbed']} of them disturbed" if own["choices"] else own["state"]
     )
@@ -124,6 +128,7 @@ def _facts(found: dict[str, Any]) -> Any:
         "damaged": _count(own["damaged"], "line") + ", ignored" if own["damaged"] else "",
         "others": _others(found["others"]),
         "written": "" if found["writable"] else "no: the folder is read-only, so each process measures again",
+        "fused": f"{_count(fused['steps'], 'step')}, {draw.size(fused['bytes'])}" if fused["steps"] else "",
         "PyTorch's compiler": f"{compiler['folder']}, {draw.size(compiler['bytes'])}" if compiler["exists"] else "",
     }
     return screen.facts({name: value for name, value in rows.items() if value})

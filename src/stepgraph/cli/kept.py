@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler import fused_cache
 from stepgraph.compiler.kernels import choose, measure
 from stepgraph.compiler.kernels.choices import CHOICES, Choice, Question, cache_folder, other_files
 from stepgraph.compiler.tuned import MANIFEST
@@ -44,7 +45,7 @@ def look(selection: Selection) -> dict[str, Any]:
     """Everything that `stepgraph cache` shows; `choices` has the selected ones."""
     folder, own = cache_folder(), CHOICES.file
     every = CHOICES.stored()
-    compiler = compiler_folder()
+    compiler, steps = compiler_folder(), fused_cache.files()
     return {
         "folder": None if folder is None else str(folder),
         "bytes": 0 if folder is None else _bytes(folder),
@@ -58,6 +59,7 @@ def look(selection: Selection) -> dict[str, Any]:
             "state": "kept" if every else _state(own),
         },
         "others": [{"file": str(one), "bytes": _bytes(one)} for one in other_files()],
+        "fused": {"folder": str(fused_cache.folder()), "steps": len(steps), "bytes": sum(map(_bytes, steps))},
         "compiler": {"folder": str(compiler), "exists": compiler.is_dir(), "bytes": _bytes(compiler)},
         "choices": sorted(filter(selection, every), key=lambda one: (one.question.operator, one.question.key)),
     }
@@ -91,13 +93,14 @@ def clear(selection: Selection | None, others: bool) -> dict[str, int]:
 
     Args:
         selection: what to remove from the file for this processor and PyTorch; None removes whole files.
-        others: whether to keep the file for this processor and PyTorch.
+        others: whether to keep the file for this processor and PyTorch, and the files of fused steps.
     """
     if selection is not None:
         return {"choices": CHOICES.drop(selection), "files": 0}
     own = [] if others or CHOICES.file is None or not CHOICES.file.exists() else [CHOICES.file]
     count = len(CHOICES.stored()) if own else 0
-    files = [*own, *other_files()]
+    steps = [] if others else fused_cache.files()
+    files = [*own, *other_files(), *steps]
     for one in files:
         with storage(one, "removed"):
             one.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from stepgraph.system import torch_private
 
 ALLOCATE, KERNEL = "empty_strided_", "cpp_"
 BLOCK = 512  # bytes; allocators round up to whole blocks
+_WITHOUT_KERNELS = {torch.ops.aten.empty_strided.default, torch.ops.aten.as_strided.default}
 _NODES = re.compile(r"# .*Source Nodes: \[([^\]]*)\]")
 
 
@@ -93,6 +94,7 @@ class _Watch(torch_private.DispatchMode):
     def __init__(self, function: FunctionType, origins: Mapping[int, Notes]) -> None:
         super().__init__()
         self._code, self._origins = function.__code__, origins
+        self._ignored: set[StorageWeakRef] = set()
         self._alive: dict[StorageWeakRef, tuple[int, str]] = {}
         self._new: list[tuple[StorageWeakRef, int]] = []
         self._line, self._notes = 0, Notes()
@@ -100,7 +102,7 @@ class _Watch(torch_private.DispatchMode):
 
     def ignore(self, array: torch.Tensor) -> None:
         """Does not count an array, which the caller holds."""
-        self._alive[StorageWeakRef(array.untyped_storage())] = (0, "")
+        self._ignored.add(StorageWeakRef(array.untyped_storage()))
 
     def launched(self, *_: Any, **__: Any) -> None:
         """Stands for a kernel."""
@@ -114,23 +116,25 @@ class _Watch(torch_private.DispatchMode):
         kind = kind_of(self._notes.phase)
         self._alive |= {one: (size, kind) for one, size in self._new}
         self._new.clear()
-        self._alive = {one: counted for one, counted in self._alive.items() if not one.expired()}
         live: dict[str, int] = defaultdict(int, workspace=workspace)
-        for size, what in self._alive.values():
-            live[what] += size
+        for one, (size, what) in [*self._alive.items()]:
+            if one.expired():
+                del self._alive[one]
+            else:
+                live[what] += size
         self.found.append((self._notes.layer, self._notes.phase, dict(live)))
 
     def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = target(*args, **(kwargs or {}))
         torch_private.tree_map_only(torch.Tensor, self._notice, found)
-        if target is not torch.ops.aten.empty_strided.default:
+        if target not in _WITHOUT_KERNELS:
             workspace = TABLE[target].workspace if target in TABLE else None
             self._launch(0 if workspace is None else workspace(args, 0))
         return found
 
     def _notice(self, array: torch.Tensor) -> torch.Tensor:
         one = StorageWeakRef(array.untyped_storage())
-        if one not in self._alive and one not in (new for new, _ in self._new):
+        if one not in self._ignored and one not in self._alive and one not in (new for new, _ in self._new):
             self._new.append((one, -(-array.untyped_storage().nbytes() // BLOCK) * BLOCK))
         return array
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
-from stepgraph.compiler import beside, fused_memory, memory, pipeline
+from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
-from stepgraph.compiler.kernels.choices import processor
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, adopt_tags, attach_tags, complete_notes, fake, fakes, notes
+from stepgraph.compiler.program import Part, adopt_tags, attach_tags, complete_notes, fake, notes
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -95,32 +92,18 @@ def fuse(part: Part, step: Step) -> Fused:
 
 
 def _fused(part: Part, step: Step) -> Fused:
-    inductor = torch_private.inductor()
-    module = Module(part.module, copy.deepcopy(part.module.graph))
-    on_cpu = step.device.type == "cpu"
-    for row in pipeline.rows(pipeline.FUSED, step, None):
-        row.run(module, step)
-    _keep_strides(module.graph, part)
-    attach_tags(module.graph)
-    module.generate()
+    module = _prepared(part, step)
     arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
-    generated: list[Any] = []
-
-    def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
-        adopt_tags(module.graph)
-        complete_notes(module.graph)
-        for row in pipeline.rows(pipeline.LOWERED, step, None):
-            row.run(module, step)
-        compiled_for = torch_private.compiled_for(_fingerprint(module.graph))
-        with torch_private.kept_between_runs(arrays), compiled_for, torch_private.combined_up_to(SMALL):
-            generated.append(inductor.compile_kernels(module, *arguments, **settings))
-        return generated[-1]
-
+    on_cpu = step.device.type == "cpu"
     settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
     with recording, torch.no_grad():
-        function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
+        known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(step), _lowered(step))
+        kept = fused_cache.load(known, arrays)
+        function, generated = (partial(_run, kept), [kept]) if kept else _compiled(module, step, arrays, settings)
     if not on_cpu:
         _require_right(generated)
+    if kept is None and len(generated) == 1 and isinstance(function, partial):
+        fused_cache.keep(known, generated[0])
     plan = _planned(part, step, module, arrays, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
         needed = "an unknown amount of memory" if plan is None else size(plan.total)
@@ -130,6 +113,59 @@ def _fused(part: Part, step: Step) -> Fused:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(_of_all(function, part, module), plan)
+
+
+def _prepared(part: Part, step: Step) -> Module:
+    """The operators as PyTorch's compiler gets them."""
+    module = Module(part.module, copy.deepcopy(part.module.graph))
+    for row in pipeline.rows(pipeline.FUSED, step, None):
+        row.run(module, step)
+    _keep_strides(module.graph, part)
+    attach_tags(module.graph)
+    module.generate()
+    return module
+
+
+def _compiled(
+    module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]
+) -> tuple[Function, list[Any]]:
+    """A function of the arrays, and the graphs that PyTorch's compiler made for it."""
+    inductor = torch_private.inductor()
+    generated: list[Any] = []
+    complete: list[bool] = []
+
+    def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
+        adopt_tags(module.graph)
+        complete_notes(module.graph)
+        for row in pipeline.rows(pipeline.LOWERED, step, None):
+            row.run(module, step)
+        compiled_for = torch_private.compiled_for(fused_cache.fingerprint(module.graph))
+        with torch_private.kept_between_runs(arrays), compiled_for, torch_private.combined_up_to(SMALL):
+            generated.append(inductor.compile_kernels(module, *arguments, **settings))
+        complete.append(torch_private.is_complete())
+        return generated[-1]
+
+    around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
+    # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
+    alone = complete == [True] and torch_private.cache_entry(generated[0]) is not None
+    return partial(_run, generated[0]) if alone else cast(Function, around), generated
+
+
+def _run(compiled: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], *arrays: torch.Tensor) -> Any:
+    return compiled([*arrays])
+
+
+def _lowered(step: Step) -> list[str]:
+    """The passes that the compiler's own operators go through."""
+    return [row.name for row in pipeline.rows(pipeline.LOWERED, step, None)]
+
+
+def _hardware(step: Step) -> tuple[Any, ...]:
+    """What kernels for a GPU depend on."""
+    if step.device.type != "cuda":
+        return (step.device.type,)
+    found = torch.cuda.get_device_properties(step.device)
+    return found.name, found.major, found.minor, found.multi_processor_count, found.total_memory
 
 
 def _of_all(function: Function, part: Part, module: fx.GraphModule) -> Function:
@@ -167,27 +203,6 @@ def _planned(
         logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
         return None
     return memory.plan(step, part, live)
-
-
-def _fingerprint(graph: fx.Graph) -> str:
-    """What kernels depend on besides what PyTorch's cache already compares: operators, settings and versions.
-
-    PyTorch knows custom operators by name only, so their results and our source count too; and it assumes that all
-    processors that see the cache are alike.
-    """
-    results = [(one.shape, one.stride(), one.dtype, one.device) for node in graph.nodes for one in fakes(node)]
-    machine = processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return hashlib.sha256(f"{_source()} {machine} {results}".encode()).hexdigest()
-
-
-@cache
-def _source() -> str:
-    """The hash of stepgraph's source."""
-    root = Path(__file__).parents[1]
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:

@@ -370,6 +370,89 @@ def compiled_for(fingerprint: str) -> Iterator[None]:
         yield
 
 
+def compiled_under(arrays: Sequence[torch.Tensor]) -> str | None:
+    """PyTorch's key for all that decides what its compiler makes, except the graph; None if the compiler keeps nothing.
+
+    No public name provides it: versions, devices, settings of the compiler and of the process.
+    """
+    from torch._functorch import config as tracing_settings
+    from torch._inductor import config as compiler_settings
+
+    if not compiler_settings.fx_graph_cache or compiler_settings.force_disable_caches:
+        return None
+    nothing = torch.fx.Graph()
+    nothing.output(())
+    with _as_while_compiling(arrays):
+        found, _ = _graph_cache().key(torch.fx.GraphModule(torch.nn.Module(), nothing), [], {}, [], False)
+    return None if found is None else f"{found[0]} {sorted(tracing_settings.save_config_portable().items())}"
+
+
+def load_compiled(entry: str, arrays: Sequence[torch.Tensor]) -> CompiledFxGraph | None:
+    """A compiled graph from the compiler's cache, ready to run on arrays like these; None if it is not there.
+
+    Publicly, the compiler looks there only after it has prepared the same graph again.
+    """
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+
+    constants = CompiledFxGraphConstants()
+    given = {"local": True, "remote_cache": None, "is_backward": False, "constants": constants}
+    with _as_while_compiling(arrays):
+        found, _ = _graph_cache().load(entry, [], list(arrays), **given)
+        if found is not None:
+            found._fx_graph_cache_key = entry
+            found.post_compile(list(arrays), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
+    return found
+
+
+@contextmanager
+def _as_while_compiling(arrays: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The state in which the compiler opens its cache."""
+    context, tracing = _tracing()
+    with kept_between_runs(arrays), tracing(context(arrays[0].fake_mode)):  # type: ignore[attr-defined]
+        yield
+
+
+def _tracing() -> tuple[Any, Any]:
+    """The class of what the compiler knows about its current graph, and what makes one current."""
+    from torch._guards import TracingContext, tracing
+
+    return TracingContext, tracing
+
+
+class _GraphCache(NamedTuple):
+    """The cache of compiled graphs."""
+
+    key: Callable[..., Any]
+    load: Callable[..., Any]
+    folder: Callable[[str], str]
+
+
+def _graph_cache() -> _GraphCache:
+    """The cache of compiled graphs, with which publicly only the compiler works."""
+    from torch._inductor.codecache import FxGraphCache
+
+    return _GraphCache(FxGraphCache.prepare_key, FxGraphCache.load_with_key, FxGraphCache._get_tmp_dir_for_key)
+
+
+def cache_entry(compiled: CompiledFxGraph) -> str | None:
+    """The key of a compiled graph in the compiler's cache; None if it is not there."""
+    return compiled._fx_graph_cache_key if hasattr(compiled, "cache_key") else None
+
+
+def is_complete() -> bool:
+    """Whether the graph that is being compiled takes and returns just what its caller does.
+
+    Otherwise PyTorch's code around it writes to inputs or makes views after a call; no public name says so.
+    """
+    context = _tracing()[0].try_get()
+    known = None if context is None else context.fw_metadata
+    if known is None:
+        return False
+    left = known.num_mutated_inp_runtime_indices, known.num_outputs_aliased, known.num_intermediate_bases, known.tokens
+    return not any(left) and not known.is_rng_op_functionalized
+
+
 def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
     """Ends the use of a memory pool by a capture that has failed; no public name does."""
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -406,10 +489,9 @@ def combined_up_to(elements: int) -> Iterator[None]:
 
 def drop(compiled: CompiledFxGraph) -> None:
     """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
-    from torch._inductor.codecache import FxGraphCache
-
-    if hasattr(compiled, "cache_key") and compiled._fx_graph_cache_key is not None:
-        shutil.rmtree(FxGraphCache._get_tmp_dir_for_key(compiled._fx_graph_cache_key), ignore_errors=True)
+    entry = cache_entry(compiled)
+    if entry is not None:
+        shutil.rmtree(_graph_cache().folder(entry), ignore_errors=True)
 
 
 def generated_code(compiled: CompiledFxGraph) -> Any:

@@ -1,0 +1,180 @@
+"""What PyTorch's compiler made for a step, found by later runs before the compiler starts.
+
+PyTorch has a cache of its own, but opens it late: it first records, decomposes and simplifies all operators again,
+which takes most of the time of a second run. A file here has the key of an entry of that cache, under a hash of all
+that decides it. It contains no code: a file that is damaged, or stands for something that PyTorch has removed, only
+costs the time to compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.compiler.kernels.choices import cache_folder, processor
+from stepgraph.compiler.program import fakes, notes
+from stepgraph.errors import StorageError, reason
+from stepgraph.system import torch_private
+from stepgraph.system.storage import read_regular, replace_file
+
+logger = logging.getLogger("stepgraph")
+FORMAT = 1
+LARGEST = 2**12  # bytes of a file; one has about 250
+MOST = 1000  # files; with more, the oldest are removed
+KEY = re.compile("f[a-z2-7]{20,100}")  # of an entry of PyTorch's cache, which becomes a path there
+# Operators of others may be composed of further ones, which can change although name and results stay.
+NAMESPACES = {"aten", "prims", "stepgraph"}
+MODULES = ("_operator", "torch", "stepgraph")
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """What kernels depend on besides what PyTorch's cache already compares: results of operators, machine and version.
+
+    PyTorch knows custom operators by name only, so their results and our source count too; and it assumes that all
+    processors that see the cache are alike.
+    """
+    results = [_layouts(node) for node in graph.nodes]
+    machine = processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return hashlib.sha256(f"{source()} {machine} {results}".encode()).hexdigest()
+
+
+def key(graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> str | None:
+    """A hash of all that decides what the compiler makes from operators; None if that cannot be known.
+
+    Args:
+        graph: the operators, as the compiler gets them.
+        arrays: its inputs, arrays without memory.
+        decided: what else decides it, as values with an exact `repr`.
+    """
+    if not arrays or not all(map(_is_known, graph.nodes)):
+        return None
+    under = torch_private.compiled_under(arrays)
+    if under is None:
+        return None
+    found = hashlib.sha256(f"{FORMAT} {fingerprint(graph)} {under} {decided}".encode())
+    places = {node: place for place, node in enumerate(graph.nodes)}  # names of inputs differ between processes
+    for node in graph.nodes:
+        named = () if node.op == "placeholder" else (node.name, _name(node))
+        arguments = fx.map_arg((node.args, node.kwargs), lambda one: _Place(places[one]))
+        known = notes(node)
+        noted = known.layer, known.phase, known.recomputed, known.in_place
+        found.update(repr((node.op, named, arguments, noted)).encode())
+    return found.hexdigest()
+
+
+class _Place(int):
+    """The place of an operator, which is not the number that an argument may be."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+def _is_known(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":  # constants have values
+        return False
+    if isinstance(node.target, torch_private.OpOverload):
+        return node.target.namespace in NAMESPACES
+    return str(getattr(node.target, "__module__", "")).split(".")[0] in MODULES and "<" not in _name(node)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    named = isinstance(target, str | torch_private.OpOverload)
+    return str(target) if named else f"{target.__module__}.{getattr(target, '__qualname__', '<unnamed>')}"
+
+
+def _layouts(node: fx.Node) -> list[tuple[Any, ...]]:
+    return [(tuple(one.shape), one.stride(), one.dtype, one.device) for one in fakes(node)]
+
+
+@cache
+def source() -> str:
+    """The hash of stepgraph's source."""
+    root = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> torch_private.CompiledFxGraph | None:
+    """What was compiled under a key, ready to run; None if there is nothing, or it is damaged."""
+    file = _file(wanted)
+    if wanted is None or file is None or not file.exists():
+        return None
+    try:
+        compiled = torch_private.load_compiled(_read(file, wanted), arrays)
+    except Exception as error:  # whatever a damaged file of PyTorch raises, the step is compiled again
+        logger.warning("compiling again instead of using %s: %s", file, reason(error))
+        compiled = None
+    if compiled is None:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    return compiled
+
+
+def keep(wanted: str | None, compiled: torch_private.CompiledFxGraph) -> None:
+    """Lets later runs find what was compiled under a key."""
+    entry, file = torch_private.cache_entry(compiled), _file(wanted)
+    if wanted is None or file is None or entry is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, _text(wanted, entry))
+        for old in sorted(files(), key=_age)[:-MOST]:
+            old.unlink(missing_ok=True)
+    except (OSError, StorageError) as error:  # if the folder is not writable, the next run compiles again
+        logger.debug("not kept for later runs: %s", reason(error))
+
+
+def files() -> list[Path]:
+    """The files of all compiled steps."""
+    found = folder()
+    try:
+        return [] if found is None else sorted(found.glob("*.json"))
+    except OSError:
+        return []
+
+
+def folder() -> Path | None:
+    """Where the files are; None if the user has no cache folder."""
+    found = cache_folder()
+    return None if found is None else found / "fused"
+
+
+def _file(wanted: str | None) -> Path | None:
+    found = folder()
+    return None if found is None or wanted is None else found / f"{wanted}.json"
+
+
+def _text(wanted: str, entry: str) -> bytes:
+    check = hashlib.sha256(f"{FORMAT} {wanted} {entry}".encode()).hexdigest()
+    return json.dumps({"format": FORMAT, "key": wanted, "entry": entry, "sha256": check}).encode() + b"\n"
+
+
+def _read(file: Path, wanted: str) -> str:
+    """The key of the entry in PyTorch's cache."""
+    text = read_regular(file, LARGEST, StorageError)
+    entry = json.loads(text)["entry"]
+    if not KEY.fullmatch(entry) or text != _text(wanted, entry):
+        raise ValueError("it is damaged")
+    return str(entry)
+
+
+def _age(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # another process has removed it
+        return 0.0

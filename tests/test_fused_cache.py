@@ -1,0 +1,240 @@
+"""A later run finds what was compiled for a step before PyTorch's compiler starts, and nothing that is not the same."""
+
+import logging
+import operator
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+from torch._functorch import config as tracing_settings
+from torch._inductor import config as compiler_settings
+
+import stepgraph as sg
+from stepgraph.compiler import fused_cache, fusion
+from stepgraph.compiler.program import Phase, note, set_fake
+from stepgraph.system import torch_private
+from tests.cli_graphs import Called
+
+ENTRY = "f" + 51 * "a"
+KEY = 64 * "0"
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "stepgraph" / "fused"
+
+
+def graph(
+    target: Any = aten.mul.Tensor, factor: Any = 2.0, shape: tuple[int, ...] = (2, 3), name: str = "x", **noted: Any
+) -> tuple[fx.Graph, list[torch.Tensor]]:
+    """A graph of one operator, and its input."""
+    made = fx.Graph()
+    x = made.placeholder(name)
+    with torch_private.FakeTensorMode():
+        array = torch.empty(shape)
+    set_fake(x, array)
+    y = made.call_function(target, (x, x if factor is None else factor))
+    note(y, **{"layer": "a", "phase": Phase.FORWARD, **noted})
+    made.output([y])
+    return made, [array]
+
+
+# Keys
+
+
+def test_whatever_decides_the_code_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = fused_cache.key(*graph(), {"a": 1}), fused_cache.key(*graph(name="other"), {"a": 1})
+    assert same[0] == same[1] is not None
+    keys = [
+        same[0],
+        fused_cache.key(*graph(), {"a": 2}),
+        fused_cache.key(*graph(aten.add.Tensor), {"a": 1}),
+        fused_cache.key(*graph(factor=2.0000000000000004), {"a": 1}),
+        fused_cache.key(*graph(factor=2), {"a": 1}),
+        fused_cache.key(*graph(factor=0), {"a": 1}),
+        fused_cache.key(*graph(factor=None), {"a": 1}),
+        fused_cache.key(*graph(shape=(3, 2)), {"a": 1}),
+        fused_cache.key(*graph(phase=Phase.GRADIENT), {"a": 1}),
+        fused_cache.key(*graph(recomputed=True), {"a": 1}),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 77)
+        keys.append(fused_cache.key(*graph(), {"a": 1}))
+    with monkeypatch.context() as patched:
+        patched.setattr(fused_cache, "source", lambda: "another version")
+        keys.append(fused_cache.key(*graph(), {"a": 1}))
+    for settings, name in ((compiler_settings, "max_autotune"), (tracing_settings, "treat_parameters_as_free_to_save")):
+        with settings.patch(**{name: not getattr(settings, name)}):
+            keys.append(fused_cache.key(*graph(), {"a": 1}))
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys.append(fused_cache.key(*graph(), {"a": 1}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_what_may_change_unseen_has_no_key() -> None:
+    library = torch.library.Library("of_somebody_else", "FRAGMENT")
+    library.define("scale(Tensor x, float factor) -> Tensor")
+    assert fused_cache.key(*graph(operator.mul)) is not None
+    assert fused_cache.key(*graph(torch.ops.of_somebody_else.scale.default)) is None
+    assert fused_cache.key(*graph(lambda x, factor: x)) is None
+    with_constant, arrays = graph()
+    with with_constant.inserting_before():
+        with_constant.get_attr("constant")
+    assert fused_cache.key(with_constant, arrays) is None
+    with compiler_settings.patch(force_disable_caches=True):
+        assert fused_cache.key(*graph()) is None
+    with compiler_settings.patch(fx_graph_cache=False):
+        assert fused_cache.key(*graph()) is None
+    with compiler_settings.patch(post_grad_custom_pre_pass=print):
+        assert fused_cache.key(*graph()) is None
+
+
+# Files
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The entries that were loaded; PyTorch has all of them."""
+    found: list[str] = []
+
+    def load(entry: str, arrays: object) -> Any:
+        found.append(entry)
+        return compiled(entry)
+
+    monkeypatch.setattr(torch_private, "load_compiled", load)
+    return found
+
+
+def compiled(entry: str | None) -> Any:
+    return SimpleNamespace(cache_key="", _fx_graph_cache_key=entry)
+
+
+def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
+    assert fused_cache.load(KEY, []) is None and fused_cache.load(None, []) is None
+    fused_cache.keep(KEY, compiled(ENTRY))
+    fused_cache.keep(None, compiled(ENTRY))
+    fused_cache.keep(KEY[1:] + "1", compiled(None))
+    assert [one.name for one in folder.iterdir()] == [f"{KEY}.json"]
+    assert fused_cache.load(KEY, []) is not None and loaded == [ENTRY]
+    assert fused_cache.load(KEY[1:] + "1", []) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-9],
+        lambda text: text.replace(b"faaa", b"fbaa"),
+        lambda text: text.replace(KEY.encode(), b"1" + KEY[1:].encode()),
+        lambda text: b"\0 no JSON",
+        lambda text: b"[1]",
+        lambda text: b"{}",
+        lambda text: b'{"entry": 5}',
+        lambda text: bytes(fused_cache.LARGEST + 1),
+        lambda text: fused_cache._text(KEY, "f/../../../../../somewhere/else"),
+    ],
+)
+def test_a_damaged_file_is_removed_with_one_line(
+    folder: Path, loaded: list[str], caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    fused_cache.keep(KEY, compiled(ENTRY))
+    (file,) = fused_cache.files()
+    file.write_bytes(damage(file.read_bytes()))
+    with caplog.at_level(logging.WARNING, "stepgraph"):
+        assert fused_cache.load(KEY, []) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"compiling again instead of using {file}")
+    assert not file.exists() and loaded == []
+
+
+def test_an_entry_that_pytorch_cannot_load_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> Any:
+        raise AttributeError("renamed")
+
+    for load, expected in ((fail, ["renamed"]), (lambda *_: None, [])):
+        caplog.clear()
+        fused_cache.keep(KEY, compiled(ENTRY))
+        monkeypatch.setattr(torch_private, "load_compiled", load)
+        assert fused_cache.load(KEY, []) is None and fused_cache.files() == []
+        assert [line.rpartition(": ")[2] for line in caplog.messages] == expected
+
+
+def test_the_oldest_files_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_cache, "MOST", 2)
+    ages: dict[str, int] = {}
+    monkeypatch.setattr(fused_cache, "_age", lambda file: ages[file.stem[0]])
+    for number, key in enumerate("cab"):
+        ages[key] = number
+        fused_cache.keep(key + KEY[1:], compiled(ENTRY))
+    assert [one.name[0] for one in fused_cache.files()] == ["a", "b"]
+
+
+def test_without_a_folder_nothing_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file")
+    fused_cache.keep(KEY, compiled(ENTRY))
+    assert fused_cache.load(KEY, []) is None and fused_cache.files() == [] and not caplog.messages
+    monkeypatch.setattr(fused_cache, "cache_folder", lambda: None)
+    fused_cache.keep(KEY, compiled(ENTRY))
+    assert fused_cache.load(KEY, []) is None and fused_cache.files() == []
+
+
+def test_the_command_counts_and_clears_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in "012":
+        fused_cache.keep(number + KEY[1:], compiled(ENTRY))
+    assert "3 steps, " in Called(capsys, "cache").out
+    assert "0 files removed" in Called(capsys, "cache", "--clear", "--others").out and len(fused_cache.files()) == 3
+    assert "0 files removed" in Called(capsys, "cache", "--clear", "sum").out and len(fused_cache.files()) == 3
+    assert "3 files removed" in Called(capsys, "cache", "--clear").out and fused_cache.files() == []
+    assert "steps" not in Called(capsys, "cache").out
+
+
+# Steps
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_a_step_that_is_compiled_again_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_found_again("cpu", folder, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_that_is_compiled_again_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_found_again("cuda", folder, monkeypatch)
+
+
+def require_found_again(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = losses(device)
+    (file,) = fused_cache.files()
+    with monkeypatch.context() as patched:
+        patched.setattr(fusion, "_compiled", None)  # the compiler does not start
+        assert losses(device) == first
+    file.write_bytes(b"damaged")
+    assert losses(device) == first and [one.name for one in fused_cache.files()] == [file.name]
+
+
+def losses(device: str) -> list[float]:
+    """A fused step that updates parameters and statistics."""
+    sg.set_seed(3)
+    x, y = sg.Tensor((4, 6)), sg.Tensor((4,), "int64")
+    made = sg.Graph()
+    made.dense(made.relu(made.batch_normalization(x)), 3)
+    training = sg.TrainingGraph([made], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-2))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(device, fuse=True)
+    batch = {"x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)}, {"y": np.array([0, 1, 2, 0])}
+    return [training.execute(*batch).loss for _ in range(4)]
