@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import fx
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
@@ -22,7 +23,7 @@ from stepgraph.compiler.in_place import out_of_place
 from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.program import PartName
+from stepgraph.compiler.program import PartName, Phase, adopt_tags, fake, tag
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
@@ -321,6 +322,23 @@ JOINED = (2 + 2) + (2 + 2 + 2) + (1 + 1 + 1)
 @pytest.mark.parametrize(("change", "fewer"), [(join_products, JOINED), (expand_small_products, 27)])
 def test_products_are_changed_and_give_the_same(change: Callable[[fx.Graph], None], fewer: int) -> None:
     check_changed(change, fewer)
+
+
+def test_products_are_joined_whose_weights_are_converted_one_after_another() -> None:
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
+        with traceback.annotate(tag("layer", Phase.FORWARD)):
+            return [x @ w.double().t() for w in weights]
+
+    arrays = [torch.rand(4, 8, dtype=torch.float64), *(torch.rand(3, 8) for _ in range(3))]
+    with traceback.preserve_node_meta():
+        module = make_fx(function, tracing_mode="fake")(*arrays)
+    adopt_tags(module.graph)
+    join_products(module.graph)
+    module.recompile()
+    (product,) = module.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert fake(product).shape == (4, 9)
+    for found, expected in zip(module(*arrays), function(*arrays), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def check_changed(change: Callable[[fx.Graph], None], fewer: int | None, **settings: Any) -> fx.Graph:

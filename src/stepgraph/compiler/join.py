@@ -48,8 +48,8 @@ def join_products(graph: fx.Graph) -> None:
             gradients = _join_weight_gradients(graph, family, order)
             if gradients is not None:
                 _join_source_gradient(graph, family, *gradients, order)
-    graph.eliminate_dead_code()
     _sort(graph, order)
+    graph.eliminate_dead_code()
     graph.lint()
 
 
