@@ -17,6 +17,7 @@ from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
 from stepgraph.compiler import fused_cache, fusion
+from stepgraph.compiler.kernels.update import expanded_update
 from stepgraph.compiler.program import Phase, note, set_fake
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
@@ -89,6 +90,12 @@ def test_what_may_change_unseen_has_no_key() -> None:
     assert fused_cache.key(*graph(operator.mul)) is not None
     assert fused_cache.key(*graph(torch.ops.of_somebody_else.scale.default)) is None
     assert fused_cache.key(*graph(lambda x, factor: x)) is None
+    for rules, is_known in (([], False), (["p - g"], True)):
+        updating, arrays = graph()
+        (x,) = updating.find_nodes(op="placeholder")
+        with updating.inserting_after(x):
+            updating.call_function(expanded_update, ([x], [x], [], [], x, None, None, 0, "rate", rules))
+        assert (fused_cache.key(updating, arrays) is not None) == is_known
     with_constant, arrays = graph()
     with with_constant.inserting_before():
         with_constant.get_attr("constant")

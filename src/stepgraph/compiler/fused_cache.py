@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.choices import cache_folder, processor
+from stepgraph.compiler.kernels.update import Recorded, expanded_update
 from stepgraph.compiler.program import fakes, notes
 from stepgraph.errors import StorageError, reason
 from stepgraph.system import torch_private
@@ -34,7 +35,7 @@ MOST = 1000  # files; with more, the oldest are removed
 KEY = re.compile("f[a-z2-7]{20,100}")  # of an entry of PyTorch's cache, which becomes a path there
 # Operators of others may be composed of further ones, which can change although name and results stay.
 NAMESPACES = {"aten", "prims", "stepgraph"}
-MODULES = ("_operator", "torch", "stepgraph")
+MODULES = ("_operator", "torch", "stepgraph")  # of functions that depend on their arguments alone
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -86,6 +87,9 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, torch_private.OpOverload):
         return node.target.namespace in NAMESPACES
+    if node.target is expanded_update:  # the number of an optimizer says nothing in another process, its code does
+        arguments: Any = node.args
+        return bool(Recorded(*arguments).rules)
     return str(getattr(node.target, "__module__", "")).split(".")[0] in MODULES and "<" not in _name(node)
 
 

@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -77,6 +77,19 @@ class Fused(NamedTuple):
     plan: MemoryPlan | None
 
 
+class _Compiled(NamedTuple):
+    """A function, the graphs that PyTorch's compiler made for it, and whether it is the only graph and no more."""
+
+    function: Function
+    graphs: list[Any]
+    is_alone: bool
+
+    @classmethod
+    def alone(cls, graph: Any) -> _Compiled:
+        """A graph as a function of arrays."""
+        return cls(lambda *arrays: graph([*arrays]), [graph], True)
+
+
 def fuse(part: Part, step: Step) -> Fused:
     """The part as a compiled function of its arrays; compilation takes seconds to a minute.
 
@@ -99,10 +112,11 @@ def _fused(part: Part, step: Step) -> Fused:
     with recording, torch.no_grad():
         known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(step), _lowered(step))
         kept = fused_cache.load(known, arrays)
-        function, generated = (partial(_run, kept), [kept]) if kept else _compiled(module, step, arrays, settings)
+        made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept)
+    function, generated, is_alone = made
     if not on_cpu:
         _require_right(generated)
-    if kept is None and len(generated) == 1 and isinstance(function, partial):
+    if kept is None and is_alone:
         fused_cache.keep(known, generated[0])
     plan = _planned(part, step, module, arrays, generated)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
@@ -126,10 +140,8 @@ def _prepared(part: Part, step: Step) -> Module:
     return module
 
 
-def _compiled(
-    module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]
-) -> tuple[Function, list[Any]]:
-    """A function of the arrays, and the graphs that PyTorch's compiler made for it."""
+def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> _Compiled:
+    """The operators as a compiled function of the arrays."""
     inductor = torch_private.inductor()
     generated: list[Any] = []
     complete: list[bool] = []
@@ -147,12 +159,9 @@ def _compiled(
 
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
     # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
-    alone = complete == [True] and torch_private.cache_entry(generated[0]) is not None
-    return partial(_run, generated[0]) if alone else cast(Function, around), generated
-
-
-def _run(compiled: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], *arrays: torch.Tensor) -> Any:
-    return compiled([*arrays])
+    if complete == [True] and torch_private.cache_entry(generated[0]) is not None:
+        return _Compiled.alone(generated[0])
+    return _Compiled(around, generated, False)
 
 
 def _lowered(step: Step) -> list[str]:
