@@ -89,8 +89,8 @@ def _meets_source(node: fx.Node, order: dict[fx.Node, int], kernels: Set[fx.Node
     sources = _sources(node, order, set())
     if sources is None or len(sources) != 1:
         return False
-    met = _behind(_readers(*sources, kernels, without=node), kernels)
-    readers = _readers(node, kernels)
+    (source,) = sources
+    met, readers = _behind(_readers(source, kernels, without=node), kernels), _readers(node, kernels)
     return bool(readers) and not any(met.isdisjoint(_behind({one}, kernels)) for one in readers)
 
 

@@ -79,7 +79,7 @@ def _narrowest(node: fx.Node, chosen: Set[fx.Node]) -> fx.Node:
 
 
 def _is_read_with_its_sums(node: fx.Node) -> bool:
-    """Whether something large is computed from a result and from its sums, which another kernel has to compute first."""
+    """Whether something large is computed from a result and from its sums, which another kernel computes first."""
     sums = {one for one in _computed_from(node.users) if _sums_rows(one)}
     return not _large(_computed_from(node.users)).isdisjoint(_large(_computed_from(_users(sums), through_small=True)))
 

@@ -53,12 +53,9 @@ def pooled(x: Array, window: Sequence[int], *settings: Any) -> tuple[Array, Arra
     """The maxima of all windows, and their positions in the windows."""
     from stepgraph.compiler.kernels.max_pool_kernels import max_pool
 
-    (height, width), (down, across), (above, left), hangs = _sizes(window, *settings)
-    extents = [
-        _count(extent, *sizes, hangs)
-        for extent, *sizes in zip(x.shape[2:], (height, width), (down, across), (above, left), strict=True)
-    ]
-    found: tuple[Array, Array] = max_pool(x, extents, [height, width], [down, across], [above, left])
+    sizes, strides, padding, hangs = _sizes(window, *settings)
+    extents = [_count(x.shape[2 + axis], sizes[axis], strides[axis], padding[axis], hangs) for axis in (0, 1)]
+    found: tuple[Array, Array] = max_pool(x, extents, sizes, strides, padding)
     return found
 
 
@@ -66,8 +63,8 @@ def pool_gradient(g: Array, places: Array, shape: Sequence[int], window: Sequenc
     """The gradient of the source, which has this shape."""
     from stepgraph.compiler.kernels.max_pool_kernels import max_pool_gradient
 
-    (height, width), (down, across), (above, left), _ = _sizes(window, *settings)
-    found: Array = max_pool_gradient(g, places, list(shape), [height, width], [down, across], [above, left])
+    sizes, strides, padding, _ = _sizes(window, *settings)
+    found: Array = max_pool_gradient(g, places, list(shape), sizes, strides, padding)
     return found
 
 
@@ -77,10 +74,10 @@ def _sizes(
     padding: Sequence[int] = (0,),
     _dilation: Sequence[int] = (1,),
     ceil: bool = False,
-) -> tuple[Sequence[int], Sequence[int], Sequence[int], bool]:
+) -> tuple[list[int], list[int], list[int], bool]:
     """Sizes of windows, strides and padding, as pairs, and whether the last windows may hang over the border."""
-    pairs = [(one[0], one[-1]) for one in (window, stride or window, padding)]
-    return pairs[0], pairs[1], pairs[2], ceil
+    sizes, strides, margins = ([one[0], one[-1]] for one in (window, stride or window, padding))
+    return sizes, strides, margins, ceil
 
 
 def _count(extent: int, size: int, stride: int, padding: int, hangs: bool) -> int:

@@ -9,7 +9,8 @@ import triton.language as tl
 from stepgraph.compiler.launch import launch, operator
 
 Array = torch.Tensor
-CHANNELS, TILE, WARPS = 64, 1024, 4  # at most 64 channels, in a tile of 1024 numbers
+CHANNELS = 64  # of a tile, at most
+FORWARD, BACKWARD = (512, 4), (1024, 2)  # numbers of a tile, and warps
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _maxima(
             h, w = row * DOWN - ABOVE + i, column * ACROSS - LEFT + j
             there = inside & ((w >= 0) & (w < width) & (h >= 0) & (h < height))[:, None]
             seen = tl.load(x + (h * width + w)[:, None] * channels + c[None, :], there, float("-inf")).to(tl.float32)
-            better = there & ((place < 0) | (seen > best) | (seen != seen))
+            better = there & ((place < 0) | (seen > best) | (seen != seen))  # noqa: PLR0124
             best, place = tl.where(better, seen, best), tl.where(better, i * COLUMNS + j, place)
     to = tl.program_id(0).to(tl.int64) * (columns * channels) + column[:, None] * channels + c[None, :]
     tl.store(y + to, best.to(y.dtype.element_ty), inside)
@@ -78,10 +79,11 @@ def max_pool(
         torch.empty((count, channels, *extents), dtype=kind, device=x.device, memory_format=torch.channels_last)
         for kind in (x.dtype, torch.uint8)
     )
-    grid, tile = _tiles(count * rows, columns, channels)
+    size, warps = FORWARD
+    grid, tile = _tiles(size, count * rows, columns, channels)
     launch(
         _maxima, grid, x, y, places, height, width, channels, rows, columns, *window, *stride, *padding, *tile,
-        num_warps=WARPS,
+        num_warps=warps,
     )  # fmt: skip
     return y, places
 
@@ -94,17 +96,18 @@ def max_pool_gradient(
     g, places = (one.contiguous(memory_format=torch.channels_last) for one in (g, places))
     count, channels, height, width = shape
     dx = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    grid, tile = _tiles(count * height, width, channels)
-    windows = (triton.cdiv(size, step) for size, step in zip(window, stride, strict=True))
+    size, warps = BACKWARD
+    grid, tile = _tiles(size, count * height, width, channels)
+    windows = (triton.cdiv(extent, step) for extent, step in zip(window, stride, strict=True))
     launch(
         _gradients, grid, g, places, dx, height, width, channels, *g.shape[2:], *window, *stride, *padding, *windows,
-        *tile, num_warps=WARPS,
+        *tile, num_warps=warps,
     )  # fmt: skip
     return dx
 
 
-def _tiles(rows: int, pixels: int, channels: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+def _tiles(size: int, rows: int, pixels: int, channels: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """How many programs, and the pixels and channels of each."""
     wide = min(CHANNELS, triton.next_power_of_2(channels))
-    long = min(TILE // wide, triton.next_power_of_2(pixels))
+    long = min(size // wide, triton.next_power_of_2(pixels))
     return (rows, triton.cdiv(pixels, long), triton.cdiv(channels, wide)), (long, wide)
