@@ -1,4 +1,4 @@
-"""Which max pools our kernels compute in fused steps, and how many windows they have. `test_gpu_pooling.py` runs them."""
+"""Which max pools our kernels compute in fused steps, and how many windows; `test_gpu_pooling.py` runs them."""
 
 import itertools
 

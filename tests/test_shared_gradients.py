@@ -1,4 +1,4 @@
-"""Gradients of batch normalization in fused steps on a GPU: what kernels read. Here the passes run on recorded graphs."""
+"""What kernels read for gradients of batch normalization in fused steps on a GPU; the passes run on recorded graphs."""
 
 from typing import Any
 
