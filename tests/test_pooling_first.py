@@ -1,5 +1,7 @@
 """ReLU behind the max pool instead of before it: the same bits, whatever is asked for."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,24 @@ def test_exchanging_keeps_losses_and_gradients(window, special):
     torch.testing.assert_close(new_loss, loss, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(new_d_w, d_w, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(new_d_b, d_b, rtol=1e-5, atol=1e-4, equal_nan=True)  # another order of sums
+
+
+def test_results_that_are_returned_in_float32_do_not_count_as_read():
+    """In half precision, a step can return what lies between the two layers, converted."""
+
+    def function(x):
+        x = x.detach().requires_grad_()
+        y = torch.relu(x)
+        z = torch.nn.functional.max_pool2d(y, 3, 2, 1)
+        of_y, of_x = torch.autograd.grad(z, (y, x), z * 2)
+        return [z.detach(), of_x, y.detach().float(), of_y.float()]
+
+    x = torch.randn(2, 3, 8, 8).bfloat16()
+    before, after = recorded(function, x)
+    ends = [module.graph.find_nodes(op="output")[0].args[0][0] for module in (before, after)]
+    assert [end.target for end in ends] == [operator.getitem, RELU]
+    for one, other in zip(before(x), after(x), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
 def test_a_relu_that_is_read_elsewhere_stays():

@@ -99,9 +99,32 @@ def reads(order: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """For each result of the forward pass, how many arrays a kernel reads to compute it again, large or small."""
     sources: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in order:
-        repeats = node.op == "call_function" and is_absorbed(node) and not is_reduction(node)
-        if not repeats or any(is_distant(source, node, order) for source in node.all_input_nodes):
+        if not _is_inlined(node) or any(is_distant(source, node, order) for source in node.all_input_nodes):
             sources[node] = frozenset([node])
         else:
-            sources[node] = frozenset[fx.Node]().union(*(sources[one] for one in node.all_input_nodes))
+            sources[node] = frozenset[fx.Node]().union(
+                *({one} if is_combined(one) else sources[one] for one in node.all_input_nodes)
+            )
     return {node: len(found) for node, found in sources.items()}
+
+
+def is_combined(node: fx.Node) -> bool:
+    """Whether a small result combines several arrays, element by element, such as a factor per channel.
+
+    If large results are recomputed from it, it is stored: kernels would read all those arrays instead.
+    """
+    if not _is_inlined(node) or is_view(node) or not is_small(node):
+        return False
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        for source in map(made, pending.pop().all_input_nodes):
+            if _is_inlined(source) and is_small(source):
+                pending.append(source)
+            else:
+                found.add(source)
+    return len(found) > 1
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether an element-wise result is computed inside the kernels that read it."""
+    return node.op == "call_function" and is_absorbed(node) and not is_reduction(node)

@@ -44,6 +44,7 @@ from stepgraph.compiler.exchange import exchange_gradients, gather_updates
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels.max_pool import pool_by_rows
 from stepgraph.compiler.loss_with_gradient import join_losses
 from stepgraph.compiler.merge_statistics import merge_statistics
 from stepgraph.compiler.merge_updates import merge_updates
@@ -51,6 +52,7 @@ from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pad_classes import pad_classes
 from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
+from stepgraph.compiler.shared_gradients import store_gradients
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
 from stepgraph.compiler.tuned import MANIFEST
@@ -229,6 +231,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("gather what ranks update", PART, gather_updates, _gathers),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
+    Pass("pool by rows", FUSED, _graph(pool_by_rows), _on_cuda),
     *(_fused(row) for row in MANIFEST if row.run is not None),
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
     Pass("merge products", FUSED, _graph(join.join_products), _always),
@@ -245,6 +248,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
     Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
+    Pass("store gradients that are read with their sums", LOWERED, _graph(store_gradients), _on_gpu),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
     Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.program import call, fake, set_fake
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
@@ -83,7 +84,13 @@ def has_separate_windows(
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.op != "output"]
+    """What reads a result, except for those parts of a program that return it, as it is or in float32."""
+    return [user for user in node.users if not _is_returned(user)]
+
+
+def _is_returned(user: fx.Node) -> bool:
+    converted = user.target is torch_private.to_copy.default and all(one.op == "output" for one in user.users)
+    return user.op == "output" or converted
 
 
 def _call(like: fx.Node, target: Any, arguments: tuple[Any, ...], after: fx.Node) -> fx.Node:

@@ -25,6 +25,7 @@ from stepgraph.compiler.absorbed import (
     are_apart,
     computed_inside,
     is_absorbed,
+    is_combined,
     is_distant,
     is_gradient,
     is_small,
@@ -35,7 +36,7 @@ from stepgraph.compiler.absorbed import (
 )
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
 from stepgraph.compiler.program import fake, inherit, is_view, notes
-from stepgraph.compiler.rewritten import affordable, kept_for_products, read_from_concatenations
+from stepgraph.compiler.rewritten import affordable, kept_for_products, read_beside, read_from_concatenations
 from stepgraph.compiler.stored import store
 
 aten = torch.ops.aten
@@ -78,7 +79,7 @@ def recompute_cheap(graph: fx.Graph) -> None:
 def recompute_by_default(graph: fx.Graph) -> None:
     """Lets kernels of the gradient pass recompute what they read, and write again what hardly takes time.
 
-    What is in memory for products is read, not recomputed.
+    What is in memory for products is read, except by kernels that read what it is computed from.
     """
     if not are_apart(graph):
         return
@@ -86,7 +87,8 @@ def recompute_by_default(graph: fx.Graph) -> None:
     read_from_concatenations(graph, kept)
     order, inside, written = levels(graph), computed_inside(graph), affordable(graph, kept)
     many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
-    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), refused=many - written))
+    read = read_beside(graph, kept - many)
+    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), many - written, read))
 
 
 def _recompute(graph: fx.Graph, cut: _Cut) -> None:
@@ -117,15 +119,17 @@ class _Cut:
         order: the results of the forward pass, with their levels.
         inside: operators of the gradient pass that generated kernels compute.
         staying: arrays that are in memory anyway. Operators outside of generated kernels read these as they are.
-        price: how many times cheaper it is to keep those.
         refused: results that are not recomputed.
+        read: those that are in memory anyway, but cost their bytes: reading them costs more than computing them.
+        price: how many times cheaper it is to keep what is in memory anyway.
     """
 
     order: Mapping[fx.Node, int]
     inside: Set[fx.Node]
     staying: Set[fx.Node]
-    price: int = UNLIMITED
     refused: Set[fx.Node] = frozenset()
+    read: Set[fx.Node] = frozenset()
+    price: int = UNLIMITED
 
     def may_replace(self, source: fx.Node, user: fx.Node) -> bool:
         """Whether an operator of the gradient pass may read a recomputed result."""
@@ -142,15 +146,15 @@ class _Cut:
         return found
 
     def inlined(self, repeated: Set[fx.Node]) -> set[fx.Node]:
-        """Element-wise results, such as residual sums, from which the gradient pass recomputes others.
+        """Element-wise results, such as residual sums or factors, from which the gradient pass recomputes others.
 
         The compiler would compute them again in every kernel from arrays that wait instead. It would also take the bias
         out of a product, and add it in one more kernel for what is kept.
         """
         read = {made(source) for node in repeated for source in node.all_input_nodes}
-        rest = read - set(repeated) - set(self.staying)
-        found = {node for node in rest if may_repeat(node) or node.target is aten.addmm.default}
-        return {node for node in found if node in self.order and not is_small(node)}
+        rest = (read - set(repeated) - set(self.staying)) & set(self.order)
+        large = {node for node in rest if may_repeat(node) or node.target is aten.addmm.default}
+        return {node for node in large if not is_small(node)} | set(filter(is_combined, rest))
 
     def _network(self) -> Network:
         """What can be computed from what in the forward pass; capacities are the cost of keeping a result."""
@@ -175,7 +179,7 @@ class _Cut:
 
     def _cost(self, node: fx.Node) -> int:
         """Bytes that are kept; arrays that are there anyway only need to be read."""
-        return max(1, fake(node).nbytes // (self.price if node in self.staying else 1))
+        return max(1, fake(node).nbytes // (self.price if node in self.staying - self.read else 1))
 
 
 class _Again:

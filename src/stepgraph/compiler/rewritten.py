@@ -77,6 +77,26 @@ def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def read_beside(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
+    """Those of the results kept for products that kernels read only together with the array they are computed from.
+
+    An example is a ReLU behind a normalization: the gradients of both read the normalization's source. So a kernel
+    need not read the ReLU's result, too.
+    """
+    order, kernels = levels(graph), _kernels(graph)
+    return {node for node in kept if may_repeat(node) and _meets_source(node, order, kernels)}
+
+
+def _meets_source(node: fx.Node, order: dict[fx.Node, int], kernels: Set[fx.Node]) -> bool:
+    """Whether all that is computed from a result in the gradient pass meets its only source before the next product."""
+    sources = _sources(node, order, set())
+    if sources is None or len(sources) != 1:
+        return False
+    (source,) = sources
+    met, readers = _behind(_readers(source, kernels, without=node), kernels), _readers(node, kernels)
+    return bool(readers) and not any(met.isdisjoint(_behind({one}, kernels)) for one in readers)
+
+
 def _lowers_peak(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> bool:
     """Whether the gradient pass has freed as much as a result needs when it comes to recompute it.
 
@@ -126,9 +146,12 @@ def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) 
     return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
 
 
-def _readers(node: fx.Node, kernels: Set[fx.Node]) -> set[fx.Node]:
-    """The operators of the gradient pass in whose kernels an array is read, also through what is computed from it."""
-    found, seen, pending = set[fx.Node](), {node}, [node]
+def _readers(node: fx.Node, kernels: Set[fx.Node], without: fx.Node | None = None) -> set[fx.Node]:
+    """The operators of the gradient pass in whose kernels an array is read, also through what is computed from it.
+
+    With `without`, except through that.
+    """
+    found, seen, pending = set[fx.Node](), {node, without}, [node]
     while pending:
         for user in _users(pending.pop()):
             if user in kernels:
@@ -151,12 +174,12 @@ def _users(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _behind(first: Set[fx.Node]) -> set[fx.Node]:
-    """What can only run after these operators."""
+def _behind(first: Set[fx.Node], among: Set[fx.Node] | None = None) -> set[fx.Node]:
+    """What can only run after these operators, or those of them that can be reached through some operators only."""
     found, pending = set(first), list(first)
     while pending:
         for user in pending.pop().users:
-            if user not in found:
+            if user not in found and (among is None or user in among):
                 found.add(user)
                 pending.append(user)
     return found

@@ -3,6 +3,9 @@
 PyTorch's compiler computes them by Welford's algorithm, with a division for every element it reads, which takes a GPU
 longer than reading them. Sums of differences and of their squares need neither that nor a second pass. Differences
 from an element of the channel itself stay small where the mean is large, so that few digits cancel.
+
+A normalized element is `scale x + offset`, with two numbers per channel. So a kernel of the gradient pass that reads
+`x` can compute where a ReLU behind the normalization was 0, and need not read the ReLU's result.
 """
 
 from __future__ import annotations
@@ -45,8 +48,7 @@ def normalized_by_sums(
     mean = differences.sum(axes, keepdim=True) / count
     variance = ((differences * differences).sum(axes, keepdim=True) / count - mean * mean).clamp_min(0)
     mean, inverse_deviation = mean + shift, torch.rsqrt(variance + epsilon)
-    y = (full - mean) * inverse_deviation
-    for parameter, function in ((gamma, torch.mul), (beta, torch.add)):
-        if parameter is not None:
-            y = function(y, parameter.float().view(mean.shape))
-    return y.to(x.dtype), mean.flatten(), inverse_deviation.flatten()
+    gamma, beta = (None if one is None else one.float().view(mean.shape) for one in (gamma, beta))
+    scale = inverse_deviation if gamma is None else inverse_deviation * gamma
+    offset = -mean * scale if beta is None else beta - mean * scale
+    return (full * scale + offset).to(x.dtype), mean.flatten(), inverse_deviation.flatten()
