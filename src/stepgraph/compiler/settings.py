@@ -75,8 +75,13 @@ class Settings:
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether to look for faster implementations; ranks would choose different ones."""
-        return GraphCompilationOptions.DETERMINISTIC not in self.options and self.parallel is None
+        """Whether to look for faster implementations."""
+        return GraphCompilationOptions.DETERMINISTIC not in self.options
+
+    @property
+    def measures_kernels(self) -> bool:
+        """Whether to compare implementations by measuring; other ranks, or other runs, would choose different ones."""
+        return self.chooses_kernels and self.parallel is None
 
 
 SAME_DEVICE = _Same.DEVICE

@@ -270,7 +270,7 @@ class Executable:
     def tries(self) -> bool:
         """Whether cuDNN tries its algorithms now."""
         now = self.is_fused or self.step.fusion is not Fusion.LATER
-        return now and self.step.chooses_kernels
+        return now and self.step.chooses_kernels and self.step.measures_kernels
 
     def run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
@@ -478,7 +478,7 @@ def _settings(step: Step, tries: bool) -> Iterator[None]:
         return
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = tries, not step.chooses_kernels
+    cudnn.benchmark, cudnn.deterministic = tries, not (step.chooses_kernels and step.measures_kernels)
     try:
         with step.precision.applied():
             yield
