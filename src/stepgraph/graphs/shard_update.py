@@ -19,6 +19,7 @@ from stepgraph.graphs.division import Division, shares
 from stepgraph.graphs.session import Session
 from stepgraph.random import seed_of_shard
 from stepgraph.runtime.amounts import amount
+from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.profile import Profile
 from stepgraph.tensors import writes
@@ -37,6 +38,7 @@ class Update:
         numbers: what `losses` and `store_statistics` combine, in one float64 array per shard.
         rows: results of its shards that are joined.
         failure: the error of a shard that could not run.
+        ran: the executables of its shards.
     """
 
     session: Session
@@ -50,6 +52,7 @@ class Update:
     rows: dict[Key, list[torch.Tensor]] = field(init=False)
     failure: Exception | None = None
     profiles: list[Profile] = field(default_factory=list)
+    ran: set[Executable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -127,6 +130,7 @@ class Update:
             self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
             self._restore_statistics()
             binding = self.session.bound(part, rows)
+            self.ran.add(binding.executable)
             try:
                 return self._run(binding, arrays | (sums or {}))
             except ExecutionError:
@@ -183,6 +187,11 @@ class Update:
         if self.profiles:
             self.execution.profile = Profile.sum_of(self.profiles)
         return binding.executable.counts_steps
+
+    @property
+    def executables(self) -> list[Executable]:
+        """What this rank runs in an update like this one."""
+        return [*self.ran, self.session.bound(PartName.UPDATE, self.division.rows(0)).executable]
 
     def copies(self) -> Arrays:
         """Copies of everything that the update changes."""
