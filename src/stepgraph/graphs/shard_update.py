@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -67,12 +67,9 @@ class Update:
     @property
     def sample(self) -> float:
         """A number that shows whether ranks have the same batch: a weighted sum of a few elements of each array."""
-        found = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
-        for array in self.feeds.values():
-            flat = array.reshape(-1)
-            few = flat[:: max(1, len(flat) // SAMPLE)].double().nan_to_num(posinf=0, neginf=0)
-            found += (few * torch.arange(1, len(few) + 1, device=few.device)).sum()
-        return float(found)
+        flat = [array.reshape(-1) for array in self.feeds.values()]
+        few = torch.cat([one[:: max(1, len(one) // SAMPLE)].double() for one in flat])
+        return float(few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device)))
 
     @cached_property
     def shares(self) -> torch.Tensor:
@@ -99,6 +96,15 @@ class Update:
             flat = None if found is None else [bucket.flat(found) for bucket in self.division.buckets]
             self.gradients.add((0, shard), flat)
             self._keep(found, shard)
+
+    def run_only(self) -> dict[Tensor, torch.Tensor]:
+        """Runs the only shard of a batch; returns its gradients, to which nothing is added."""
+        found = self._ran(PartName.SHARD, 0)
+        if found is None:
+            assert self.failure is not None
+            raise self.failure
+        self._keep(found, 0)
+        return {tensor: found[gradient(tensor)] for bucket in self.division.buckets for tensor in bucket.tensors}
 
     def run_and_exchange(self, shard: int, group: str, rank: int) -> list[torch.Tensor]:
         """Runs the last shard of this rank, which exchanges the gradients; returns its totals by bucket.
@@ -236,3 +242,8 @@ class Update:
             problem = f"{tensor!r} is computed by a layer, so that its labels cannot be counted before a shard runs"
             raise StateError("execute", problem, fix="pass the labels as data, or compile without parallel")
         return tensor.torch()
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=torch.float64, device=device)
