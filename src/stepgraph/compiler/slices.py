@@ -18,7 +18,9 @@ from stepgraph.compiler.shards import partial_nodes
 from stepgraph.tensors.tensor import Tensor
 
 BLOCK = 4096  # elements; also those whose squares are summed together for the global norm
-BUCKET = 25 << 20  # bytes; PyTorch's DistributedDataParallel uses as many
+# Bytes that are exchanged together, as many as PyTorch's DistributedDataParallel uses: the first bucket is small, so
+# that its exchange starts early.
+FIRST, BUCKET = 1 << 20, 25 << 20
 
 
 class Slice(NamedTuple):
@@ -131,7 +133,7 @@ class Ownership:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Buckets:
-    """Parameters whose gradients are exchanged together: of one type, and of about `BUCKET` bytes.
+    """Parameters whose gradients are exchanged together: of one type, and of about `FIRST`, then `BUCKET` bytes.
 
     Args:
         tensors: the parameters, in the order in which their gradients become complete.
@@ -141,7 +143,8 @@ def buckets(tensors: Sequence[Tensor]) -> Buckets:
     for tensor in tensors:
         bucket = filling.setdefault(tensor.data_type.torch, [])
         bucket.append(tensor)
-        if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= BUCKET:
+        most = BUCKET if done else min(FIRST, BUCKET)
+        if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= most:
             done.append(tuple(filling.pop(tensor.data_type.torch)))
     return (*done, *map(tuple, filling.values()))
 
