@@ -120,10 +120,10 @@ def test_pieces_are_views() -> None:
     assert first.owned == {matrix} and first.shape(bias) == (0,)
 
 
-def test_buckets_have_one_type_and_about_one_size_after_a_small_first() -> None:
+def test_buckets_have_one_type_and_about_one_size() -> None:
     parameters = [*tensors([(BUCKET // 8,)] * 3), sg.Tensor((4,), "float64"), *tensors([(1,)])]
     found = buckets(parameters)
-    assert found == ((parameters[0],), (parameters[1], parameters[2]), (parameters[3],), (parameters[4],))
+    assert found == ((parameters[0], parameters[1]), (parameters[2], parameters[4]), (parameters[3],))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -18,9 +18,7 @@ from stepgraph.compiler.shards import partial_nodes
 from stepgraph.tensors.tensor import Tensor
 
 BLOCK = 4096  # elements; also those whose squares are summed together for the global norm
-# Bytes that are exchanged together, as many as PyTorch's DistributedDataParallel uses: the first bucket is small, so
-# that its exchange starts early.
-FIRST, BUCKET = 1 << 20, 25 << 20
+BUCKET = 25 << 20  # bytes; PyTorch's DistributedDataParallel uses as many
 
 
 class Slice(NamedTuple):
@@ -133,7 +131,7 @@ class Ownership:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Buckets:
-    """Parameters whose gradients are exchanged together: of one type, and of about `FIRST`, then `BUCKET` bytes.
+    """Parameters whose gradients are exchanged together: of one type, and of about `BUCKET` bytes.
 
     Args:
         tensors: the parameters, in the order in which their gradients become complete.
@@ -143,8 +141,7 @@ def buckets(tensors: Sequence[Tensor]) -> Buckets:
     for tensor in tensors:
         bucket = filling.setdefault(tensor.data_type.torch, [])
         bucket.append(tensor)
-        most = BUCKET if done else min(FIRST, BUCKET)
-        if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= most:
+        if sum(one.descriptor.tensor_allocation_size_in_bytes for one in bucket) >= BUCKET:
             done.append(tuple(filling.pop(tensor.data_type.torch)))
     return (*done, *map(tuple, filling.values()))
 
