@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.compiler import fusion
+from stepgraph.compiler import fusion, slices
 from stepgraph.compiler.fusion import Fused, Unusable
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.step import Fusion, Step
@@ -67,9 +67,14 @@ def test_if_one_rank_fails_all_stay_unfused() -> None:
 
 
 def fused_first(name: str, order: str) -> tuple[list[Any], dict[str, str], set[str]]:
+    if "RANK" in os.environ:
+        slices.BUCKET = 1 << 12  # several exchanges at once
     training = new(name, fuse=True, parallel={"order": order})
     losses = [training.execute(*batch(name, ROWS, step)).loss for step in range(3)]
     parts = training.require_session("test").compilation.programs.executables
+    for (name_of_part, _), one in parts.items():  # memory that others read is not reused
+        exchanges = name_of_part is not PartName.SHARD and not training.world.is_alone
+        assert (fusion.EXCHANGING.items() <= fusion.config(one.part, one.step).items()) == exchanges
     assert not parts.keys().isdisjoint({(PartName.UPDATE, ROWS // 8)})
     return losses, marks(training), {one.fusing for one in parts.values()}
 

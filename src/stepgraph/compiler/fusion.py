@@ -24,7 +24,7 @@ from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.kernels.choices import processor
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, adopt_tags, attach_tags, complete_notes, fake, fakes, notes
+from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, fakes, notes
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -46,6 +46,9 @@ SETTINGS: dict[str, Any] = {
 SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
 ALONE = {"cpp.threads": 1, "compile_threads": 1}
+# Other ranks read what an exchange sends until it is waited for, so nothing else may be written there. All ranks start
+# exchanges in the same order, whatever the sizes of their slices.
+EXCHANGING = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 
 
 @cache
@@ -115,7 +118,7 @@ def _fused(part: Part, step: Step) -> Fused:
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         return generated[-1]
 
-    settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
+    settings = config(part, step)
     with recording, torch.no_grad():
         function = cast(Function, inductor.compile_graph(module, arrays, compile_inner, config_patches=settings))
     if not on_cpu:
@@ -129,6 +132,13 @@ def _fused(part: Part, step: Step) -> Fused:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(_of_all(function, part, module), plan)
+
+
+def config(part: Part, step: Step) -> dict[str, Any]:
+    """The settings of PyTorch's compiler for a part."""
+    alone = step.device.type == "cpu" and part.is_tiny
+    exchanges = any(notes(node).layer == EXCHANGE for node in part.nodes)
+    return SETTINGS | (ALONE if alone else {}) | (EXCHANGING if exchanges else {})
 
 
 def _of_all(function: Function, part: Part, module: fx.GraphModule) -> Function:
