@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel
     python -m benchmarks.parallel --models mlp,transformer --ranks 1,2,4 --json parallel.json
-    python -m benchmarks.parallel --device cuda --ranks 1         # what `parallel` adds on one GPU
+    python -m benchmarks.parallel --device cuda --ranks 1         # what `parallel` adds on one GPU, unfused
     python -m benchmarks.parallel --plan                          # plans of large models for 8, 64 and 1,024 ranks
 
 Each number of ranks is a world of its own, started by torchrun. Every rank has one thread, or `--threads`, and the same
@@ -30,6 +30,7 @@ from benchmarks.peers import cold_caches, parser, surroundings
 from stepgraph import draw
 
 MOST = {"cpu": ("ddp", 1.0), "cuda": ("alone", 1.03)}  # what a step with ranks may take, in steps of another
+SECONDS = {"cpu": 0.3, "cuda": 0.1}  # of a turn
 ON_LINUX = sys.platform == "linux"
 DEFAULTS = "mlp,cnn,transformer"
 
@@ -56,7 +57,7 @@ def world(model: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         settings = {"model": model, "device": options.device, "rounds": options.rounds, "seconds": options.seconds}
-        settings |= {"small": options.small, "found": str(found), "threads": options.threads}
+        settings |= {"small": options.small, "found": str(found), "threads": options.threads, "fuse": options.fuse}
         command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         worker = ["-m", "benchmarks.parallel_worker", json.dumps(settings)]
         local = {"OMP_NUM_THREADS": str(options.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if ON_LINUX else {})
@@ -118,12 +119,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--models", default=DEFAULTS, help="which, comma between (%(default)s)")
     made.add_argument("--ranks", default=None, help="numbers of ranks, comma between (1,2; with --plan 8,64,1024)")
     made.add_argument("--rounds", type=int, default=15, help="turns of each contender (%(default)s)")
-    made.add_argument("--seconds", type=float, default=0.3, help="of a turn, about (%(default)s)")
+    made.add_argument("--seconds", type=float, default=None, help="of a turn, about (0.3; on a GPU 0.1)")
+    made.add_argument("--fuse", action="store_true", help="time steps that PyTorch's compiler has fused")
     made.add_argument("--plan", action="store_true", help="print plans of large models; nothing is run")
     made.add_argument("--small", action="store_true", help="tiny models, to see that it works")
     options = made.parse_args(arguments)
     known = SMALL if options.small else MODELS
     options.models = options.models.split(",")
+    options.seconds = options.seconds or SECONDS[options.device]
     for name in options.models:
         if name not in known:
             made.error(f"there is no model {name!r}; there are {', '.join(known)}")

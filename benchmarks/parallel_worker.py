@@ -19,14 +19,21 @@ import stepgraph as sg
 from benchmarks import in_pytorch
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import BETAS, EPSILON, MODELS, SMALL, Model
+from benchmarks.peers import set_tf32
 from stepgraph.runtime import world
 
-TOLERANCE = 1e-4  # relative difference of losses
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # relative difference of losses
+OPTIONS = {"cpu": sg.GraphCompilationOptions.NONE, "cuda": sg.GraphCompilationOptions.DISABLE_LAYER_FUSION}
 LOOPBACK = Path("/proc/net/dev")
 
 
-class Tree(Stepgraph):
+class Alone(Stepgraph):
+    """One process without `parallel`; on a GPU, unfused, since compiling would take most of the time."""
+
+    options = OPTIONS
+
+
+class Tree(Alone):
     """One shard for each rank, added in a fixed order."""
 
     order = "tree"
@@ -113,11 +120,17 @@ class Eager(DDP):
         return module
 
 
-def contenders(ranks: int) -> dict[str, Any]:
+def contenders(ranks: int, fuse: bool) -> dict[str, Any]:
     """Who is compared in a world."""
     if ranks > 1:
-        return {"tree": Tree, "any": Any_, "ddp": DDP}
-    return {"tree": Tree, "exchanging": Exchanging, "alone": Stepgraph, "ddp": DDP, "eager": Eager}
+        found: dict[str, Any] = {"tree": Tree, "any": Any_, "ddp": DDP}
+    else:
+        found = {"tree": Tree, "exchanging": Exchanging, "alone": Alone, "ddp": DDP, "eager": Eager}
+    fused = dict.fromkeys(OPTIONS, sg.GraphCompilationOptions.FUSE_LAYERS)
+    return {
+        name: type(name, (kind,), {"options": fused}) if fuse and issubclass(kind, Alone) else kind
+        for name, kind in found.items()
+    }
 
 
 def main(settings: Mapping[str, Any]) -> None:
@@ -128,30 +141,32 @@ def main(settings: Mapping[str, Any]) -> None:
     device = settings["device"]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[device])
+        set_tf32(False)
+    dist.init_process_group(world.BACKENDS[device])
     ranks = _world_size()
     model = (SMALL if settings["small"] else MODELS)[settings["model"]].on(device)
     if model.batch_size % ranks:
         model = model.of_batch(math.ceil(model.batch_size / ranks) * ranks)
-    running = {name: kind(model, device, dropout=False) for name, kind in contenders(ranks).items()}
-    check(running)
+    running = {name: kind(model, device, dropout=False) for name, kind in contenders(ranks, settings["fuse"]).items()}
+    check(running, TOLERANCE[device])
     seconds, wire = measured(running, settings["rounds"], settings["seconds"])
     formula = 2 * (ranks - 1) / ranks * 4 * model.parameter_count
     found = {
         "rows": model.batch_size,
         "parameters": model.parameter_count,
         "seconds": seconds,
-        "planned": {name: one.planned for name, one in running.items() if isinstance(one, Tree)},
+        "planned": {name: one.planned for name, one in running.items() if isinstance(one, Tree) and ranks > 1},
         "formula": dict.fromkeys(running, formula),
         "wire": wire,
     }
     if _rank() == 0:
         Path(settings["found"]).write_text(json.dumps(found))
     del running
+    world.leave()  # captured collectives end before the group
     dist.destroy_process_group()
 
 
-def check(running: Mapping[str, Any]) -> None:
+def check(running: Mapping[str, Any], tolerance: float) -> None:
     """Ends the program if the losses of three steps differ."""
     losses = {name: [] for name in running}
     for _ in range(3):
@@ -161,7 +176,7 @@ def check(running: Mapping[str, Any]) -> None:
     first, *others = losses
     for name in others:
         pairs = zip(losses[first], losses[name], strict=True)
-        if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in pairs):
+        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in pairs):
             sys.exit(f"{name} computes other losses: {losses[first]} and {losses[name]}")
 
 
@@ -187,7 +202,6 @@ def _steps(running: Mapping[str, Any], seconds: float) -> dict[str, int]:
     found = {}
     for name, one in running.items():
         count = torch.tensor([max(1, min(500, round(seconds / _turn(one, 3) * 3)))])
-        count = count.to("cuda") if dist.get_backend() == "nccl" else count
         dist.broadcast(count, 0)
         found[name] = int(count)
     return found

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import stepgraph as sg
+from stepgraph.compiler.program import PartName, notes
 from stepgraph.compiler.step import KeyKind
 from stepgraph.runtime.sliced import Sliced
 from stepgraph.runtime.world import leave
@@ -169,7 +170,19 @@ def trained(name: str, steps: int = STEPS) -> dict[str, str]:
         for tensor in training.require_session("test").compilation.compared:
             assert tensor.torch().shape[0] == rows
             predictions.update(tensor.torch().numpy().tobytes())
-    return {**marks(training), "losses": repr(losses), "predictions": predictions.hexdigest()}
+    return {
+        **marks(training),
+        "losses": repr(losses),
+        "predictions": predictions.hexdigest(),
+        "kernels": kernels(training),
+    }
+
+
+def kernels(training: sg.TrainingGraph) -> str:
+    """The implementations that shards run, which are the same on every rank."""
+    programs = training.require_session("test").compilation.programs
+    part = next(one.part for (name, _), one in programs.executables.items() if name is PartName.SHARD)
+    return repr([notes(node).implementation for node in part.nodes if notes(node).implementation])
 
 
 def marks(training: sg.TrainingGraph) -> dict[str, str]:

@@ -93,7 +93,7 @@ def steps(training: sg.TrainingGraph, name: str, rows: int, count: int = 4) -> l
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", *(pytest.param(one, marks=DEEP) for one in ("transformer", "heads"))])
 def test_one_shard_computes_the_bits_of_a_whole_batch(name: str) -> None:
-    whole, divided = new(name, shards=None, deterministic=True), new(name, shards=1)
+    whole, divided = (new(name, shards=shards, deterministic=True) for shards in (None, 1))
     assert steps(whole, name, 16) == steps(divided, name, 16)
     mine = marks(divided)
     assert mine.pop("seeds") and {kind: mine[kind] for kind in mine} == {

@@ -4,6 +4,7 @@ import io
 import itertools
 import logging
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -330,14 +331,22 @@ def differing() -> dict[str, str]:
     sys.modules["stepgraph"].__version__ = "0.0.1" if other else version  # type: ignore[attr-defined]
     attempt("version")
     sys.modules["stepgraph"].__version__ = version  # type: ignore[attr-defined]
+    machine, platform.machine = platform.machine, lambda: "riscv64" if other else "aarch64"
+    attempt("processor")
+    platform.machine = machine
     attempt("nothing")
+    x, y, graph = sg.Tensor((16, 3, 8, 8)), sg.Tensor((16,), "int64"), sg.Graph()  # of a known size: kernels are chosen
+    graph.dense(graph.reshape((16, -1), graph.relu(graph.convolution(x, 4, 3))), 3)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    compiled(training)
     return found
 
 
 def test_ranks_with_another_program_are_refused_with_both_digests() -> None:
     first, second = together(2, differing)
     assert first == second
-    assert list(first) == ["shapes", "layers", "optimizer", "shards", "numerics", "precision", "version"]
+    assert list(first) == ["shapes", "layers", "optimizer", "shards", "numerics", "precision", "version", "processor"]
     for text in first.values():
         assert "rank 1 has another program than rank 0" in text
         digests = [line.split()[-1] for line in text.splitlines() if line.lstrip().startswith("rank ")]

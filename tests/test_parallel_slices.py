@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def test_collectives_of_a_single_rank_change_nothing() -> None:
 
 
 def both(device: str, order: str, compute_type: str | None) -> list[dict[str, Any]]:
-    return [single(device, "wide", exchanges, order, compute_type=compute_type) for exchanges in (False, True)]
+    settings = {"compute_type": compute_type, "fuse": False}
+    return [single(device, "wide", exchanges, order, **settings) for exchanges in (False, True)]
 
 
 def as_torchrun_would(call: str) -> Any:
@@ -153,6 +155,40 @@ def test_collectives_are_captured_on_a_gpu(order: str, compute_type: str | None)
     expected, found = as_torchrun_would(f"both('cuda', {order!r}, {compute_type!r})")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4 if compute_type is None else 0.05)
     assert found["modes"] == {"last shard": "CUDA graph", "update": "CUDA graph"}
+
+
+def _are_fused(made: dict[Any, Any]) -> bool:
+    return all(one.mode == "fused CUDA graph" for (part, _), one in made.items() if part != PartName.SHARD)
+
+
+def fused_later(order: str, fuse: bool | None, seconds: float) -> dict[str, Any]:
+    """Trains on one rank by NCCL until all parts are fused, and a little longer; and the same without fusion."""
+    worlds.ALWAYS_EXCHANGES = True
+    losses, modes = [], {}
+    for fusing in (fuse, False):
+        sg.set_seed(5)
+        training = NETWORKS["wide"]()
+        training.compile("cuda", parallel=sg.Parallel(1, order, timeout=60), tf32=False, fuse=fusing)
+        every: list[Any] = []
+        deadline, made = time.monotonic() + seconds, {}
+        while len(every) < (len(losses[0]) if losses else 30) or (not losses and time.monotonic() < deadline):
+            every.append(training.execute(*batch("wide", 16, len(every) % 7)).loss)
+            made = training.require_session("test").compilation.programs.executables
+            if not losses and len(every) >= 30 and _are_fused(made):
+                break
+        losses.append(every)
+        modes = modes or {str(part): one.mode for (part, _), one in made.items() if part != PartName.SHARD}
+    return {"losses": losses, "modes": modes}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order, fuse", [("any", None), ("tree", True)])
+def test_steps_with_collectives_are_fused_on_a_gpu(order: str, fuse: bool | None) -> None:
+    """In the background if no bits are promised, or before the first step."""
+    found = as_torchrun_would(f"fused_later({order!r}, {fuse!r}, 100.0)")
+    fused, plain = found["losses"]
+    assert fused == pytest.approx(plain, rel=1e-3, abs=1e-4)
+    assert found["modes"] == {"last shard": "fused CUDA graph", "update": "fused CUDA graph"}
 
 
 # ------------------------------------------------------------------------------------------------ reading state

@@ -172,11 +172,10 @@ def _start_gather(
     parameters: Arrays, starts: Sequence[int], stops: Sequence[int], most: int, size: int, group: str, what: str
 ) -> torch.Tensor:
     """Starts to send this rank's slices of parameters, which are of one type, to all others."""
-    sent, place = parameters[0].new_empty(most), 0
-    for parameter, start, stop in zip(parameters, starts, stops, strict=True):
-        sent[place : place + stop - start] = parameter.view(-1)[start:stop]
-        place += stop - start
-    sent[place:] = 0
+    ranges = zip(parameters, starts, stops, strict=True)
+    own = [parameter.view(-1)[start:stop] for parameter, start, stop in ranges if stop > start]
+    missing = most - sum(map(len, own))
+    sent = torch.cat([*own, parameters[0].new_zeros(missing)] if missing else own)
     return _lines[group].start(what, "all_gather_into_tensor", as_bytes(sent), size)
 
 
@@ -269,8 +268,10 @@ def _finish_trade(
 ) -> torch.Tensor:
     """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them."""
     _lines[group].finish(received)
-    found = TreeSum(count)
     parts = received.view(dtype).view(len(levels), -1)
+    if len(levels) == 2:  # whatever the tree, they are added once
+        return parts[0] + parts[1]
+    found = TreeSum(count)
     for node, part in zip(zip(levels, indices, strict=True), parts, strict=True):
         found.add(node, [part])
     return found.total[0].clone()

@@ -21,7 +21,7 @@ from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeli
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part, adopt_tags, attach_tags, complete_notes, fake, notes
+from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -44,6 +44,9 @@ SETTINGS: dict[str, Any] = {
 SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
 ALONE = {"cpp.threads": 1, "compile_threads": 1}
+# Other ranks read what an exchange sends until it is waited for, so nothing else may be written there. All ranks start
+# exchanges in the same order, whatever the sizes of their slices.
+EXCHANGING = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 
 
 @cache
@@ -108,7 +111,7 @@ def _fused(part: Part, step: Step) -> Fused:
     module = _prepared(part, step)
     arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
     on_cpu = step.device.type == "cpu"
-    settings = SETTINGS | (ALONE if on_cpu and part.is_tiny else {})
+    settings = config(part, step)
     with recording, torch.no_grad():
         known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(step), _lowered(step))
         kept = fused_cache.load(known, arrays)
@@ -175,6 +178,13 @@ def _hardware(step: Step) -> tuple[Any, ...]:
         return (step.device.type,)
     found = torch.cuda.get_device_properties(step.device)
     return found.name, found.major, found.minor, found.multi_processor_count, found.total_memory
+
+
+def config(part: Part, step: Step) -> dict[str, Any]:
+    """The settings of PyTorch's compiler for a part."""
+    alone = step.device.type == "cpu" and part.is_tiny
+    exchanges = any(notes(node).layer == EXCHANGE for node in part.nodes)
+    return SETTINGS | (ALONE if alone else {}) | (EXCHANGING if exchanges else {})
 
 
 def _of_all(function: Function, part: Part, module: fx.GraphModule) -> Function:

@@ -16,6 +16,7 @@ import torch
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels import measure
 from stepgraph.compiler.kernels.choose_operator import LARGE
+from stepgraph.compiler.kernels.preferences import prefers_last
 from stepgraph.compiler.program import Part, Phase, Program
 from stepgraph.compiler.step import Fusion, Step, gradient, value
 from stepgraph.compiler.trace import arguments
@@ -39,7 +40,7 @@ def is_open(step: Step) -> bool:
 
 
 def choose(step: Step, record: Record, settle: Settle) -> Step:
-    """The step in its faster layout; both are tried, unless the choice is known.
+    """The step in its faster layout; both are tried, unless the choice is known or a rule decides.
 
     Args:
         step: a step for which the layout is open.
@@ -47,6 +48,8 @@ def choose(step: Step, record: Record, settle: Settle) -> Step:
         settle: the passes that turn a part into what runs.
     """
     steps = {FIRST: step, LAST: replace(step, channels_last=True)}
+    if not step.measures_kernels:
+        return steps[LAST if prefers_last(step) else FIRST]
     operator, given = f"layout {_digest(step)}", arguments(step)
     chosen = measure.remembered(operator, steps, given)
     if chosen is None:
@@ -69,6 +72,8 @@ def _is_large_pool(node: Node, step: Step) -> bool:
         return False
     if node.layer.descriptor.dimensions != 2:
         return False
+    if not step.measures_kernels:  # a rule must not depend on the batch with which a run happens to begin
+        return True
     rows = step.batch[1] / step.batch[0]  # the declared shape has the declared batch
     return rows * node.sources[0].descriptor.element_count >= LARGE
 

@@ -98,7 +98,7 @@ def _chooses(step: Step, part: PartName | None) -> bool:
     return step.chooses_kernels
 
 
-def _measures(step: Step, part: PartName | None) -> bool:
+def _has_implementations(step: Step, part: PartName | None) -> bool:
     # On a GPU cuDNN chooses among its own algorithms. PyTorch's compiler makes its own choices, and does not know all
     # libraries behind our implementations.
     return step.chooses_kernels and step.device.type == "cpu" and step.fusion is not Fusion.FIRST
@@ -187,7 +187,7 @@ def _compute_once(module: fx.GraphModule, step: Step) -> None:
 
 def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
     offered = [one for row in MANIFEST if row.applies(step) for one in row.offers]
-    kernels.choose_kernels(module, offered)
+    kernels.choose_kernels(module, offered, None if step.measures_kernels else kernels.preferred)
 
 
 def _lay_out(step: Step, _: Step) -> Step:
@@ -216,7 +216,7 @@ TABLE: tuple[Pass, ...] = (
         "choose implementations",
         RECORDED,
         _choose_kernels,
-        _measures,
+        _has_implementations,
     ),
     Pass("normalize in half precision", RECORDED, _graph(half_normalization.normalize_half), _normalizes_half),
     Pass("convert and reorder at once", RECORDED, _graph(convert_in_order), _on_gpu),

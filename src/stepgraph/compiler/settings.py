@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.compiler.parallel import Parallel
+from stepgraph.compiler.parallel import ANY, Parallel
 from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
@@ -75,8 +75,13 @@ class Settings:
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether to look for faster implementations; ranks would choose different ones."""
-        return GraphCompilationOptions.DETERMINISTIC not in self.options and self.parallel is None
+        """Whether to look for faster implementations."""
+        return GraphCompilationOptions.DETERMINISTIC not in self.options
+
+    @property
+    def measures_kernels(self) -> bool:
+        """Whether to compare implementations by measuring; other ranks, or other runs, would choose different ones."""
+        return self.chooses_kernels and self.parallel is None
 
 
 SAME_DEVICE = _Same.DEVICE
@@ -164,15 +169,15 @@ def divisible(parallel: Any, options: GraphCompilationOptions) -> Parallel | Non
 def fusion_of(options: GraphCompilationOptions, device: torch.device, parallel: Parallel | None = None) -> Fusion:
     """On CUDA a fused step repays its long compilation, on the CPU a tiny one does; elsewhere it must be requested.
 
-    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. Several ranks would not be ready for it in
-    the same step.
+    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. If ranks promise the same bits, the time
+    that compiling takes must not decide which steps are fused.
     """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST
     if parallel is not None:
-        return Fusion.NEVER
+        return Fusion.LATER if device.type == "cuda" and parallel.order == ANY else Fusion.NEVER
     if device.type == "cpu" and GraphCompilationOptions.CHECK_NUMERICS not in options:
         return Fusion.FIXED
     return Fusion.LATER if device.type == "cuda" else Fusion.NEVER

@@ -166,6 +166,7 @@ class Step:
         all_gradients: compute all gradients, including those of inputs and frozen parameters.
         compute_type: the type layers compute in, if it differs from what tensors declare.
         chooses_kernels: whether to look for faster implementations.
+        measures_kernels: whether they are compared by measuring; otherwise a rule decides, the same on every rank.
         channels_last: whether images between convolutions have their channels last in memory.
         fusion: when PyTorch's compiler fuses operators.
         guards: whether indices are checked on the device, by the step itself; a call that has one out of range changes
@@ -196,6 +197,7 @@ class Step:
     all_gradients: bool = False
     compute_type: torch.dtype | None = None
     chooses_kernels: bool = True
+    measures_kernels: bool = True
     channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
     guards: bool = False

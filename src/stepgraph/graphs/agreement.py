@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import phases
+from stepgraph.compiler.kernels.preferences import kind
 from stepgraph.compiler.program import Phase, Program, fake
 from stepgraph.compiler.step import KeyKind, gradient
 from stepgraph.errors import ArgumentError, StateError
@@ -50,6 +52,7 @@ def digest(compiled: Compilation) -> str:
     numbers = {name: one for name, one in optimizer.settings.items() if isinstance(one, int | float)}
     facts = [
         (sys.modules["stepgraph"].__version__, torch.__version__, compiled.device.torch.type),
+        kind() if compiled.device.torch.type == "cpu" else (),
         (int(settings.options), settings.compute_type, settings.parallel, compiled.feeds.batch),
         (optimizer.rule, sorted(numbers.items())),
         _signatures(program),
@@ -74,7 +77,12 @@ def _operators(program: Program) -> list[tuple[Any, ...]]:
         return f"#{numbers[node]}"
 
     shown = ((one, fx.map_arg((one.args, one.kwargs), by_number)) for one in numbers if one.op != "placeholder")
-    return [(one.op, one.target, *settings) for one, settings in shown]
+    return [(one.op, _named(one.target), *settings) for one, settings in shown]
+
+
+def _named(target: Any) -> str:
+    """An operator without the address of its function, which differs between processes."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
 def require_same(compiled: Compilation, world: World) -> None:
@@ -89,7 +97,7 @@ def require_same(compiled: Compilation, world: World) -> None:
             f"rank {other} has another program than rank 0",
             rank_0=found[0],
             **{f"rank_{other}": found[other]},
-            fix="compile the same graph, with the same settings and versions, on every rank",
+            fix="compile the same graph, with the same settings and versions, on processors of one kind",
         )
 
 

@@ -190,6 +190,7 @@ class Compilation:
             (self.feeds.batch, batch),
             compute_type=settings.compute_type,
             chooses_kernels=settings.chooses_kernels,
+            measures_kernels=settings.measures_kernels,
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and Options.DETERMINISTIC not in settings.options,
             fusion=fusion_of(settings.options, device, settings.parallel),

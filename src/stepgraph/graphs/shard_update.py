@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from stepgraph.graphs.division import Division, shares
 from stepgraph.graphs.session import Session
 from stepgraph.random import seed_of_shard
 from stepgraph.runtime.amounts import amount
+from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.profile import Profile
 from stepgraph.tensors import writes
@@ -37,6 +38,7 @@ class Update:
         numbers: what `losses` and `store_statistics` combine, in one float64 array per shard.
         rows: results of its shards that are joined.
         failure: the error of a shard that could not run.
+        ran: the executables of its shards.
     """
 
     session: Session
@@ -50,6 +52,7 @@ class Update:
     rows: dict[Key, list[torch.Tensor]] = field(init=False)
     failure: Exception | None = None
     profiles: list[Profile] = field(default_factory=list)
+    ran: set[Executable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -64,12 +67,9 @@ class Update:
     @property
     def sample(self) -> float:
         """A number that shows whether ranks have the same batch: a weighted sum of a few elements of each array."""
-        found = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
-        for array in self.feeds.values():
-            flat = array.reshape(-1)
-            few = flat[:: max(1, len(flat) // SAMPLE)].double().nan_to_num(posinf=0, neginf=0)
-            found += (few * torch.arange(1, len(few) + 1, device=few.device)).sum()
-        return float(found)
+        flat = [array.reshape(-1) for array in self.feeds.values()]
+        few = torch.cat([one[:: max(1, len(one) // SAMPLE)].double() for one in flat])
+        return float(few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device)))
 
     @cached_property
     def shares(self) -> torch.Tensor:
@@ -96,6 +96,15 @@ class Update:
             flat = None if found is None else [bucket.flat(found) for bucket in self.division.buckets]
             self.gradients.add((0, shard), flat)
             self._keep(found, shard)
+
+    def run_only(self) -> dict[Tensor, torch.Tensor]:
+        """Runs the only shard of a batch; returns its gradients, to which nothing is added."""
+        found = self._ran(PartName.SHARD, 0)
+        if found is None:
+            assert self.failure is not None
+            raise self.failure
+        self._keep(found, 0)
+        return {tensor: found[gradient(tensor)] for bucket in self.division.buckets for tensor in bucket.tensors}
 
     def run_and_exchange(self, shard: int, group: str, rank: int) -> list[torch.Tensor]:
         """Runs the last shard of this rank, which exchanges the gradients; returns its totals by bucket.
@@ -127,6 +136,7 @@ class Update:
             self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
             self._restore_statistics()
             binding = self.session.bound(part, rows)
+            self.ran.add(binding.executable)
             try:
                 return self._run(binding, arrays | (sums or {}))
             except ExecutionError:
@@ -184,6 +194,11 @@ class Update:
             self.execution.profile = Profile.sum_of(self.profiles)
         return binding.executable.counts_steps
 
+    @property
+    def executables(self) -> list[Executable]:
+        """What this rank runs in an update like this one."""
+        return [*self.ran, self.session.bound(PartName.UPDATE, self.division.rows(0)).executable]
+
     def copies(self) -> Arrays:
         """Copies of everything that the update changes."""
         binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
@@ -227,3 +242,8 @@ class Update:
             problem = f"{tensor!r} is computed by a layer, so that its labels cannot be counted before a shard runs"
             raise StateError("execute", problem, fix="pass the labels as data, or compile without parallel")
         return tensor.torch()
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=torch.float64, device=device)

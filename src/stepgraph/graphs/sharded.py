@@ -15,11 +15,12 @@ import torch
 from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.shards import TreeSum, most_nodes, own
 from stepgraph.compiler.slices import Traffic, traffic
-from stepgraph.compiler.step import gradient, value
+from stepgraph.compiler.step import Fusion, gradient, value
 from stepgraph.errors import ExecutionError, NumericsError
-from stepgraph.graphs import synchronized
+from stepgraph.graphs import fused_together, synchronized
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.division import Division, divided
 from stepgraph.graphs.session import Answer, Session, announced
@@ -50,8 +51,10 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        compiled = session.compilation
+        self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
         if not world.is_alone:
-            release_before_leaving(session.compilation.programs)
+            release_before_leaving(compiled.programs)
 
     @property
     def traffic(self) -> Traffic:
@@ -127,6 +130,8 @@ class Shards:
         A rank that fails, or has nothing to run, exchanges zeros, so that no other waits for it.
         """
         buckets, device = update.division.buckets, self.session.device.torch
+        if self.world.is_alone and self.parallel.shards == 1:
+            return update.run_only()
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
             totals = update.run_and_exchange(last, self.world.group, self.world.rank)
@@ -193,13 +198,13 @@ class Shards:
             if failure is not None:
                 raise failure
             return update.numbers.total[0]
-        header = [float(failure is not None), float(division.batch), update.sample]
+        header = [float(failure is not None), float(division.batch), update.sample, self._readiness(update)]
         most = most_nodes(self.parallel.shards)
         headers, total = exchange.gathered(update.numbers, header, division.size, most, world)
         if failure is not None:
             raise failure
         where = f"rank {world.rank} of {world.size}"
-        for rank, (failed, rows, sample) in enumerate(headers):
+        for rank, (failed, rows, sample, _) in enumerate(headers):
             if failed:
                 problem = f"rank {rank} failed in this step; nothing has changed"
                 raise ExecutionError(where, problem, fix=f"see the error of rank {rank}")
@@ -207,7 +212,13 @@ class Shards:
                 problem = f"ranks 0 and {rank} have different batches, of {headers[0][1]:.0f} and {rows:.0f} rows"
                 fix = "pass the whole batch, with its rows in the same order, on every rank; each takes its own rows"
                 raise ExecutionError(where, problem, fix=fix)
+        if self._fuses:
+            fused_together.settle(update.executables, [readiness for *_, readiness in headers])
         return total()
+
+    def _readiness(self, update: Update) -> float:
+        """Whether this rank can run fused operators."""
+        return fused_together.readiness(update.executables) if self._fuses and update.failure is None else 0.0
 
     def _joined(self, update: Update) -> Arrays:
         """Results of the whole batch, from the rows of all ranks."""

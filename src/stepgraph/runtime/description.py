@@ -90,6 +90,7 @@ def _kernels(program: Program) -> list[str]:
     if not chosen:
         return ["PyTorch's own; no operator here has an alternative"]
     lines = [f"{operator}: {_implementations(found, WIDTH - len(operator))}" for operator, found in chosen.items()]
+    lines += [] if program.step.measures_kernels else ["by a rule, not by measurement: the same on every rank"]
     hidden = len(lines) - MOST
     return lines if hidden <= 0 else [*lines[: MOST - 1], f"and {hidden + 1} more operators with alternatives"]
 

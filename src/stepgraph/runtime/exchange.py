@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +37,12 @@ class Bucket:
     slices: Slices | None
     name: str
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The elements by rank."""
         return [sum(stop - start for _, start, stop in of_rank) for of_rank in self._ranges]
 
-    @property
+    @cached_property
     def _ranges(self) -> list[list[tuple[Tensor, int, int]]]:
         if self.slices is None:
             return [[(one, 0, one.descriptor.element_count) for one in self.tensors]]
@@ -60,12 +61,23 @@ class Bucket:
 
     def pieces(self, flat: torch.Tensor, rank: int) -> Pieces:
         """What a rank has of each gradient, as views of what it has of the bucket."""
-        ranges = self._ranges[rank]
-        parts = flat.split([stop - start for _, start, stop in ranges])
+        counts, shapes = self._pieces[rank]
+        parts = flat.split(counts)
         return {
-            one: part.view(one.shape) if stop - start == one.descriptor.element_count else part
-            for (one, start, stop), part in zip(ranges, parts, strict=True)
+            one: part if shape is None else part.view(shape)
+            for one, part, shape in zip(self.tensors, parts, shapes, strict=True)
         }
+
+    @cached_property
+    def _pieces(self) -> list[tuple[list[int], list[Sequence[int] | None]]]:
+        """By rank: the elements of its pieces, and the shapes of those that are whole."""
+        return [
+            (
+                [stop - start for _, start, stop in ranges],
+                [one.shape if stop - start == one.descriptor.element_count else None for one, start, stop in ranges],
+            )
+            for ranges in self._ranges
+        ]
 
 
 def summed(sums: TreeSum, buckets: Sequence[Bucket], world: World, device: torch.device) -> list[torch.Tensor]:

@@ -125,8 +125,8 @@ class Executable:
 
     def __call__(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Runs once on the bound arrays and the others; results are valid until the next call."""
-        if self._fusing is not None and self._fusing.done():
-            self._take_fused(self._fusing)
+        if self._fusing is not None and self._fusing.done() and self.step.ownership is None:
+            self.take_fused()
         capture = self._capture
         given = binding.filled(others) if capture is None else ()
         try:
@@ -226,9 +226,23 @@ class Executable:
     def _adopt(self, fused: Fused) -> None:
         (self._function, self.fused_plan), self.is_fused = fused, True
 
-    def _take_fused(self, fusing: Future[Fused]) -> None:
-        """Switches to the fused operators from this call on."""
-        self._fusing, error = None, fusing.exception()
+    @property
+    def fusion_has_failed(self) -> bool:
+        """Whether operators could not be fused."""
+        fusing = self._fusing
+        return bool(self._refused) or (fusing is not None and fusing.done() and fusing.exception() is not None)
+
+    @property
+    def can_run_fused(self) -> bool:
+        """Whether fused operators are in use, or ready to be."""
+        return self.is_fused or (self._fusing is not None and self._fusing.done() and not self.fusion_has_failed)
+
+    def take_fused(self) -> None:
+        """Switches to the fused operators, which are ready, from the next call on; to none if they failed."""
+        fusing, self._fusing = self._fusing, None
+        if fusing is None:
+            return
+        error = fusing.exception()
         if error is not None:
             self._stay_unfused(error)
             return
@@ -236,6 +250,16 @@ class Executable:
         self._capture = None if self._capture is None else _Capture(self)
         count, seconds = len(self.part.nodes), self.fusion_seconds
         logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
+
+    def unfuse(self, reason: str) -> None:
+        """Runs unfused from the next call on, whatever the compiler has made."""
+        if self.fusion_has_failed:
+            self.take_fused()
+            return
+        self._fusing, self._refused = None, reason
+        if self.is_fused:
+            self._function, self.fused_plan, self.is_fused = self._first, None, False
+            self._capture = None if self._capture is None else _Capture(self)
 
     def _explained(self, error: Exception) -> ExecutionError:
         """The error to raise for what a kernel raised."""
@@ -270,7 +294,7 @@ class Executable:
     def tries(self) -> bool:
         """Whether cuDNN tries its algorithms now."""
         now = self.is_fused or self.step.fusion is not Fusion.LATER
-        return now and self.step.chooses_kernels
+        return now and self.step.chooses_kernels and self.step.measures_kernels
 
     def run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
@@ -478,7 +502,7 @@ def _settings(step: Step, tries: bool) -> Iterator[None]:
         return
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = tries, not step.chooses_kernels
+    cudnn.benchmark, cudnn.deterministic = tries, not (step.chooses_kernels and step.measures_kernels)
     try:
         with step.precision.applied():
             yield

@@ -4,6 +4,7 @@ from stepgraph.compiler.kernels.batch_norm import expand_batch_norms
 from stepgraph.compiler.kernels.choose import choose_kernels
 from stepgraph.compiler.kernels.gelu import expand_gelu
 from stepgraph.compiler.kernels.layer_norm import expand_layer_norms
+from stepgraph.compiler.kernels.preferences import preferred
 from stepgraph.compiler.kernels.statistics import expand_statistics
 from stepgraph.compiler.kernels.update import (
     MANY,
@@ -24,6 +25,7 @@ __all__ = [
     "expand_layer_norms",
     "expand_statistics",
     "expand_updates",
+    "preferred",
     "Update",
     "update",
 ]

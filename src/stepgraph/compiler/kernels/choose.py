@@ -12,25 +12,26 @@ from torch import fx
 from stepgraph.compiler.kernels import channels_last, choose_convolution, choose_operator, cross_entropy, emulated, half
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choices import Question
-from stepgraph.compiler.kernels.measure import Implementations
+from stepgraph.compiler.kernels.measure import Implementations, Pick
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 
 
-def choose_kernels(module: fx.GraphModule, offered: Sequence[Alternative]) -> None:
+def choose_kernels(module: fx.GraphModule, offered: Sequence[Alternative], pick: Pick | None = None) -> None:
     """Replaces each operator that has several implementations on the CPU with the fastest.
 
     Args:
         module: the program.
         offered: alternatives for this processor, besides those that `kernels` has.
+        pick: chooses one by its name; by default, they are measured.
     """
-    choices = _choices(offered)
+    choices = _choices(offered, pick)
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
         if half.applies(node):
-            half.choose(node)
+            half.choose(node, pick)
         elif node.target in choices:
             choices[node.target](node)
 
@@ -62,14 +63,14 @@ def _functions(operator: str, offered: Sequence[Alternative]) -> Implementations
     return found
 
 
-def _choices(offered: Sequence[Alternative]) -> dict[Any, Callable[[fx.Node], None]]:
+def _choices(offered: Sequence[Alternative], pick: Pick | None) -> dict[Any, Callable[[fx.Node], None]]:
     """By operator: what chooses among its implementations."""
     operations = {one.operation for one in (*choose_operator.ALTERNATIVES, *offered)}
     return {
-        **dict.fromkeys(operations, partial(choose_operator.choose, offered=offered)),
-        aten.convolution.default: choose_convolution.choose_forward,
-        aten.convolution_backward.default: partial(choose_convolution.choose_backward, offered=offered),
-        torch_private.log_softmax_gradient.default: cross_entropy.choose,
+        **dict.fromkeys(operations, partial(choose_operator.choose, offered=offered, pick=pick)),
+        aten.convolution.default: partial(choose_convolution.choose_forward, pick=pick),
+        aten.convolution_backward.default: partial(choose_convolution.choose_backward, offered=offered, pick=pick),
+        torch_private.log_softmax_gradient.default: partial(cross_entropy.choose, pick=pick),
         aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
         aten.threshold_backward.default: channels_last.turn_gradient,
     }

@@ -13,7 +13,7 @@ from torch import fx
 from stepgraph.compiler.kernels import channels_first, channels_last
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS, Alternative
 from stepgraph.compiler.kernels.channels_last import LAST, is_last
-from stepgraph.compiler.kernels.measure import FEWEST, Implementation, fastest
+from stepgraph.compiler.kernels.measure import FEWEST, Implementation, Pick, fastest
 from stepgraph.compiler.kernels.patches import at_once, rows_at_once, windows
 from stepgraph.compiler.program import fake, inherit, note
 
@@ -29,7 +29,7 @@ TABLES: dict[str, dict[str, Implementation]] = {  # the implementations by what 
 }
 
 
-def choose_forward(node: fx.Node) -> None:
+def choose_forward(node: fx.Node, pick: Pick | None = None) -> None:
     """Replaces a convolution with its fastest implementation."""
     x, w, b, stride, padding, dilation, transposed, _, groups = cast(Any, node.args)
     source, weights, bias = _array(x), _array(w), _array(b)
@@ -39,7 +39,7 @@ def choose_forward(node: fx.Node) -> None:
     layout = _layout(fake(result))
     known = forward_implementations(layout, source)
     arguments = (source[: _enough(source)], weights, bias, stride, padding)
-    name = fastest(f"{FORWARD}{_suffix(layout)}", known, arguments)
+    name = (pick or fastest)(f"{FORWARD}{_suffix(layout)}", known, arguments)
     note(node, implementation=("convolution", name))
     if name == "pytorch":
         return
@@ -57,12 +57,13 @@ def _turned_around(node: fx.Node) -> fx.Node | None:
     return user if turns and len(node.users) == 1 else None
 
 
-def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
+def choose_backward(node: fx.Node, offered: Sequence[Alternative], pick: Pick | None = None) -> None:
     """Replaces each gradient of a convolution with its fastest implementation.
 
     Args:
         node: the operator that computes all of them.
         offered: further alternatives for the gradient of the weights.
+        pick: chooses one by its name; by default, they are measured.
     """
     g, x, w, _, stride, padding, dilation, transposed, _, groups, mask = cast(Any, node.args)
     gradient, source, weights = _array(g), _array(x), _array(w)
@@ -73,10 +74,10 @@ def choose_backward(node: fx.Node, offered: Sequence[Alternative]) -> None:
     some, rest = gradient[:count], (weights, stride, padding)
     of_data, suffix = data_implementations(layout, source, *rest), _suffix(layout)
     size = [count, *source.shape[1:]]
-    data = fastest(f"{DATA}{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
+    data = (pick or fastest)(f"{DATA}{suffix}", of_data, (some, size, *rest)) if mask[0] else "pytorch"
     of_weights, arguments = weights_implementations(layout, source), (some, source[:count], *rest)
     of_weights |= {one.name: one.function for one in offered if _suits(one, (gradient, source, *rest))}
-    kernel = fastest(f"{CONVOLUTION_WEIGHTS}{suffix}", of_weights, arguments) if mask[1] else "pytorch"
+    kernel = (pick or fastest)(f"{CONVOLUTION_WEIGHTS}{suffix}", of_weights, arguments) if mask[1] else "pytorch"
     if (data, kernel) != ("pytorch", "pytorch"):
         others = (w, stride, padding)
         calls = {

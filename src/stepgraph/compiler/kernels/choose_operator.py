@@ -13,7 +13,7 @@ from torch import fx
 
 from stepgraph.compiler.kernels import normalization_by_rows as by_rows
 from stepgraph.compiler.kernels.alternatives import Alternative
-from stepgraph.compiler.kernels.measure import fastest, fewer
+from stepgraph.compiler.kernels.measure import Pick, fastest, fewer
 from stepgraph.compiler.program import fake, note
 
 aten = torch.ops.aten
@@ -21,12 +21,13 @@ Array = torch.Tensor
 LARGE = 1 << 14  # elements from which an alternative can matter
 
 
-def choose(node: fx.Node, offered: Sequence[Alternative]) -> None:
+def choose(node: fx.Node, offered: Sequence[Alternative], pick: Pick | None = None) -> None:
     """Replaces the operator with its fastest implementation.
 
     Args:
         node: the operator.
         offered: further alternatives, besides `ALTERNATIVES`.
+        pick: chooses one by its name; by default, they are measured.
     """
     operator, arrays = cast(Any, node.target), [fake(one) for one in node.all_input_nodes]
     if node.kwargs or not all(a.dtype.is_floating_point for a in arrays) or max(a.numel() for a in arrays) < LARGE:
@@ -37,7 +38,7 @@ def choose(node: fx.Node, offered: Sequence[Alternative]) -> None:
         return
     known = {"pytorch": operator} | {one.name: one.function for one in found}
     arguments = fewer(arguments) if all(one.scales for one in found) else arguments
-    name = fastest(str(operator), known, arguments, gain=max(one.gain for one in found))
+    name = (pick or fastest)(str(operator), known, arguments, gain=max(one.gain for one in found))
     note(node, implementation=(str(operator).split(".")[1], name))
     node.target = known[name]
 

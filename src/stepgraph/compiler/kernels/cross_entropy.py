@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.kernels.measure import Pick, fastest
 from stepgraph.compiler.program import fake, note
 from stepgraph.system import torch_private
 
@@ -48,7 +48,7 @@ class _Loss:
         return self.inner.args[2:6]
 
 
-def choose(node: fx.Node) -> None:
+def choose(node: fx.Node, pick: Pick | None = None) -> None:
     """Replaces a cross entropy whose gradient ends at this operator with its fastest implementation."""
     found = _match(node)
     if found is None or fake(node).numel() < LARGE:
@@ -57,7 +57,7 @@ def choose(node: fx.Node) -> None:
     seed = fake(cast(fx.Node, found.inner.args[0]))
     seed = torch.empty(seed.shape, dtype=seed.dtype, device="meta")  # it may be a single expanded number
     arguments = (x, seed, labels, None, *found.settings[2:])
-    name = fastest(OPERATOR, IMPLEMENTATIONS, arguments, below=x.shape[1])
+    name = (pick or fastest)(OPERATOR, IMPLEMENTATIONS, arguments, below=x.shape[1])
     note(node, implementation=(OPERATOR, name))
     if name != "pytorch":
         _replace_gradient(found)

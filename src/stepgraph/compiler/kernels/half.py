@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import fastest
+from stepgraph.compiler.kernels.measure import Pick, fastest
 from stepgraph.compiler.program import fake, note
 from stepgraph.layers.gru_kernel import gru, gru_gradient
 from stepgraph.layers.lstm_kernel import lstm, lstm_gradient
@@ -32,11 +32,11 @@ def applies(node: fx.Node) -> bool:
     return all(a.dtype in HALF for a in arrays) and max(a.numel() for a in arrays) >= LARGE
 
 
-def choose(node: fx.Node) -> None:
+def choose(node: fx.Node, pick: Pick | None = None) -> None:
     """Replaces the operator with its fastest implementation."""
     own, other = cast(Any, node.target), IMPLEMENTATIONS[cast(Any, node.target)]
     settings = [fake(one) if isinstance(one, fx.Node) else one for one in node.args]
-    name = fastest(str(own), {"pytorch": own, "float32": other}, settings)
+    name = (pick or fastest)(str(own), {"pytorch": own, "float32": other}, settings)
     note(node, implementation=(str(own).split(".")[1], name))
     if name == "float32":
         compute_in_float32(node)

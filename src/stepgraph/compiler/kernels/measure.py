@@ -36,6 +36,7 @@ GAIN = 0.9  # share of the reference's time that an alternative must stay below
 RULES = ("below", "gain", "tolerance")  # how to compare, as `measure` takes them and a choice keeps them
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation]  # by name; the first is the reference
+Pick = Callable[..., str]  # chooses one by its name, a function like `fastest`
 
 
 class Run(NamedTuple):
