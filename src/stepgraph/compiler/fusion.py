@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
-    "reorder_for_locality": False,
 }
 SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
