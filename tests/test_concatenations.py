@@ -100,6 +100,17 @@ def test_other_nested_concatenations_stay() -> None:
     assert not filled(graph) and aten.exp.default in written(graph)
 
 
+@pytest.mark.usefixtures("large")
+def test_parts_of_another_type_or_rank_stay() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        converted = torch.cat([x.exp(), y.double().exp()], 1) @ w.double()
+        empty = torch.cat([x.exp(), torch.zeros(0), y], 1) @ w
+        return [converted, empty]
+
+    graph = changed(function, torch.rand(4, 3), torch.rand(4, 3), torch.rand(6, 2))
+    assert not written(graph) and not filled(graph)
+
+
 # Rotary positions, whose gradient is such a concatenation
 
 

@@ -71,7 +71,7 @@ def store_parts(graph: fx.Graph) -> None:
     torch_private.lower_to_places(torch.ops.stepgraph.filled.default)
     # Of nested concatenations, the outer one comes last.
     for node in reversed(graph.find_nodes(op="call_function", target=aten.cat.default)):
-        if _is_for_calls(node) and (_share_sources(arguments(node)) or _is_long(node)):
+        if _is_uniform(node) and _is_for_calls(node) and (_share_sources(arguments(node)) or _is_long(node)):
             _write_parts(node)
     graph.eliminate_dead_code()
     graph.lint()
@@ -79,16 +79,15 @@ def store_parts(graph: fx.Graph) -> None:
 
 def _write_parts(node: fx.Node) -> None:
     """Lets kernels write the parts of a concatenation, and those of the concatenations among its parts."""
-    places = _places(node, torch.empty(fake(node).shape, device="meta"))
+    own, places = arguments(node), _places(node, torch.empty(fake(node).shape, device="meta"))
     with node.graph.inserting_before(node):
-        parts = [_written(part) for part, _ in places]
-        if [part for part, _ in places] == arguments(node):
-            node.args = (parts, *node.args[1:])
+        if len(places) == len(own) or not fake(node).is_contiguous():
+            node.args = ([_written(part) for part in own], *node.args[1:])
             return
         strides = [stride for _, view in places for stride in view.stride()]
         offsets = [int(view.storage_offset()) for _, view in places]
-        arrays = (parts, list(fake(node).shape), strides, offsets)
-        whole = node.graph.call_function(torch.ops.stepgraph.filled.default, arrays)
+        filling = ([_written(part) for part, _ in places], list(fake(node).shape), strides, offsets)
+        whole = node.graph.call_function(torch.ops.stepgraph.filled.default, filling)
     node.replace_all_uses_with(inherit(whole, node))
 
 
@@ -119,10 +118,15 @@ def _inner_places(part: fx.Node, place: torch.Tensor) -> list[Place]:
             view = view.view(fake(node).shape)
         except RuntimeError:  # in its place, the array could not have that shape
             return [(part, place)]
-    if node.target is not aten.cat.default or len(node.users) > 1:
+    if node.target is not aten.cat.default or len(node.users) > 1 or not _is_uniform(node):
         return [(part, place)]
     inner = _places(node, view)
     return inner if len(inner) > len(arguments(node)) or _share_sources(arguments(node)) else [(part, place)]
+
+
+def _is_uniform(node: fx.Node) -> bool:
+    """Whether the parts of a concatenation fill it as they are: none is converted, none is empty with another rank."""
+    return len({(fake(one).ndim, fake(one).dtype) for one in (node, *arguments(node))}) == 1
 
 
 def _is_for_calls(node: fx.Node) -> bool:
