@@ -263,28 +263,6 @@ def test_a_part_is_read_from_the_concatenation_that_is_kept(kind: torch.dtype) -
     assert (("tanh", HALF) in after) is (kind is not HALF)  # a concatenation of another type is no copy
 
 
-def gated(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
-    """An activation that only kernels read, and its gradient, which also reads what it was computed from."""
-    x = a @ w
-    z = x.sin() * a
-    out = z @ v
-    yield
-    early = x * 2
-    dz = (g * out) @ v.t()
-    yield [early, z.t() @ g, (dz * x.sin()).sum(0), (dz * a * x.cos()) @ w.t()]
-
-
-def test_a_kernel_reads_an_array_once_for_copies_and_for_itself() -> None:
-    arrays = [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(WIDTH, WIDTH), drawn(ROWS, WIDTH)]
-    after = changed(recorded(gated, *arrays), recompute_by_default, *arrays)
-    sine, cosine = (
-        after.find_nodes(op="call_function", target=one)[-1] for one in (aten.sin.default, aten.cos.default)
-    )
-    assert notes(sine).recomputed and sine.args[0].target is later and cosine.args == sine.args
-    (early,) = (node for node in after.nodes if node.target is aten.mul.Tensor and node.args[1] == 2)
-    assert early.args[0].target is aten.mm.default  # it runs before
-
-
 @pytest.mark.parametrize("run", [recompute_by_default, recompute_cheap])
 def test_passes_that_share_results_are_left_alone(run: Callable[[fx.Graph], None]) -> None:
     arrays = [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(2 * WIDTH, WIDTH), drawn(ROWS, WIDTH)]

@@ -100,7 +100,6 @@ def _recompute(graph: fx.Graph, cut: _Cut) -> None:
         for source in node.all_input_nodes:
             if source in repeated and cut.may_replace(source, node):
                 node.replace_input_with(source, again.copy(source, node, repeated))
-    again.read_by(cut.inside)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -214,13 +213,6 @@ class _Again:
         if node in self.copies:
             return self.copies[node]
         return node if is_small(node) or is_gradient(node) else self.later(node, user)
-
-    def read_by(self, inside: Set[fx.Node]) -> None:
-        """Lets kernels read arrays as copies in them do: the compiler cannot know that both read the same."""
-        kept = {barrier: node for (node, _), barrier in self.barriers.items()}
-        for barrier in sorted(kept, reverse=True):
-            for user in [one for one in kept[barrier].users if one in inside and barrier < one]:
-                user.replace_input_with(kept[barrier], barrier)
 
     def later(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """An array of the forward pass that cannot be read before the gradient pass has got to `user`."""
