@@ -34,7 +34,7 @@ AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
     **{"lion": 7, "muon": 9, "muon nesterov": 10},
 }
 MOST_AT_ONCE = 7  # for other rules
-MANY = 64  # parameters that a fused step updates with kernels of their own
+MANY = 32  # parameters that a fused step updates with kernels of their own
 
 
 class _Numbered:
