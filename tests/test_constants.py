@@ -277,12 +277,12 @@ def test_fused_attention_on_a_gpu_stores_tables_and_rotated_rows_once(code: list
     assert all(read <= again for read, again in pairs)
 
 
-def blocks(kind: str, *, fuse: bool) -> sg.TrainingGraph:
-    """Two blocks as in Llama: normalization, rotary attention with grouped heads, gated products."""
+def blocks(kind: str, *, fuse: bool, depth: int = 2) -> sg.TrainingGraph:
+    """Blocks as in Llama: normalization, rotary attention with grouped heads, gated products."""
     sg.set_seed(3)
     x, y, graph = sg.Tensor((2, 64, 64)), sg.Tensor((2, 64, 64)), sg.Graph()
     hidden = x
-    for _ in range(2):
+    for _ in range(depth):
         rows = graph.node(sg.RMSNormalizationLayer.create((64,)), hidden)
         settings = {"key_value_head_count": 2, "causal": True, "rotary_base": 1e4, "has_biases": False}
         hidden = graph.add(hidden, graph.node(sg.MultiheadAttentionLayer.create(64, 4, **settings), rows, rows, rows))
@@ -305,6 +305,21 @@ def test_fused_blocks_on_a_gpu_train_as_unfused_ones(code: list[str]) -> None:
     assert found[0][-1] < 0.9 * found[0][0]
     (source,) = set(code)
     assert not re.search(r"torch\.ops\.stepgraph\.(written|filled)", source)
+
+
+@pytest.mark.gpu
+def test_weights_of_many_blocks_are_read_before_they_are_updated() -> None:
+    """Their first update has the size of the rate and the sign of the gradient."""
+    rows = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
+    changes = []
+    for fuse in (True, False):
+        training = blocks("bfloat16", fuse=fuse, depth=10)
+        before = {name: one.clone() for name, one in training.state_dict().items()}
+        training.execute({"x": rows}, {"y": np.roll(rows, 1, 1)}).wait()
+        changes.append({name: one.float() - before[name].float() for name, one in training.state_dict().items()})
+    for name, plain in changes[1].items():
+        differing = (changes[0][name] - plain).abs() > plain.abs().max() / 2
+        assert differing.float().mean() < 0.02, name
 
 
 @pytest.mark.gpu
