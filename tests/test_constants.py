@@ -277,7 +277,7 @@ def test_fused_attention_on_a_gpu_stores_tables_and_rotated_rows_once(code: list
     assert all(read <= again for read, again in pairs)
 
 
-def blocks(kind: str, *, fuse: bool, depth: int = 2) -> sg.TrainingGraph:
+def blocks(kind: str | None, *, fuse: bool, depth: int = 2) -> sg.TrainingGraph:
     """Blocks as in Llama: normalization, rotary attention with grouped heads, gated products."""
     sg.set_seed(3)
     x, y, graph = sg.Tensor((2, 64, 64)), sg.Tensor((2, 64, 64)), sg.Graph()
@@ -290,7 +290,7 @@ def blocks(kind: str, *, fuse: bool, depth: int = 2) -> sg.TrainingGraph:
         hidden = graph.add(hidden, graph.node(sg.GatedFeedForwardLayer.create(64, 128), rows))
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=1e-2))
     training.add_inputs({"x": x}, {"y": y})
-    training.compile("gpu", fuse=fuse, compute_type=kind)
+    training.compile("gpu", fuse=fuse, compute_type=kind, tf32=False)
     return training
 
 
@@ -308,18 +308,19 @@ def test_fused_blocks_on_a_gpu_train_as_unfused_ones(code: list[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_weights_of_many_blocks_are_read_before_they_are_updated() -> None:
-    """Their first update has the size of the rate and the sign of the gradient."""
+@pytest.mark.parametrize(("kind", "share"), [(None, 0.01), ("bfloat16", 0.1)])
+def test_weights_of_many_blocks_are_read_before_they_are_updated(kind: str | None, share: float) -> None:
+    """Their first update has the size of the rate and the sign of the gradient; rounding changes few signs."""
     rows = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
     changes = []
     for fuse in (True, False):
-        training = blocks("bfloat16", fuse=fuse, depth=10)
+        training = blocks(kind, fuse=fuse, depth=10)
         before = {name: one.clone() for name, one in training.state_dict().items()}
         training.execute({"x": rows}, {"y": np.roll(rows, 1, 1)}).wait()
         changes.append({name: one.float() - before[name].float() for name, one in training.state_dict().items()})
     for name, plain in changes[1].items():
         differing = (changes[0][name] - plain).abs() > plain.abs().max() / 2
-        assert differing.float().mean() < 0.02, name
+        assert differing.float().mean() < share, name
 
 
 @pytest.mark.gpu

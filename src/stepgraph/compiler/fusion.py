@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
-SMALL = 1 << 20  # elements; a kernel that fills a GPU gains nothing from a shared launch
+SMALL = 1 << 22  # elements; a kernel that fills a GPU for long gains nothing from a shared launch
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
 ALONE = {"cpp.threads": 1, "compile_threads": 1}
 # Other ranks read what an exchange sends until it is waited for, so nothing else may be written there. All ranks start

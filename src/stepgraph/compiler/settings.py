@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.compiler.parallel import ANY, Parallel
+from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
@@ -169,15 +169,15 @@ def divisible(parallel: Any, options: GraphCompilationOptions) -> Parallel | Non
 def fusion_of(options: GraphCompilationOptions, device: torch.device, parallel: Parallel | None = None) -> Fusion:
     """On CUDA a fused step repays its long compilation, on the CPU a tiny one does; elsewhere it must be requested.
 
-    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. If ranks promise the same bits, the time
-    that compiling takes must not decide which steps are fused.
+    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. Ranks fuse only on request: if they promise
+    the same bits, the time that compiling takes must not decide which steps are fused.
     """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST
     if parallel is not None:
-        return Fusion.LATER if device.type == "cuda" and parallel.order == ANY else Fusion.NEVER
+        return Fusion.NEVER
     if device.type == "cpu" and GraphCompilationOptions.CHECK_NUMERICS not in options:
         return Fusion.FIXED
     return Fusion.LATER if device.type == "cuda" else Fusion.NEVER
