@@ -112,7 +112,7 @@ def _fused(part: Part, step: Step) -> Fused:
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     with recording, torch.no_grad():
-        known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(step), _lowered(step))
+        known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(arrays), _lowered(step))
         kept = fused_cache.load(known, arrays)
         made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept)
     function, generated, is_alone = made
@@ -171,11 +171,12 @@ def _lowered(step: Step) -> list[str]:
     return [row.name for row in pipeline.rows(pipeline.LOWERED, step, None)]
 
 
-def _hardware(step: Step) -> tuple[Any, ...]:
+def _hardware(arrays: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What kernels for a GPU depend on."""
-    if step.device.type != "cuda":
-        return (step.device.type,)
-    found = torch.cuda.get_device_properties(step.device)
+    device = next((one.device for one in arrays if one.device.type == "cuda"), None)
+    if device is None:
+        return ()
+    found = torch.cuda.get_device_properties(device)
     return found.name, found.major, found.minor, found.multi_processor_count, found.total_memory
 
 
