@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
-from stepgraph.compiler import collectives
-from stepgraph.compiler.program import PartName
+from stepgraph.compiler import collectives, held
+from stepgraph.compiler.program import EXCHANGE, PartName, notes
 from stepgraph.compiler.step import KeyKind
 from stepgraph.runtime import world as worlds
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, wide
@@ -118,6 +118,28 @@ def test_collectives_of_a_single_rank_change_nothing() -> None:
     expected = single("cpu", "wide", False)
     assert (found["losses"], found["bits"]) == (expected["losses"], expected["bits"])
     assert found["modes"] == {"last shard": "traced", "update": "traced"}
+
+
+def in_an_arena(large: int) -> dict[str, Any]:
+    """Trains with results of at least so many bytes in memory that is kept between steps."""
+    held.LARGE, held.LEAST, held.WORTH = large, 1, 9.0
+    training = new("wide")
+    losses = steps(training, 4)
+    parts = [one.part for one in training.require_session("test").compilation.programs.executables.values()]
+    sent = [node for part in parts for node in part.nodes if notes(node).layer == EXCHANGE]
+    return {
+        "losses": losses,
+        "marks": marks(training),
+        "held": max(part.held for part in parts),
+        "apart": bool(sent) and not any(notes(node).offsets for node in sent),
+    }
+
+
+def test_ranks_keep_memory_between_steps_but_not_what_they_send() -> None:
+    plain, kept = (together(2, in_an_arena, large) for large in (1 << 40, 1 << 8))
+    for one, other in zip(plain, kept, strict=True):
+        assert one["losses"] == other["losses"] and one["marks"] == other["marks"]
+        assert other["apart"] and other["held"] and not one["held"]
 
 
 def both(device: str, order: str, compute_type: str | None) -> list[dict[str, Any]]:

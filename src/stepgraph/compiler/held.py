@@ -17,7 +17,7 @@ from torch import fx
 
 from stepgraph.compiler import memory
 from stepgraph.compiler.operators import operator
-from stepgraph.compiler.program import Part, fake, fakes, note, notes, storages
+from stepgraph.compiler.program import EXCHANGE, Part, fake, fakes, note, notes, storages
 
 LARGE = 1 << 18  # bytes; allocators cache smaller blocks
 MOST = 512  # results, the largest ones: assigning offsets takes quadratic time
@@ -58,12 +58,13 @@ def hold(part: Part) -> Part:
 
 
 def _candidates(part: Part) -> list[_Life]:
-    """The largest results that stay inside, with their lifetimes."""
+    """The largest results that stay inside, with their lifetimes; not what other ranks read, at their own time."""
     nodes = list(part.module.graph.nodes)
     births, deaths = memory.lifetimes(part)
     found = []
     for one, (birth, size, _) in births.items():
-        node, inside = nodes[birth], deaths[one] < len(nodes) - 1
+        node = nodes[birth]
+        inside = deaths[one] < len(nodes) - 1 and notes(node).layer != EXCHANGE
         if inside and size >= LARGE and operator(node).out is not None and _by_storage(node)[one].is_contiguous():
             found.append(_Life(node, one, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
     return sorted(found, key=lambda life: -life.size)[:MOST]

@@ -61,6 +61,7 @@ from stepgraph.system import surroundings, torch_private
 
 # Parts that run a whole call, or a shard of one.
 WHOLE = (PartName.STEP, PartName.SHARD, PartName.LAST, PartName.INFERENCE)
+TRAINING = (PartName.STEP, PartName.SHARD, PartName.LAST)
 
 
 class Stage(StrEnum):
@@ -120,7 +121,7 @@ def _is_limited(step: Step, part: PartName | None) -> bool:
 def _holds(step: Step, part: PartName | None) -> bool:
     # The memory limit was met without an arena, and PyTorch's compiler plans its own memory.
     unlimited = step.memory_limit is None and step.fusion is not Fusion.FIRST
-    return part == PartName.STEP and step.device.type == "cpu" and step.chooses_kernels and unlimited
+    return part in TRAINING and step.device.type == "cpu" and step.chooses_kernels and unlimited
 
 
 def _on_cpu(step: Step, part: PartName | None) -> bool:
