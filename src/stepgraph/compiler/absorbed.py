@@ -67,6 +67,18 @@ def made(node: fx.Node) -> fx.Node:
     return node
 
 
+def users_of(node: fx.Node) -> set[fx.Node]:
+    """What reads an array, also through views."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            else:
+                found.add(user)
+    return found
+
+
 def computed_inside(graph: fx.Graph) -> set[fx.Node]:
     """The operators of the gradient pass that generated kernels compute, with the views that only these read."""
     found: set[fx.Node] = set()

@@ -16,7 +16,16 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from stepgraph.compiler.absorbed import computed_inside, is_absorbed, is_gradient, is_small, levels, made, may_repeat
+from stepgraph.compiler.absorbed import (
+    computed_inside,
+    is_absorbed,
+    is_gradient,
+    is_small,
+    levels,
+    made,
+    may_repeat,
+    users_of,
+)
 from stepgraph.compiler.program import call, fake, fakes, is_view
 from stepgraph.system import torch_private
 
@@ -142,7 +151,7 @@ def _kernels(graph: fx.Graph) -> set[fx.Node]:
 
 def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) -> int:
     """Bytes that are read only to recompute a result: of sources that no kernel reads at that time anyway."""
-    later = _behind({user for user in _users(node) if is_gradient(user) and not is_absorbed(user)})
+    later = _behind({user for user in users_of(node) if is_gradient(user) and not is_absorbed(user)})
     return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
 
 
@@ -153,24 +162,12 @@ def _readers(node: fx.Node, kernels: Set[fx.Node], without: fx.Node | None = Non
     """
     found, seen, pending = set[fx.Node](), {node, without}, [node]
     while pending:
-        for user in _users(pending.pop()):
+        for user in users_of(pending.pop()):
             if user in kernels:
                 found.add(user)
             elif user not in seen and may_repeat(user):
                 seen.add(user)
                 pending.append(user)
-    return found
-
-
-def _users(node: fx.Node) -> set[fx.Node]:
-    """What reads an array, also through views."""
-    found, pending = set[fx.Node](), [node]
-    while pending:
-        for user in pending.pop().users:
-            if is_view(user):
-                pending.append(user)
-            else:
-                found.add(user)
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_gradient, is_reduction, is_small, made, may_repeat
+from stepgraph.compiler.absorbed import is_absorbed, is_gradient, is_reduction, is_small, made, may_repeat, users_of
 from stepgraph.compiler.program import fake, is_view
 from stepgraph.compiler.stored import store
 
@@ -38,19 +38,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 def _is_in_memory(node: fx.Node) -> bool:
     """Whether a result must be in memory: operators outside of generated kernels compute or read it."""
-    return not may_repeat(node) or any(not is_absorbed(user) for user in _readers(node))
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a result, also through views."""
-    found, pending = set[fx.Node](), [node]
-    while pending:
-        for user in pending.pop().users:
-            if is_view(user):
-                pending.append(user)
-            else:
-                found.add(user)
-    return found
+    return not may_repeat(node) or any(not is_absorbed(user) for user in users_of(node))
 
 
 def _sources(node: fx.Node, chosen: Set[fx.Node]) -> set[fx.Node]:
