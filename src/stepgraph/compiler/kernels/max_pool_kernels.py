@@ -32,7 +32,7 @@ def _maxima(
             h, w = row * DOWN - ABOVE + i, column * ACROSS - LEFT + j
             there = inside & ((w >= 0) & (w < width) & (h >= 0) & (h < height))[:, None]
             seen = tl.load(x + (h * width + w)[:, None] * channels + c[None, :], there, float("-inf")).to(tl.float32)
-            better = there & ((place < 0) | (seen > best) | (seen != seen))  # noqa: PLR0124
+            better = there & ((place < 0) | (seen > best) | (seen != seen))  # noqa: PLR0124 (NaN)
             best, place = tl.where(better, seen, best), tl.where(better, i * COLUMNS + j, place)
     to = tl.program_id(0).to(tl.int64) * (columns * channels) + column[:, None] * channels + c[None, :]
     tl.store(y + to, best.to(y.dtype.element_ty), inside)
