@@ -17,13 +17,14 @@ from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
 from stepgraph.compiler import fused_cache, fusion
-from stepgraph.compiler.kernels.update import expanded_update
+from stepgraph.compiler.kernels.update import expanded_update, number_of
 from stepgraph.compiler.program import Phase, note, set_fake
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
 
 ENTRY = "f" + 51 * "a"
 KEY = 64 * "0"
+OPTIMIZER = sg.SGDOptimizer(0.1)
 aten = torch.ops.aten
 
 
@@ -90,12 +91,7 @@ def test_what_may_change_unseen_has_no_key() -> None:
     assert fused_cache.key(*graph(operator.mul)) is not None
     assert fused_cache.key(*graph(torch.ops.of_somebody_else.scale.default)) is None
     assert fused_cache.key(*graph(lambda x, factor: x)) is None
-    for rules, is_known in (([], False), (["p - g"], True)):
-        updating, arrays = graph()
-        (x,) = updating.find_nodes(op="placeholder")
-        with updating.inserting_after(x):
-            updating.call_function(expanded_update, ([x], [x], [], [], x, None, None, 0, "rate", rules))
-        assert (fused_cache.key(updating, arrays) is not None) == is_known
+    assert fused_cache.key(*updating([])) is None and fused_cache.key(*updating(["p - g"])) is not None
     with_constant, arrays = graph()
     with with_constant.inserting_before():
         with_constant.get_attr("constant")
@@ -106,6 +102,24 @@ def test_what_may_change_unseen_has_no_key() -> None:
         assert fused_cache.key(*graph()) is None
     with compiler_settings.patch(post_grad_custom_pre_pass=print):
         assert fused_cache.key(*graph()) is None
+
+
+def test_an_update_is_known_by_its_rule_and_not_by_the_number_of_its_optimizer() -> None:
+    another = sg.SGDOptimizer(0.2)
+    by_norm = sg.SGDOptimizer(0.1, clip_norm=1.0)
+    key = fused_cache.key(*updating(["p - g"]))
+    assert key == fused_cache.key(*updating(["p - g"], another))
+    others = fused_cache.key(*updating(["p - 2 * g"])), fused_cache.key(*updating(["p - g"], by_norm))
+    assert len({key, *others}) == 3
+
+
+def updating(rules: list[str], optimizer: sg.Optimizer = OPTIMIZER) -> tuple[fx.Graph, list[torch.Tensor]]:
+    """A graph with an update."""
+    found, arrays = graph()
+    (x,) = found.find_nodes(op="placeholder")
+    with found.inserting_after(x):
+        found.call_function(expanded_update, ([x], [x], [], [], x, None, None, number_of(optimizer), "rate", rules))
+    return found, arrays
 
 
 # Files

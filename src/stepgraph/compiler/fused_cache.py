@@ -66,7 +66,7 @@ def key(graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> st
     places = {node: place for place, node in enumerate(graph.nodes)}  # names of inputs differ between processes
     for node in graph.nodes:
         named = () if node.op == "placeholder" else (node.name, _name(node))
-        arguments = fx.map_arg((node.args, node.kwargs), lambda one: _Place(places[one]))
+        arguments = fx.map_arg((_decisive(node), node.kwargs), lambda one: _Place(places[one]))
         known = notes(node)
         noted = known.layer, known.phase, known.recomputed, known.in_place
         found.update(repr((node.op, named, arguments, noted)).encode())
@@ -91,6 +91,12 @@ def _is_known(node: fx.Node) -> bool:
         arguments: Any = node.args
         return bool(Recorded(*arguments).rules)
     return str(getattr(node.target, "__module__", "")).split(".")[0] in MODULES and "<" not in _name(node)
+
+
+def _decisive(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments; of an update, without the number of its optimizer, which each optimizer has its own of."""
+    arguments: Any = node.args
+    return Recorded(*arguments).decisive if node.target is expanded_update else node.args
 
 
 def _name(node: fx.Node) -> str:

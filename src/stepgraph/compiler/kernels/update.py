@@ -59,6 +59,11 @@ class _Numbered:
 _numbered = _Numbered()
 
 
+def number_of(optimizer: Optimizer) -> int:
+    """The number by which operators find an optimizer, while it exists."""
+    return _numbered.number(optimizer)
+
+
 def update(
     optimizer: Optimizer, arrays: Update, named: Callable[[], SimpleNamespace], *, expanded: bool = False
 ) -> None:
@@ -88,7 +93,7 @@ def update(
         rules = _rules(optimizer, arrays, live)
         torch.ops.stepgraph.update_by_rule_(
             arrays.parameters, arrays.gradients, _flat(arrays), list(arrays.copies), getattr(n, TOGETHER),
-            arrays.norm, arrays.finite, _numbered.number(optimizer), ",".join(live), rules,
+            arrays.norm, arrays.finite, number_of(optimizer), ",".join(live), rules,
         )  # fmt: skip
 
 
@@ -319,6 +324,11 @@ class Recorded(NamedTuple):
     def clips_by_value(self) -> bool:
         """Whether gradients are clipped without being measured."""
         return _numbered[self.optimizer].gradient_clipping_type is GradientClippingType.BY_VALUE
+
+    @property
+    def decisive(self) -> tuple[Any, ...]:
+        """What decides the operators of a rule that was recorded as code: all but the optimizer's number."""
+        return (*self._replace(optimizer=0), self.clips_by_value)
 
     @property
     def takes_half(self) -> bool:
