@@ -45,7 +45,7 @@ class Windows(NamedTuple):
     last: int
 
     @property
-    def count(self) -> int:
+    def numbers(self) -> int:
         """The numbers of a window."""
         return self.high * self.size
 
@@ -73,7 +73,7 @@ def _seen(
     """`[pixels, k]`: numbers of the windows of pixels, whose rows and columns count from the corner of a rectangle."""
     h, w = top * DOWN - ABOVE, left * STEP + START
     high, wide = (row * DOWN)[:, None] + (k // SIZE)[None, :], (column * STEP)[:, None] + (k % SIZE)[None, :]
-    inside = (high >= -h) & (high < HEIGHT - h) & (wide >= -w) & (wide < WIDTH - w)
+    inside = (high + h >= 0) & (high + h < HEIGHT) & (wide + w >= 0) & (wide + w < WIDTH)
     return tl.load(x + (h * WIDTH + w) + (high * WIDTH + wide), inside, 0.0)
 
 
@@ -166,7 +166,7 @@ def convolve_few(
     tiles = len(x) * _tiles(tile, of)
     launch(
         _forward, (tiles, triton.cdiv(outputs, wide)), x, w, w if b is None else b, y, outputs, *of, *tile,
-        numbers, triton.cdiv(of.count, numbers), wide, b is not None, num_warps=_warps(wide),
+        numbers, triton.cdiv(of.numbers, numbers), wide, b is not None, num_warps=_warps(wide),
     )  # fmt: skip
     return y
 
@@ -177,8 +177,8 @@ def weight_gradient_of_few(g: Array, x: Array, kernel: list[int], stride: list[i
     g, x = (one.contiguous(memory_format=torch.channels_last) for one in (g, x))
     of, outputs = windows(list(x.shape), kernel, stride, padding), g.shape[1]
     wide, tile = _wide(outputs), _rectangle(SUMMED, of)
-    most, rest = _divided(of.count, wide)
-    across = triton.cdiv(of.count, most + rest), triton.cdiv(outputs, wide)
+    most, rest = _divided(of.numbers, wide)
+    across = triton.cdiv(of.numbers, most + rest), triton.cdiv(outputs, wide)
     tiles = len(x) * _tiles(tile, of)
     programs = min(triton.cdiv(tiles, STEPS), max(1, PROGRAMS * _processors(x.device) // math.prod(across)))
     shape = programs, across[1] * wide, across[0] * (most + rest)
@@ -198,19 +198,19 @@ def arranged(w: Array, of: Windows) -> Array:
     more = triton.cdiv(outputs, wide) * wide - outputs
     rows = torch.nn.functional.pad(rows, (0, more, of.first, of.size - of.last)).flatten(0, 1)
     numbers = _numbers(of)
-    return torch.nn.functional.pad(rows, (0, 0, 0, triton.cdiv(of.count, numbers) * numbers - of.count))
+    return torch.nn.functional.pad(rows, (0, 0, 0, triton.cdiv(of.numbers, numbers) * numbers - of.numbers))
 
 
 def gathered(sums: Array, shape: list[int], of: Windows) -> Array:
     """The gradient of weights of this shape, channels last in memory, from what programs have summed up."""
     outputs, channels, high, wide = shape
-    total = sums.sum(0)[:outputs, : of.count].unflatten(1, (high, of.size))[:, :, of.first : of.last]
+    total = sums.sum(0)[:outputs, : of.numbers].unflatten(1, (high, of.size))[:, :, of.first : of.last]
     return total.unflatten(2, (wide, channels)).permute(0, 3, 1, 2)
 
 
 def _numbers(of: Windows) -> int:
     """How many numbers of a window are multiplied at once."""
-    return min(NUMBERS, key=lambda size: triton.cdiv(of.count, size) * size)
+    return min(NUMBERS, key=lambda size: triton.cdiv(of.numbers, size) * size)
 
 
 def _wide(outputs: int) -> int:
