@@ -1,8 +1,10 @@
 """Which convolutions of few channels our kernels compute in fused steps, and, where Triton is, their numbers."""
 
+import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import simplification
+import stepgraph as sg
+from stepgraph.compiler import phases, pipeline, simplification
 from stepgraph.compiler.kernels import choose_convolution, few_channels
 from stepgraph.compiler.kernels.few_channels import CONVOLUTION, GRADIENTS, convolved, convolved_gradient
+from stepgraph.compiler.law import check
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.program import Part, fake
 
 aten = torch.ops.aten
 LAST, FIRST = torch.channels_last, torch.contiguous_format
@@ -96,6 +102,15 @@ def test_pytorch_computes_the_gradient_of_images(monkeypatch: pytest.MonkeyPatch
     assert GRADIENTS in found and convolved in found and convolved_gradient not in found
 
 
+def test_a_gradient_with_its_channels_first_is_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        w = w.detach().requires_grad_()
+        y = torch.conv2d(x, w, b)
+        return [*torch.autograd.grad(y, w, y.detach().contiguous())]
+
+    assert convolved_gradient in targets(monkeypatch, function, *arrays())
+
+
 def test_one_channel_has_its_result_where_its_copy_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's result has its channels first then; a recorded step copies it (`lowering.py`)."""
     found = targets(monkeypatch, gradients("wb", turns=True, padding=1), *arrays(1, order=FIRST))
@@ -118,6 +133,33 @@ def test_others_stay(monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], 
     found = targets(monkeypatch, gradients("wb", **settings), *given)
     assert CONVOLUTION in found and GRADIENTS in found
     assert not {convolved, convolved_gradient} & {*found}
+
+
+def recorded(channels: int) -> Part:
+    """A step in half precision with channels last, as on CUDA: a convolution, a pool and another convolution."""
+    x, y, graph = sg.Tensor((4, channels, 20, 20)), sg.Tensor((4,), "int64"), sg.Graph()
+    h = graph.max_pooling(graph.relu(graph.convolution(x, 8, 7, strides=2)), 3, 2)
+    h = graph.relu(graph.convolution(h, 16, 3, biases=False))
+    graph.node(sg.FullyConnectedLayer.create(16, 5), graph.reshape((4, 16), graph.mean(h, (2, 3))))
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamWOptimizer(0.01))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(sg.Device.cpu(), sg.GraphCompilationOptions.DETERMINISTIC, compute_type="bfloat16")
+    step = replace(training.compilation.programs.program(4).step, channels_last=True)
+    part = pipeline.settled(phases.whole(pipeline.program(step), training.compilation.kept()), step, None)
+    return replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_first_convolution_of_a_recorded_step_is_replaced(monkeypatch: pytest.MonkeyPatch, channels: int) -> None:
+    monkeypatch.setattr(few_channels, "run_on", lambda device: True)
+    part = recorded(channels)
+    before = part.results
+    few_channels.convolve_few_channels(part.module.graph)
+    check(part, before)
+    ours = [node for node in part.module.graph.nodes if node.target in (convolved, convolved_gradient)]
+    assert [node.target for node in ours] == [convolved, convolved_gradient]
+    assert all(fake(node).is_contiguous(memory_format=LAST) for node in ours)
+    assert {CONVOLUTION, GRADIENTS} <= {node.target for node in part.module.graph.nodes}  # those of the second
 
 
 def test_steps_on_a_cpu_keep_their_operators() -> None:
