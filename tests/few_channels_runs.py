@@ -4,7 +4,6 @@
 The interpreter has no products in bfloat16; `test_gpu_few_channels.py` runs the same cases in both types on a GPU.
 """
 
-import itertools
 import math
 import random
 from typing import Any, NamedTuple
@@ -83,14 +82,18 @@ def close(found: torch.Tensor, right: torch.Tensor, case: Case) -> None:
 
 
 def not_finite_stays_in_its_windows(dtype: torch.dtype = torch.float16, device: str = "cpu") -> None:
-    """Numbers beside a window, which kernels read with it, do not reach its result."""
+    """Numbers beside windows, which kernels could read with them, do not reach results and gradients."""
     case = CASES[0]
     x, w, b = arrays(case, dtype, device)
     settings = list(case.stride), list(case.padding)
-    for place, value in itertools.product(((0, 0, 11, 12), (1, 2, 0, 27), (0, 1, 29, 1)), (torch.inf, torch.nan)):
-        x[place] = value
+    x[0, 1, 12, 11] = torch.inf  # below a window
+    x[1, 2, 14, 22] = torch.nan  # the last channel, in front of a window
     right = aten.convolution(x.float(), w.float(), b, *settings, [1, 1], False, [0, 0], 1)
     assert torch.equal(few_channels.convolved(x, w, b, *settings).isfinite(), right.isfinite())
+    x = torch.ones(1, 3, 10, 10, dtype=dtype, device=device).contiguous(memory_format=LAST)
+    x[0, 0, 8, 0] = x[0, 1, 1, 9] = torch.nan  # windows of 3×3 in steps of 4 leave them out
+    g = torch.ones(1, 5, 2, 2, dtype=dtype, device=device)
+    assert few_channels.convolved_gradient(g, x, [5, 3, 3, 3], [4, 4], [0, 0]).eq(4).all()
 
 
 def main() -> None:
