@@ -63,13 +63,13 @@ def compare(case: Case, dtype: torch.dtype = torch.float16, device: str = "cpu")
     x, w, b = arrays(case, dtype, device)
     settings = list(case.stride), list(case.padding)
     rest = *settings, [1, 1], False, [0, 0], 1
-    wide = x.double(), w.double(), None if b is None else b.double()
+    wide = [None if one is None else one.double().cpu() for one in (x, w, b)]
     right = aten.convolution(*wide, *rest)
     found = few_channels.convolved(x, w, b, *settings)
     assert found.dtype is dtype and found.is_contiguous(memory_format=LAST)
     close(found, right, case)
     g = torch.randn(right.shape, generator=torch.Generator().manual_seed(1)).to(x).contiguous(memory_format=LAST)
-    _, wanted, _ = aten.convolution_backward(g.double(), *wide[:2], None, *rest, [False, True, False])
+    _, wanted, _ = aten.convolution_backward(g.double().cpu(), *wide[:2], None, *rest, [False, True, False])
     gradient = few_channels.convolved_gradient(g, x, list(w.shape), *settings)
     assert gradient.dtype is dtype and gradient.is_contiguous(memory_format=LAST)
     close(gradient, wanted, case)
@@ -78,7 +78,7 @@ def compare(case: Case, dtype: torch.dtype = torch.float16, device: str = "cpu")
 def close(found: torch.Tensor, right: torch.Tensor, case: Case) -> None:
     """Sums are in float32, so only the rounding at the end counts, except where numbers cancel."""
     bounds = {"rtol": 0.51 * torch.finfo(found.dtype).eps, "atol": 1e-5 * float(right.abs().max())}
-    torch.testing.assert_close(found.double(), right, **bounds, msg=lambda text: f"{case}\n{text}")
+    torch.testing.assert_close(found.double().cpu(), right, **bounds, msg=lambda text: f"{case}\n{text}")
 
 
 def not_finite_stays_in_its_windows(dtype: torch.dtype = torch.float16, device: str = "cpu") -> None:
@@ -88,8 +88,8 @@ def not_finite_stays_in_its_windows(dtype: torch.dtype = torch.float16, device: 
     settings = list(case.stride), list(case.padding)
     x[0, 1, 12, 11] = torch.inf  # below a window
     x[1, 2, 14, 22] = torch.nan  # the last channel, in front of a window
-    right = aten.convolution(x.float(), w.float(), b, *settings, [1, 1], False, [0, 0], 1)
-    assert torch.equal(few_channels.convolved(x, w, b, *settings).isfinite(), right.isfinite())
+    right = torch.conv2d(x.float().cpu(), w.float().cpu(), None, *settings)
+    assert torch.equal(few_channels.convolved(x, w, b, *settings).isfinite().cpu(), right.isfinite())
     x = torch.ones(1, 3, 10, 10, dtype=dtype, device=device).contiguous(memory_format=LAST)
     x[0, 0, 8, 0] = x[0, 1, 1, 9] = torch.nan  # windows of 3×3 in steps of 4 leave them out
     g = torch.ones(1, 5, 2, 2, dtype=dtype, device=device)

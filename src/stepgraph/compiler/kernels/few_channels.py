@@ -68,13 +68,13 @@ def _fits(
 ) -> bool:
     source, weights = fake(x), fake(w)
     plain = not transposed and groups == 1 and all(rate == 1 for rate in dilation) and source.ndim == 4
-    plain = plain and len(stride) == len(padding) == 2
+    plain = plain and len(stride) == len(padding) == 2 and source.numel() > 0
     if not plain or source.shape[1] > CHANNELS or not _is_last(source):
         return False
     types = {array.dtype for array in (source, weights, *([] if b is None else [fake(b)]))}
     extents = zip(source.shape[2:], weights.shape[2:], stride, padding, strict=True)
     pixels = [(extent + 2 * added - size) // step + 1 for extent, size, step, added in extents]
-    counted = max(source[0].numel(), weights.shape[0] * pixels[0] * pixels[1]) < MOST and source.numel() > 0
+    counted = max(source[0].numel(), weights.shape[0] * pixels[0] * pixels[1]) < MOST
     return len(types) == 1 and types <= {*HALVES} and counted and run_on(source.device)
 
 
