@@ -44,6 +44,7 @@ from stepgraph.compiler.exchange import exchange_gradients, gather_updates
 from stepgraph.compiler.half_gradients import read_half
 from stepgraph.compiler.hidden import hide
 from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels.few_channels import convolve_few_channels
 from stepgraph.compiler.kernels.max_pool import pool_by_rows
 from stepgraph.compiler.loss_with_gradient import join_losses
 from stepgraph.compiler.merge_statistics import merge_statistics
@@ -233,6 +234,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
     Pass("pool by rows", FUSED, _graph(pool_by_rows), _on_cuda),
+    Pass("convolve few channels", FUSED, _graph(convolve_few_channels), _on_cuda),
     *(_fused(row) for row in MANIFEST if row.run is not None),
     Pass("merge activations", FUSED, _graph(join.join_activations), _on_gpu),
     Pass("merge products", FUSED, _graph(join.join_products), _always),

@@ -1,7 +1,8 @@
 """Convolutions with few numbers per window, and the max pool behind them, as sums.
 
 The first convolution over gray images multiplies nine numbers per window: a matrix unit would be idle while patches
-are written and read. With the pool, only maxima are written, and only their pixels count in the gradients.
+are written and read. With the pool, only maxima are written, and only their pixels count in the gradients. This is for
+float32; `kernels/few_channels.py` is for half precision, where matrix units are fast enough.
 """
 
 from __future__ import annotations
