@@ -137,6 +137,19 @@ def test_what_operators_copy_repeatedly_is_stored() -> None:
     check_kept(function, module, x)
 
 
+@pytest.mark.parametrize(("place", "readers", "times"), [(None, 2, 1), (None, 1, 0), (1, 2, 0)])
+def test_a_number_that_is_looked_up_for_several_arrays_is_stored(place: int | None, readers: int, times: int) -> None:
+    def function(x: torch.Tensor, places: torch.Tensor) -> list[torch.Tensor]:
+        number = 2 * x[0, places.clamp(max=2) if place is None else place] + 1
+        return [x * number + reader for reader in range(readers)]
+
+    arrays = torch.rand(4, 3), torch.tensor([7])
+    module = recorded(function, *arrays)
+    stored.store_numbers(module.graph)
+    assert count(module.graph, torch.ops.stepgraph.written.default) == [times]
+    check_kept(function, module, *arrays)
+
+
 # The code of fused steps
 
 

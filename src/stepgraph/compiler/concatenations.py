@@ -15,7 +15,7 @@ from torch import fx
 
 from stepgraph.compiler.absorbed import made
 from stepgraph.compiler.program import fake, inherit, is_view
-from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size
+from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size, write
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -32,19 +32,7 @@ _SHAPES = {
 }
 Place = tuple[fx.Node, torch.Tensor]  # a part, and the view of the whole that it fills
 
-torch.library.define("stepgraph::written", "(Tensor x) -> Tensor")
 torch.library.define("stepgraph::filled", "(Tensor[] parts, int[] shape, int[] strides, int[] offsets) -> Tensor")
-
-
-@torch.library.impl("stepgraph::written", "CompositeExplicitAutograd")
-def written(x: torch.Tensor) -> torch.Tensor:
-    """A copy; in fused steps the kernel that computes `x` writes it there."""
-    return x.clone()
-
-
-@torch.library.register_fake("stepgraph::written")
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 @torch.library.impl("stepgraph::filled", "CompositeExplicitAutograd")
@@ -67,7 +55,6 @@ def _(
 
 def store_parts(graph: fx.Graph) -> None:
     """Lets kernels of their own write computed parts, and one kernel those that share their sources."""
-    torch_private.lower_to_buffer(torch.ops.stepgraph.written.default)
     torch_private.lower_to_places(torch.ops.stepgraph.filled.default)
     # Of nested concatenations, the outer one comes last.
     for node in reversed(graph.find_nodes(op="call_function", target=aten.cat.default)):
@@ -95,7 +82,7 @@ def _written(part: fx.Node) -> fx.Node:
     """A part in memory."""
     if not is_inlined(made(part)):
         return part
-    return inherit(part.graph.call_function(torch.ops.stepgraph.written.default, (part,)), part)
+    return write(part)
 
 
 def _places(node: fx.Node, whole: torch.Tensor) -> list[Place]:

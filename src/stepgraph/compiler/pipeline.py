@@ -254,6 +254,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("store gradients that are read with their sums", LOWERED, _graph(store_gradients), _on_gpu),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
+    Pass("store numbers that are looked up", LOWERED, _graph(stored.store_numbers), _on_gpu),
     Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),
 )
 

@@ -1,13 +1,14 @@
 """Results that a fused step writes to memory once, where PyTorch's compiler would compute or copy them repeatedly.
 
-The compiler computes elementwise results inside every kernel that reads them. Two kinds are cheaper to read: constants
-such as tables of sines, and what operators outside of its kernels read repeatedly, such as attention and its gradient,
-because it makes a copy for each of their arguments.
+The compiler computes elementwise results inside every kernel that reads them. Three kinds are cheaper to read:
+constants such as tables of sines; what operators outside of its kernels read repeatedly, such as attention and its
+gradient, because it makes a copy for each of their arguments; and numbers that are looked up, such as whether all
+indices are in range, because a kernel would wait for memory twice, for the place and for what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import torch
 from torch import fx
@@ -40,6 +41,22 @@ MOVES = {
 }
 
 
+LOOKS_UP = {aten.gather.default, aten.index.Tensor, aten.index_select.default}
+
+torch.library.define("stepgraph::written", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("stepgraph::written", "CompositeExplicitAutograd")
+def written(x: torch.Tensor) -> torch.Tensor:
+    """A copy; in fused steps the kernel that computes `x` writes it there."""
+    return x.clone()
+
+
+@torch.library.register_fake("stepgraph::written")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def store_constants(graph: fx.Graph) -> None:
     """Stores constants that are costly to compute, if results that are not constant read them."""
     constants = dict[fx.Node, frozenset[fx.Node]]()  # each with the costly operators that it is computed with
@@ -55,13 +72,37 @@ def store_sources(graph: fx.Graph) -> None:
     store(graph, {node for node in graph.nodes if is_inlined(node) and _copied(node) > size(node)})
 
 
+def store_numbers(graph: fx.Graph) -> None:
+    """Stores numbers that are looked up at a computed place, if several arrays are computed with them."""
+    looked_up = dict[fx.Node, None]()
+    for node in graph.nodes:
+        if _is_number(node) and (node.target in LOOKS_UP or any(one in looked_up for one in node.all_input_nodes)):
+            looked_up[node] = None
+    for node in looked_up:
+        if is_inlined(node) and sum(size(user) > 1 for user in node.users) > 1:
+            with graph.inserting_after(node):
+                stored = write(node)
+            node.replace_all_uses_with(stored, _other_than(stored))
+    graph.lint()
+
+
 def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
     """Lets everything that reads these results read them from memory, where they are laid out as recorded."""
     for node in [one for one in graph.nodes if one in chosen]:
         with graph.inserting_after(node):
             stored = graph.call_function(torch_private.written_to_memory(), (node, fake(node).stride()))
-        node.replace_all_uses_with(inherit(stored, node), lambda user, stored=stored: user is not stored)
+        node.replace_all_uses_with(inherit(stored, node), _other_than(stored))
     graph.lint()
+
+
+def _other_than(node: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: user is not node
+
+
+def write(node: fx.Node) -> fx.Node:
+    """A result in memory, laid out as the compiler likes; at the graph's insertion point."""
+    torch_private.lower_to_buffer(torch.ops.stepgraph.written.default)
+    return inherit(node.graph.call_function(torch.ops.stepgraph.written.default, (node,)), node)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:
@@ -80,6 +121,11 @@ def is_inlined(node: fx.Node) -> bool:
 def size(node: fx.Node) -> int:
     """The elements of all results of an operator."""
     return sum(array.numel() for array in fakes(node))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a result is one number that the compiler computes inside other kernels, or a view of one."""
+    return size(node) == 1 and (is_inlined(node) or is_view(node))
 
 
 def _tables(node: fx.Node, constants: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
