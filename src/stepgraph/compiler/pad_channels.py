@@ -18,14 +18,13 @@ from torch import fx
 
 from stepgraph.compiler import hidden  # noqa: F401  defines the operators
 from stepgraph.compiler.absorbed import is_absorbed, is_reduction, made, users_of
-from stepgraph.compiler.program import call, fake, is_view, set_fake
+from stepgraph.compiler.program import call, fake, set_fake, update_views
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 ALIGNED = 16  # bytes that matrix units read at a time
 LARGE = 2**20  # numbers; convolutions of fewer take no longer than the kernel that pads their filters
 _RESULTS = {aten.convolution.default, ours.convolution.default}
 _GRADIENTS = {aten.convolution_backward.default, ours.convolution_backward.default}
-_VIEWS = {aten.view.default, aten.reshape.default}
 _OTHERS = [0, 2, 3]  # all axes but that of the channels
 FILTERS = 1  # the index among the gradients of a convolution
 
@@ -47,11 +46,12 @@ def pad_channels(graph: fx.Graph) -> None:
 
 def _is_unaligned(node: fx.Node, x: Any, filters: Any) -> bool:
     """Whether the result of a large convolution in half precision is not aligned, although its source is."""
-    y, (transposed, _, groups) = (node, node.args[6:9]) if node.target in _RESULTS else (node.args[0], node.args[7:10])
+    given: Any = node.args
+    y, (transposed, _, groups) = (node, given[6:9]) if node.target in _RESULTS else (given[0], given[7:10])
     images = fake(y), fake(x)
     last = all(one.ndim == 4 and one.is_contiguous(memory_format=torch.channels_last) for one in images)
     half = fake(x).is_floating_point() and fake(x).itemsize == 2
-    sums_biases = node.target is aten.convolution_backward.default and node.args[10][2]  # type: ignore[index]
+    sums_biases = node.target is aten.convolution_backward.default and given[10][2]
     if not last or not half or transposed or groups != 1 or sums_biases:
         return False
     return bool(_missing(filters)) and not fake(x).shape[1] % _unit(x) and images[0].numel() >= LARGE
@@ -85,7 +85,7 @@ def _is_computed_for_these(gradient: Any) -> bool:
 def _sums(gradient: fx.Node) -> list[fx.Node]:
     """The sums over all pixels."""
     sums = (user for user in gradient.users if user.target is aten.sum.dim_IntList and not user.kwargs)
-    return [one for one in sums if sorted(one.args[1]) == _OTHERS and len(one.args) == 2]
+    return [one for one in sums if one.args[1:] == (_OTHERS,)]
 
 
 def _pad_result(node: fx.Node, padded: dict[fx.Node, fx.Node]) -> None:
@@ -99,7 +99,7 @@ def _pad_result(node: fx.Node, padded: dict[fx.Node, fx.Node]) -> None:
             each = call(node, aten.view.default, (biases, [1, count, 1, 1]))
             part = call(node, aten.add.Tensor, (part, each))
     node.replace_all_uses_with(part)
-    _update_views(part)
+    update_views(part)
 
 
 def _reordered(node: fx.Node, settings: list[Any], count: int) -> list[Any]:
@@ -118,16 +118,6 @@ def _padded_filters(filters: Any, padded: dict[fx.Node, fx.Node]) -> fx.Node:
             widths = [0, 0] * (fake(filters).ndim - 1) + [0, _missing(filters)]
             padded[filters] = call(first, aten.constant_pad_nd.default, (filters, widths))
     return padded[filters]
-
-
-def _update_views(node: fx.Node) -> None:
-    """Lets views of a dense array be views of part of another, or copies of it."""
-    for user in node.users:
-        if is_view(user) and user.target is not getitem:
-            user.target = aten.reshape.default if user.target in _VIEWS else user.target
-            with fake(user).fake_mode:
-                set_fake(user, user.target(*fx.map_arg(user.args, fake)))  # type: ignore[operator]
-            _update_views(user)
 
 
 def _pad_gradient(gradient: fx.Node, readers: list[fx.Node], padded: dict[fx.Node, fx.Node]) -> None:

@@ -20,6 +20,7 @@ from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
+aten = torch.ops.aten
 _FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
 _TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
@@ -160,6 +161,16 @@ def call(like: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
 def set_fake(node: fx.Node, value: Any) -> None:
     """Sets the fake of an operator."""
     node.meta[_FAKE] = value
+
+
+def update_views(node: fx.Node) -> None:
+    """Updates what is known about the views of an operator whose result now has other strides; some become copies."""
+    for user in node.users:
+        if is_view(user) and user.target is not getitem:
+            user.target = aten.reshape.default if user.target is aten.view.default else user.target
+            with fake(user).fake_mode:
+                set_fake(user, user.target(*fx.map_arg(user.args, fake)))  # type: ignore[operator]
+            update_views(user)
 
 
 def storages(node: fx.Node) -> list[int]:
