@@ -143,7 +143,7 @@ def _read_padded(node: fx.Node, gradient: fx.Node, filters: fx.Node) -> None:
     with node.graph.inserting_before(node):
         new = call(node, node.target, (gradient, x, filters, None, *settings))
     alone = node.target is ours.convolution_backward.default
-    for one in [node] if alone else list(node.users):
+    for one in [node] if alone else [user for user in node.users if user.users]:
         which = settings[-2] if alone else one.args[1]
         with node.graph.inserting_before(one):
             found = new if alone else call(one, getitem, (new, which))

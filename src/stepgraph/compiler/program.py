@@ -147,14 +147,14 @@ def fakes(node: fx.Node) -> list[torch.Tensor]:
     return [array for array in values if isinstance(array, torch.Tensor)]
 
 
-def call(like: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+def call(like: fx.Node, target: Any, arguments: tuple[Any, ...], **settings: Any) -> fx.Node:
     """A new operator of the same layer and phase as another, at the graph's insertion point."""
-    node = like.graph.call_function(target, arguments)
+    node = like.graph.call_function(target, arguments, settings)
     note(node, layer=notes(like).layer, phase=notes(like).phase)
     arrays = [one for source in node.all_input_nodes for one in fakes(source)]
     # PyTorch types arrays without memory as ordinary ones; numbers that the function makes itself join their mode.
     with arrays[0].fake_mode:  # type: ignore[attr-defined]
-        set_fake(node, target(*fx.map_arg(arguments, fake)))
+        set_fake(node, target(*fx.map_arg(arguments, fake), **settings))
     return node
 
 

@@ -1,22 +1,20 @@
-"""Transposed convolutions whose windows do not overlap, as products over pixels.
+"""Transposed convolutions whose windows do not overlap, beside concatenations: as products over pixels.
 
 If the stride is the size of the filters, as in the upward path of a U-Net, every pixel of the source becomes a window
-of the result by itself: the result is a product, whose elements only have to be moved. Generated kernels move them
-while they do something else, such as adding biases and writing a concatenation. The gradient is moved the other way,
-by one kernel, from wherever it is: a part of a concatenation's gradient need not be copied first, which cuDNN's
-operators would do.
+of the result by itself: the result is a product, whose elements only have to be moved. The kernel that writes a
+concatenation moves them anyway, and so does one that takes the gradient of a part out of that of a concatenation, which
+cuDNN would not read where it is. Elsewhere cuDNN is left to move them.
 """
 
 from __future__ import annotations
 
-from operator import getitem
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_reduction, made, users_of
-from stepgraph.compiler.program import call, fake, update_views
+from stepgraph.compiler.program import call, fake
 from stepgraph.compiler.stored import store
 
 aten = torch.ops.aten
@@ -27,15 +25,16 @@ SOURCE, FILTERS, BIASES = range(3)  # the gradients of a convolution
 
 
 def multiply_windows(graph: fx.Graph) -> None:
-    """Replaces transposed convolutions whose windows do not overlap, where kernels read or compute what is moved."""
+    """Replaces transposed convolutions whose windows do not overlap, where kernels move what they write or read."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
         x, filters, _, *settings = node.args
-        if _fits(node, x, filters, settings) and all(map(_is_in_kernel, users_of(node))):
+        if _fits(node, x, filters, settings) and all(user.target is aten.cat.default for user in node.users):
             _multiply(node)
     moved = set[fx.Node]()
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         gradient, x, filters, _, *settings, mask = node.args
-        if _fits(gradient, x, filters, settings) and not mask[BIASES] and _is_moved_anyway(gradient):
+        is_part = not fake(gradient).is_contiguous(memory_format=LAST)
+        if _fits(gradient, x, filters, settings) and is_part and not mask[BIASES]:
             moved.add(_multiply_gradient(node))
     graph.eliminate_dead_code()
     store(graph, moved)
@@ -52,50 +51,39 @@ def _fits(y: fx.Node, x: fx.Node, filters: fx.Node, settings: list[Any]) -> bool
     return separate and last and not any(count * own.itemsize % ALIGNED for count in own.shape[:2])
 
 
-def _is_in_kernel(node: fx.Node) -> bool:
-    """Whether a generated kernel reads what an operator reads, and can find elements elsewhere."""
-    return is_absorbed(node) or node.target is aten.cat.default
-
-
-def _is_moved_anyway(gradient: fx.Node) -> bool:
-    """Whether a kernel writes a gradient, or must copy it because it is part of another array."""
-    source = made(gradient)
-    computed = source.op == "call_function" and is_absorbed(source) and not is_reduction(source)
-    alone = all(user.target is aten.convolution_backward.default or is_reduction(user) for user in users_of(source))
-    return (computed and alone) or not fake(gradient).is_contiguous(memory_format=LAST)
-
-
 def _multiply(node: fx.Node) -> None:
     """Replaces a convolution by a product whose rows are windows."""
-    x, filters, biases, *_ = node.args
+    given: Any = node.args
+    x, filters, biases = given[:3]
     images, channels, *_ = fake(node).shape
     (height, width), (rows, columns) = fake(x).shape[2:], fake(filters).shape[2:]
     with node.graph.inserting_before(node):
         product = call(node, aten.mm.default, (_pixels(node, x), _matrix(node, filters)))
         windows = call(node, aten.view.default, (product, [images, height, width, rows, columns, channels]))
         lines = call(node, aten.permute.default, (windows, [0, 1, 3, 2, 4, 5]))
-        moved = call(node, aten.reshape.default, (lines, [images, height * rows, width * columns, channels]))
-        found = call(node, aten.permute.default, (moved, [0, 3, 1, 2]))
+        moved = call(node, aten.clone.default, (lines,), memory_format=torch.contiguous_format)
+        pixels = call(node, aten.view.default, (moved, [images, height * rows, width * columns, channels]))
+        found = call(node, aten.permute.default, (pixels, [0, 3, 1, 2]))
         if biases is not None:
             found = call(node, aten.add.Tensor, (found, call(node, aten.view.default, (biases, [1, -1, 1, 1]))))
     node.replace_all_uses_with(found)
-    update_views(found)
 
 
 def _multiply_gradient(node: fx.Node) -> fx.Node:
-    """Replaces the gradients of a convolution by products; returns the windows of the gradient as rows."""
+    """Replaces the gradients of a convolution by products; returns what they read, the windows of the gradient."""
     gradient, x, filters, *_ = node.args
-    windows = _windows(node, gradient, filters)
+    moved = _windows(node, gradient, filters)
+    with node.graph.inserting_before(node):
+        windows = call(node, aten.view.default, (moved, [-1, prod(fake(moved).shape[3:])]))
     makers = {SOURCE: _source_gradient, FILTERS: _filter_gradient}
-    for one in list(node.users):  # `getitem`, one per gradient
-        if one.target is getitem:
-            with node.graph.inserting_before(one):
-                one.replace_all_uses_with(makers[one.args[1]](one, windows, x, filters))  # type: ignore[index]
-    return windows
+    for one in [user for user in node.users if user.users]:  # `getitem`, one per gradient
+        with node.graph.inserting_before(one):
+            one.replace_all_uses_with(makers[one.args[1]](one, windows, x, filters))  # type: ignore[index]
+    return moved
 
 
 def _windows(node: fx.Node, gradient: Any, filters: Any) -> fx.Node:
-    """The windows of an array as rows, `[pixels of the source, pixels of a window * channels]`."""
+    """The windows of an array, `[images, height, width, rows and columns of a window, channels]`."""
     images, channels, height, width = fake(gradient).shape
     rows, columns = fake(filters).shape[2:]
     split = [images, height // rows, rows, width // columns, columns, channels]
@@ -103,7 +91,7 @@ def _windows(node: fx.Node, gradient: Any, filters: Any) -> fx.Node:
         last = call(node, aten.permute.default, (gradient, [0, 2, 3, 1]))
         lines = call(node, aten.reshape.default, (last, split))
         windows = call(node, aten.permute.default, (lines, [0, 1, 3, 2, 4, 5]))
-        return call(node, aten.reshape.default, (windows, [-1, rows * columns * channels]))
+        return call(node, aten.clone.default, (windows,), memory_format=torch.contiguous_format)
 
 
 def _source_gradient(node: fx.Node, windows: fx.Node, x: Any, filters: Any) -> fx.Node:
