@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import stepgraph as sg
 from stepgraph.compiler import pad_channels
 from stepgraph.compiler.program import fake
 
@@ -166,31 +164,3 @@ def test_what_would_be_copied_is_not_padded() -> None:
     assert not pads(padded(convolved, (x, w, b, more)))
     for run in (passed_in, read_elsewhere, summed_inside):
         assert not pads(padded(run, (x, w, g)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 3])
-def test_fused_steps_compute_the_same(size: int) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(16, 8, 64, 64)).astype("f")
-    y = rng.integers(0, 21, (16, 64, 64))
-    found = []
-    for fuse in (False, "first"):
-        given, labels, graph = sg.Tensor(x.shape), sg.Tensor(y.shape, "int64"), sg.Graph()
-        inner = graph.relu(graph.node(layer(8, 16, 3), given))
-        graph.node(layer(16, 21, size), inner)
-        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(axis=1), sg.SGDOptimizer(0.1))
-        training.add_inputs({"x": given}, {"y": labels})
-        training.compile("cuda", compute_type="bfloat16", fuse=fuse)
-        losses = [float(training.execute({"x": x}, {"y": y}).loss) for _ in range(3)]
-        found.append([losses, *(one.numpy().copy() for one in training.layers[-2].parameters.values())])
-    for plain, fused in zip(*found, strict=True):
-        np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=2e-3)
-
-
-def layer(inputs: int, outputs: int, size: int) -> sg.ConvolutionLayer:
-    """A convolution with the same weights at every call."""
-    rng = np.random.default_rng(outputs)
-    weights = rng.normal(size=(outputs, inputs, size, size)).astype("f") / size / inputs**0.5
-    descriptor = sg.ConvolutionDescriptor(size, inputs, outputs)
-    return sg.ConvolutionLayer(sg.Tensor(weights.shape, data=weights), sg.Tensor((outputs,), fill=0.1), descriptor)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import stepgraph as sg
 from stepgraph.compiler import separate_windows
 from stepgraph.compiler.program import fake
 
@@ -157,33 +155,3 @@ def test_what_is_not_moved_anyway_stays() -> None:
 
     for run in (returned, normalized, dense):
         assert not products(changed(run, shape.drawn()))
-
-
-@pytest.mark.gpu
-def test_fused_steps_compute_the_same() -> None:
-    """A U-Net with one level, in half precision."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(16, 8, 64, 64)).astype("f"), rng.integers(0, 21, (16, 64, 64))
-    found = []
-    for fuse in (False, "first"):
-        given, labels, graph = sg.Tensor(x.shape), sg.Tensor(y.shape, "int64"), sg.Graph()
-        down = graph.relu(graph.node(layer(8, 32, 3), given))
-        inner = graph.relu(graph.node(layer(32, 64, 3), graph.max_pooling(down, 2)))
-        up = graph.node(layer(64, 32, 2, type=sg.ConvolutionType.TRANSPOSED, strides=2), inner)
-        last = graph.relu(graph.node(layer(64, 32, 3), graph.concatenate([down, up])))
-        graph.node(layer(32, 21, 1), last)
-        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(axis=1), sg.SGDOptimizer(0.1))
-        training.add_inputs({"x": given}, {"y": labels})
-        training.compile("cuda", compute_type="bfloat16", fuse=fuse)
-        losses = [float(training.execute({"x": x}, {"y": y}).loss) for _ in range(3)]
-        found.append([losses, *(one.numpy().copy() for each in training.layers for one in each.parameters.values())])
-    for plain, fused in zip(*found, strict=True):
-        np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=2e-3)
-
-
-def layer(inputs: int, outputs: int, size: int, **settings: Any) -> sg.ConvolutionLayer:
-    """A convolution with the same weights at every call."""
-    rng = np.random.default_rng(outputs)
-    weights = rng.normal(size=(outputs, inputs, size, size)).astype("f") / size / inputs**0.5
-    descriptor = sg.ConvolutionDescriptor(size, inputs, outputs, **settings)
-    return sg.ConvolutionLayer(sg.Tensor(weights.shape, data=weights), sg.Tensor((outputs,), fill=0.1), descriptor)
