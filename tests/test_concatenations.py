@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import concatenations
 from stepgraph.layers.rotary import rotate
+from stepgraph.system import torch_private
 
 aten, own = torch.ops.aten, torch.ops.stepgraph
 
@@ -164,6 +165,29 @@ def test_parts_that_are_needed_elsewhere_or_lie_badly_are_copied(kernel: str, ot
 
 def test_small_concatenations_copy_their_parts() -> None:
     assert not skipped("pooled")[1]
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("large")
+def test_compiled_kernels_read_parts_in_their_places() -> None:
+    generator, seen = torch.Generator().manual_seed(0), list[fx.Node]()
+    arrays = images(8, generator), images(8, generator), images(16, generator)[:1]
+    inductor = torch_private.inductor()
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        part = x.relu()
+        whole = torch.cat([part, y.neg()], 1)
+        return [torch.nn.functional.max_pool2d(part, 2), torch.conv2d(whole, w), whole[:, :8].sin()]
+
+    def compile_inner(module: fx.GraphModule, *given: Any, **settings: Any) -> Any:
+        concatenations.store_parts(module.graph)
+        seen.extend(filled(module.graph))
+        return inductor.compile_kernels(module, *given, **settings)
+
+    with torch.no_grad():
+        compiled = inductor.compile_graph(make_fx(function)(*arrays), arrays, compile_inner)
+        torch.testing.assert_close(list(compiled(*arrays)), function(*arrays))
+    assert len(seen) == 1
 
 
 # Rotary positions, whose gradient is such a concatenation
