@@ -140,7 +140,7 @@ def _empty(node: fx.Node) -> torch.Tensor:
 
 def _kept(node: fx.Node) -> list[fx.Node]:
     """The parts of a large concatenation for products that are in memory before it, if they lie well in it."""
-    if size(node) < LARGE or all(map(_is_kernel, users_of(node))) or not _is_dense(fake(node)):
+    if size(node) < LARGE or all(map(_is_kernel, users_of(node))):
         return []
     if not all(_is_aligned(view, fake(node).itemsize) for _, view in _places(node, _empty(node))):
         return []
@@ -160,17 +160,6 @@ def _is_kernel(node: fx.Node) -> bool:
     if not isinstance(target, torch_private.OpOverload) or target.overloadpacket in flop_registry:
         return False
     return not torch_private.is_called(target)
-
-
-def _is_dense(array: torch.Tensor) -> bool:
-    """Whether an array has no gaps and no overlaps."""
-    extents = sorted(zip(array.stride(), array.shape, strict=True))
-    expected = 1
-    for stride, extent in extents:
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
 
 
 def _is_aligned(place: torch.Tensor, itemsize: int) -> bool:

@@ -1,9 +1,9 @@
 """Pads the results of convolutions in half precision, so that every pixel begins at a multiple of 16 bytes.
 
-A GPU's matrix units read 16 bytes at a time. The 21 classes of a pixel take 42, so cuDNN reads predictions and their
-gradient number by number, and takes several times as long as for 24 classes. Here the filters are padded with zeros
-instead: the convolution leaves unused channels behind those of each pixel, kernels read around them, and the kernel
-that computes the gradient writes zeros there. Zeros add nothing, so the numbers are the same.
+A GPU's matrix units are fed 16 bytes at a time. The 21 classes of a pixel take 42, so the last convolution of a U-Net
+loads its gradient number by number, at less than half of the memory's speed. Here the filters are padded with zeros:
+the convolution leaves unused channels behind those of each pixel, kernels skip them, and the kernel that computes the
+gradient writes zeros there. Zeros add nothing, so the numbers are the same.
 
 Only results that generated kernels read are padded, and gradients that these compute: others would have to be copied.
 """
