@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import concatenations
 from stepgraph.layers.rotary import rotate
+from stepgraph.system import torch_private
 
 aten, own = torch.ops.aten, torch.ops.stepgraph
 
@@ -109,6 +110,84 @@ def test_parts_of_another_type_or_rank_stay() -> None:
 
     graph = changed(function, torch.rand(4, 3), torch.rand(4, 3), torch.rand(6, 2))
     assert not written(graph) and not filled(graph)
+
+
+# Parts that other kernels read first
+
+
+def images(channels: int, generator: torch.Generator) -> torch.Tensor:
+    drawn = torch.randn(2, channels, 4, 6, generator=generator)
+    return drawn.contiguous(memory_format=torch.channels_last)
+
+
+def skipped(kernel: str, others: int = 8) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph of a part with 8 channels that is pooled and concatenated with others, and its concatenations."""
+    generator = torch.Generator().manual_seed(0)
+    arrays = images(8, generator), images(others, generator), images(8 + others, generator)[:1]
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        part = x.relu()
+        read = {
+            "pooled": lambda: torch.nn.functional.max_pool2d(part, 2),
+            "summed": lambda: part.sum((2, 3)),
+            "inlined": part.exp,
+            "convolved": lambda: torch.conv2d(part, w[:, :8, :3, :3]),
+            "returned": lambda: part,
+        }[kernel]()
+        whole = torch.cat([part, y.neg()], 1)
+        return [read, torch.conv2d(whole, w), whole.sin() if kernel == "summed" else read]
+
+    graph = changed(function, *arrays)
+    return graph, filled(graph)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("kernel", ["pooled", "summed"])
+def test_a_part_that_other_kernels_read_is_written_to_its_place(kernel: str) -> None:
+    graph, found = skipped(kernel)
+    (whole,) = found
+    part, other = whole.args[0]  # type: ignore[misc]
+    assert {written.args[0].target for written in (part, other)} == {aten.relu.default, aten.neg.default}
+    assert set(whole.args[0][0].args[0].users) == {part}  # type: ignore[index, union-attr]
+    assert len(part.users) == 2 and whole.args[2] == [384, 1, 96, 16] and whole.args[4] == [0, 8]
+    assert not graph.find_nodes(op="call_function", target=aten.cat.default)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("kernel", "others"), [("inlined", 8), ("convolved", 8), ("returned", 8), ("pooled", 6)], ids=str
+)
+def test_parts_that_are_needed_elsewhere_or_lie_badly_are_copied(kernel: str, others: int) -> None:
+    graph, _ = skipped(kernel, others)
+    (relu,) = graph.find_nodes(op="call_function", target=aten.relu.default)
+    assert len(relu.users) > 1
+
+
+def test_small_concatenations_copy_their_parts() -> None:
+    assert not skipped("pooled")[1]
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("large")
+def test_compiled_kernels_read_parts_in_their_places() -> None:
+    generator, seen = torch.Generator().manual_seed(0), list[fx.Node]()
+    arrays = images(8, generator), images(8, generator), images(16, generator)[:1]
+    inductor = torch_private.inductor()
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        part = x.relu()
+        whole = torch.cat([part, y.neg()], 1)
+        return [torch.nn.functional.max_pool2d(part, 2), torch.conv2d(whole, w), whole[:, :8].sin()]
+
+    def compile_inner(module: fx.GraphModule, *given: Any, **settings: Any) -> Any:
+        concatenations.store_parts(module.graph)
+        seen.extend(filled(module.graph))
+        return inductor.compile_kernels(module, *given, **settings)
+
+    with torch.no_grad():
+        compiled = inductor.compile_graph(make_fx(function)(*arrays), arrays, compile_inner)
+        torch.testing.assert_close(list(compiled(*arrays)), function(*arrays))
+    assert len(seen) == 1
 
 
 # Rotary positions, whose gradient is such a concatenation

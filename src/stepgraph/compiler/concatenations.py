@@ -3,6 +3,9 @@
 PyTorch's compiler computes a concatenation on a GPU element by element. Every element then takes the instructions of
 all parts, and parts that are computed from the same arrays read these again. The gradient of query, key and value with
 rotary positions is such a concatenation, and two of its parts are concatenations of pairs.
+
+A part that waits for its concatenation in memory, because other kernels read it first, is written there only: what goes
+from one side of a U-Net to the other is not copied.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from stepgraph.compiler.absorbed import made
+from stepgraph.compiler.absorbed import made, users_of
 from stepgraph.compiler.program import fake, inherit, is_view
-from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size, write
+from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size, write, write_once
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LARGE = 2**20  # elements, whose instructions take longer than the start of a few more kernels
+SECTOR = 32  # bytes that a GPU reads at least: parts made of whole ones are read as fast as dense arrays
 _COPIES = {aten.clone.default, prims.convert_element_type.default}
 # Views that keep the order of elements.
 _SHAPES = {
@@ -32,15 +37,29 @@ _SHAPES = {
 }
 Place = tuple[fx.Node, torch.Tensor]  # a part, and the view of the whole that it fills
 
-torch.library.define("stepgraph::filled", "(Tensor[] parts, int[] shape, int[] strides, int[] offsets) -> Tensor")
+torch.library.define(
+    "stepgraph::filled", "(Tensor[] parts, int[] shape, int[] order, int[] strides, int[] offsets) -> Tensor"
+)
 
 
 @torch.library.impl("stepgraph::filled", "CompositeExplicitAutograd")
 def filled(
-    parts: Sequence[torch.Tensor], shape: Sequence[int], strides: Sequence[int], offsets: Sequence[int]
+    parts: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    order: Sequence[int],
+    strides: Sequence[int],
+    offsets: Sequence[int],
 ) -> torch.Tensor:
-    """A new array of parts that fill it, each at an offset with its own strides; all strides are one list."""
-    whole, rest = parts[0].new_empty(shape), iter(strides)
+    """A new array of parts that fill it, each at an offset with its own strides.
+
+    Args:
+        parts: what fills it.
+        shape: its shape.
+        order: its strides.
+        strides: those of all parts in it, as one list.
+        offsets: where each part begins.
+    """
+    whole, rest = parts[0].new_empty_strided(shape, order), iter(strides)
     for part, offset in zip(parts, offsets, strict=True):
         whole.as_strided(part.shape, [next(rest) for _ in part.shape], offset).copy_(part)
     return whole
@@ -48,9 +67,13 @@ def filled(
 
 @torch.library.register_fake("stepgraph::filled")
 def _(
-    parts: Sequence[torch.Tensor], shape: Sequence[int], strides: Sequence[int], offsets: Sequence[int]
+    parts: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    order: Sequence[int],
+    strides: Sequence[int],
+    offsets: Sequence[int],
 ) -> torch.Tensor:
-    return parts[0].new_empty(shape)
+    return parts[0].new_empty_strided(shape, order)
 
 
 def store_parts(graph: fx.Graph) -> None:
@@ -58,7 +81,12 @@ def store_parts(graph: fx.Graph) -> None:
     torch_private.lower_to_places(torch.ops.stepgraph.filled.default)
     # Of nested concatenations, the outer one comes last.
     for node in reversed(graph.find_nodes(op="call_function", target=aten.cat.default)):
-        if _is_uniform(node) and _is_for_calls(node) and (_share_sources(arguments(node)) or _is_long(node)):
+        if not _is_uniform(node):
+            continue
+        kept = _kept(node)
+        if kept or (_is_for_calls(node) and (_share_sources(arguments(node)) or _is_long(node))):
+            for part in kept:
+                write_once(part)
             _write_parts(node)
     graph.eliminate_dead_code()
     graph.lint()
@@ -66,14 +94,14 @@ def store_parts(graph: fx.Graph) -> None:
 
 def _write_parts(node: fx.Node) -> None:
     """Lets kernels write the parts of a concatenation, and those of the concatenations among its parts."""
-    own, places = arguments(node), _places(node, torch.empty(fake(node).shape, device="meta"))
+    own, like, places = arguments(node), fake(node), _places(node, _empty(node))
     with node.graph.inserting_before(node):
-        if len(places) == len(own) or not fake(node).is_contiguous():
+        if len(places) == len(own) and like.is_contiguous():
             node.args = ([_written(part) for part in own], *node.args[1:])
             return
         strides = [stride for _, view in places for stride in view.stride()]
         offsets = [int(view.storage_offset()) for _, view in places]
-        filling = ([_written(part) for part, _ in places], list(fake(node).shape), strides, offsets)
+        filling = ([_written(part) for part, _ in places], list(like.shape), list(like.stride()), strides, offsets)
         whole = node.graph.call_function(torch.ops.stepgraph.filled.default, filling)
     node.replace_all_uses_with(inherit(whole, node))
 
@@ -83,6 +111,43 @@ def _written(part: fx.Node) -> fx.Node:
     if not is_inlined(made(part)):
         return part
     return write(part)
+
+
+def _empty(node: fx.Node) -> torch.Tensor:
+    """An array like the result of an operator, without numbers."""
+    return torch.empty_strided(fake(node).shape, fake(node).stride(), device="meta")
+
+
+def _kept(node: fx.Node) -> list[fx.Node]:
+    """The parts of a large concatenation for products that are in memory before it, if they lie well in it."""
+    if size(node) < LARGE or all(map(_is_kernel, users_of(node))):
+        return []
+    if not all(_is_aligned(view, fake(node).itemsize) for _, view in _places(node, _empty(node))):
+        return []
+    return [part for part in arguments(node) if _is_kept(part, node)]
+
+
+def _is_kept(part: fx.Node, whole: fx.Node) -> bool:
+    """Whether a computed part is also in memory for other kernels, which can as well read it in its place."""
+    readers = users_of(part) - {whole}
+    alone = arguments(whole).count(part) == 1 and is_inlined(part)
+    return alone and bool(readers) and all(map(_is_kernel, readers)) and not all(map(is_inlined, readers))
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether generated kernels compute what an operator computes, from arrays in any order."""
+    target = node.target
+    if not isinstance(target, torch_private.OpOverload) or target.overloadpacket in flop_registry:
+        return False
+    return not torch_private.is_called(target)
+
+
+def _is_aligned(place: torch.Tensor, itemsize: int) -> bool:
+    """Whether a place in an array consists of whole sectors."""
+    extents, run = sorted(zip(place.stride(), place.shape, strict=True)), 1
+    for stride, extent in extents:
+        run *= extent if stride == run or extent == 1 else 1
+    return not run * itemsize % SECTOR and not place.storage_offset() * itemsize % SECTOR
 
 
 def _places(node: fx.Node, whole: torch.Tensor) -> list[Place]:

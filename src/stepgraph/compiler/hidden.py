@@ -21,10 +21,23 @@ def hide(graph: fx.Graph) -> None:
     """Hides operators that PyTorch's compiler for GPUs miscompiles."""
     for node in list(graph.nodes):
         if node.target is aten.convolution.default and _may_lie_either_way(*node.args[:2]):
-            _replace(node, "convolution", *node.args)
+            _hide_convolution(node)
         elif node.target is aten.convolution_backward.default and _may_lie_either_way(*node.args[:3]):
             _hide_convolution_backward(node)
     graph.eliminate_dead_code()
+
+
+def _hide_convolution(node: fx.Node) -> None:
+    """Hides a convolution; kernels that read its result add the biases, which PyTorch would do in one of its own."""
+    x, weights, biases, *settings = node.args
+    if biases is None:
+        _replace(node, "convolution", *node.args)
+        return
+    with node.graph.inserting_before(node):
+        bare = call(node, aten.convolution.default, (x, weights, None, *settings))
+        each = call(node, aten.view.default, (biases, [1, -1, 1, 1]))
+        node.replace_all_uses_with(call(node, aten.add.Tensor, (bare, each)))
+    _replace(bare, "convolution", *bare.args)
 
 
 def _hide_convolution_backward(node: fx.Node) -> None:

@@ -50,9 +50,11 @@ from stepgraph.compiler.loss_with_gradient import join_losses
 from stepgraph.compiler.merge_statistics import merge_statistics
 from stepgraph.compiler.merge_updates import merge_updates
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.pad_channels import pad_channels
 from stepgraph.compiler.pad_classes import pad_classes
 from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
+from stepgraph.compiler.separate_windows import multiply_windows
 from stepgraph.compiler.shared_gradients import store_gradients
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
@@ -249,6 +251,8 @@ TABLE: tuple[Pass, ...] = (
     Pass("pass optimizer buffers beside the compiler", FUSED, _graph(pass_beside), _on_cuda),
     Pass("keep recomputation apart", LOWERED, _graph(recompute_fused.separate), _always),
     Pass("compute equal operators once", LOWERED, _compute_once, _always),
+    Pass("pad channels", LOWERED, _graph(pad_channels), _on_cuda),
+    Pass("multiply for separate windows", LOWERED, _graph(multiply_windows), _on_cuda),
     Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
     Pass("store gradients that are read with their sums", LOWERED, _graph(store_gradients), _on_gpu),

@@ -20,6 +20,7 @@ from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
+aten = torch.ops.aten
 _FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
 _TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
@@ -146,20 +147,30 @@ def fakes(node: fx.Node) -> list[torch.Tensor]:
     return [array for array in values if isinstance(array, torch.Tensor)]
 
 
-def call(like: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+def call(like: fx.Node, target: Any, arguments: tuple[Any, ...], **settings: Any) -> fx.Node:
     """A new operator of the same layer and phase as another, at the graph's insertion point."""
-    node = like.graph.call_function(target, arguments)
+    node = like.graph.call_function(target, arguments, settings)
     note(node, layer=notes(like).layer, phase=notes(like).phase)
     arrays = [one for source in node.all_input_nodes for one in fakes(source)]
     # PyTorch types arrays without memory as ordinary ones; numbers that the function makes itself join their mode.
     with arrays[0].fake_mode:  # type: ignore[attr-defined]
-        set_fake(node, target(*fx.map_arg(arguments, fake)))
+        set_fake(node, target(*fx.map_arg(arguments, fake), **settings))
     return node
 
 
 def set_fake(node: fx.Node, value: Any) -> None:
     """Sets the fake of an operator."""
     node.meta[_FAKE] = value
+
+
+def update_views(node: fx.Node) -> None:
+    """Updates what is known about the views of an operator whose result now has other strides; some become copies."""
+    for user in node.users:
+        if is_view(user) and user.target is not getitem:
+            user.target = aten.reshape.default if user.target is aten.view.default else user.target
+            with fake(user).fake_mode:
+                set_fake(user, user.target(*fx.map_arg(user.args, fake)))  # type: ignore[operator]
+            update_views(user)
 
 
 def storages(node: fx.Node) -> list[int]:

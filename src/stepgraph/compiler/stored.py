@@ -8,7 +8,7 @@ indices are in range, because a kernel would wait for memory twice, for the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import fx
@@ -80,9 +80,7 @@ def store_numbers(graph: fx.Graph) -> None:
             looked_up[node] = None
     for node in looked_up:
         if is_inlined(node) and sum(size(user) > 1 for user in node.users) > 1:
-            with graph.inserting_after(node):
-                stored = write(node)
-            node.replace_all_uses_with(stored, _other_than(stored))
+            write_once(node)
     graph.lint()
 
 
@@ -91,12 +89,15 @@ def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
     for node in [one for one in graph.nodes if one in chosen]:
         with graph.inserting_after(node):
             stored = graph.call_function(torch_private.written_to_memory(), (node, fake(node).stride()))
-        node.replace_all_uses_with(inherit(stored, node), _other_than(stored))
+        node.replace_all_uses_with(inherit(stored, node), lambda user, stored=stored: user is not stored)
     graph.lint()
 
 
-def _other_than(node: fx.Node) -> Callable[[fx.Node], bool]:
-    return lambda user: user is not node
+def write_once(node: fx.Node) -> None:
+    """Lets everything that reads a computed result read it from memory."""
+    with node.graph.inserting_after(node):
+        stored = write(node)
+    node.replace_all_uses_with(stored, lambda user: user is not stored)
 
 
 def write(node: fx.Node) -> fx.Node:

@@ -307,14 +307,14 @@ def lower_to_buffer(operator: OpOverload) -> None:
 def lower_to_places(operator: OpOverload) -> None:
     """Lets kernels write the parts of an array directly to their places; public operators join whole blocks only.
 
-    The operator takes the parts, the shape of the whole, the strides of all parts as one list, and their offsets.
+    The operator takes the parts, shape and strides of the whole, all strides of parts as one list, and their offsets.
     """
     from torch._inductor.ir import ConcatKernel, FixedLayout, ReinterpretView, StorageBox, TensorBox
     from torch._inductor.virtualized import V
 
-    def filled(parts: Any, shape: Any, strides: Any, offsets: Any) -> Any:
+    def filled(parts: Any, shape: Any, order: Any, strides: Any, offsets: Any) -> Any:
         graph, kind, rest = V.graph, (parts[0].get_device(), parts[0].get_dtype()), iter(strides)
-        layout = FixedLayout(*kind, list(shape), list(torch.empty(shape, device="meta").stride()))
+        layout = FixedLayout(*kind, list(shape), list(order))
         whole, written = ConcatKernel(name=None, layout=layout, inputs=[]), list[Any]()
         stored = StorageBox(whole)
         for part, offset in zip(parts, offsets, strict=True):
