@@ -28,7 +28,7 @@ from stepgraph.system import torch_private
 aten, prims = torch.ops.aten, torch.ops.prims
 ROWS = 32  # that a block has at least: the sums of blocks are small beside the rows
 FEWEST = 1 << 16  # sums of blocks, each by a thread or more: fewer do not fill a GPU
-MOST = 1 << 19  # sums of blocks; more only take longer to add up
+MOST = 1 << 18  # sums of blocks: with more, adding them up takes longer
 ADDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
