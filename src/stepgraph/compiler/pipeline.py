@@ -251,7 +251,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
     Pass("store gradients that are read with their sums", LOWERED, _graph(store_gradients), _on_gpu),
-    Pass("sum rows where they are written", LOWERED, _graph(sum_rows_where_written), _on_gpu),
+    Pass("sum rows where they are written", LOWERED, _graph(sum_rows_where_written), _on_cuda),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
     Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),

@@ -163,15 +163,12 @@ def _is_written(node: fx.Node) -> bool:
     if node.op != "call_function" or is_view(node) or is_small(node) or not isinstance(fake(node), torch.Tensor):
         return False
     if node.target is aten.cat.default:  # if its parts are computed, kernels write these directly to their places
-        computed = any(is_absorbed(made(part)) for part in node.all_input_nodes)
+        by_elements = not any(is_absorbed(made(part)) for part in node.all_input_nodes)
     else:
-        computed = is_reduction(node) or not is_absorbed(node)
+        by_elements = is_absorbed(node) and not is_reduction(node)
     users = users_of(node)
-    return (
-        not computed
-        and any(not is_absorbed(user) for user in users)
-        and MOVES.isdisjoint(user.target for user in users)
-    )
+    called = any(not is_absorbed(user) for user in users) and MOVES.isdisjoint(user.target for user in users)
+    return by_elements and called
 
 
 def _meets_rows(node: fx.Node) -> bool:
@@ -280,7 +277,7 @@ def _write_in_blocks(node: fx.Node, blocks: _Blocks) -> None:
     assert rows is not None
     shape = [blocks.count, rows.count // blocks.count, blocks.columns]
     back = [rows.order.index(axis) for axis in range(len(rows.order))]
-    place, first = node, list(node.users)
+    found, readers = node, set(old.users)
     for target, given in (
         (aten.permute.default, list(rows.order)),
         (aten.reshape.default, shape),
@@ -288,10 +285,9 @@ def _write_in_blocks(node: fx.Node, blocks: _Blocks) -> None:
         (aten.reshape.default, [fake(node).shape[axis] for axis in rows.order]),
         (aten.permute.default, back),
     ):
-        with graph.inserting_after(place):
-            place = call(node, target, (place, given))
-    new = place
-    old.replace_all_uses_with(new, lambda user: old is not node or user in first)
+        with graph.inserting_after(found):
+            found = call(node, target, (found, given))
+    old.replace_all_uses_with(found, readers.__contains__)
 
 
 def _add_in_blocks(node: fx.Node, count: int) -> None:
