@@ -34,6 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absorbed, "SMALL", ROWS * WIDTH)
     monkeypatch.setattr(sums_of_rows, "ROWS", 6)
     monkeypatch.setattr(sums_of_rows, "FEWEST", 2 * WIDTH)
+    monkeypatch.setattr(sums_of_rows, "SHORT", 100)
 
 
 def drawn(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -98,10 +99,26 @@ def test_blocks_add_up_in_float32() -> None:
         assert fake(node).dtype is fake(node.args[0]).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("name", "number"), [("ROWS", ROWS), ("FEWEST", ROWS * WIDTH), ("MOST", WIDTH)])
+@pytest.mark.parametrize(("name", "number"), [("ROWS", ROWS), ("FEWEST", ROWS * WIDTH), ("LIMIT", WIDTH)])
 def test_rows_that_make_no_good_blocks_stay(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums_of_rows, name, number)
     assert same(*rewritten(perceptron, *MATRICES))
+
+
+@pytest.mark.parametrize(("batch", "divided"), [(BATCH, True), (1, False)])
+def test_a_long_computation_keeps_its_loops(batch: int, divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intermediate results that the compiler stores could not be fused with other loops."""
+    monkeypatch.setattr(sums_of_rows, "SHORT", 3)
+    given = [drawn(batch, ROWS // batch, WIDTH), *MATRICES[2:]]
+
+    def long(g: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        yield
+        dx = (g @ w).float().sin().mul(2).exp().to(HALF)
+        yield [dx @ v, dx.view(ROWS, WIDTH).sum(0)]
+
+    before, after = rewritten(long, *given)
+    assert blocks(after) == ([(BATCH, STEPS, WIDTH)] if divided else [])
+    assert divided or same(before, after)
 
 
 def test_small_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +203,7 @@ def test_sums_over_some_rows_are_what_they_were(axes: list[int]) -> None:
 def transformer(fuse: bool) -> sg.TrainingGraph:
     """A block with biases, large enough to fill a GPU."""
     sg.set_seed(5)
-    x, y = sg.Tensor((16, 256, 256)), sg.Tensor((16, 256, 256))
+    x, y = sg.Tensor((64, 128, 256)), sg.Tensor((64, 128, 256))
     graph = sg.Graph()
     h = graph.add(x, graph.node(sg.MultiheadAttentionLayer.create(256, 4), [x, x, x]))
     inner = graph.gelu(graph.dense(graph.layer_normalization(h), 1024))
@@ -209,10 +226,10 @@ def test_a_fused_step_sums_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()  # of sizes
     monkeypatch.setattr(torch_private, "generated_module", note_code)
     numbers = np.random.default_rng(0)
-    data = tuple({name: numbers.standard_normal((16, 256, 256), np.float32)} for name in "xy")
+    data = tuple({name: numbers.standard_normal((64, 128, 256), np.float32)} for name in "xy")
     plain, fused = transformer(False), transformer(True)
     for _ in range(5):
         assert fused.execute(*data).loss == pytest.approx(plain.execute(*data).loss, rel=5e-3)
-    kernels = re.findall(r"^def (triton_red\w*gelu_backward\w*)\(.*?^'''", codes[-1], re.M | re.S)
+    kernels = re.findall(r"^def (triton_(?:red|per)\w*gelu_backward\w*)\(.*?^'''", codes[-1], re.M | re.S)
     assert kernels, "a kernel computes the gradient of the GELU and adds up its rows"
     assert not re.search(r"^def triton_poi\w*gelu_backward", codes[-1], re.M)

@@ -28,7 +28,11 @@ from stepgraph.system import torch_private
 aten, prims = torch.ops.aten, torch.ops.prims
 ROWS = 32  # that a block has at least: the sums of blocks are small beside the rows
 FEWEST = 1 << 16  # sums of blocks, each by a thread or more: fewer do not fill a GPU
-MOST = 1 << 18  # sums of blocks: with more, adding them up takes longer
+ENOUGH = 1 << 18  # sums of blocks: with more, adding them up takes longer
+LIMIT = 1 << 20  # sums of blocks at most
+# Operators of a result whose loops may be divided. In a longer computation, the compiler may store what
+# is in between, and it fuses their kernels only with the same loops. So the blocks of such a result are its first dimension.
+SHORT = 8
 ADDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -249,9 +253,12 @@ def _blocks(node: fx.Node, sums: Sequence[fx.Node]) -> _Blocks | None:
     if len(rows) < len(arrays):
         return None
     common = set(rows[0].divisions()).intersection(*(one.divisions() for one in rows[1:]))
-    most = min(MOST // columns, rows[0].count // ROWS)
-    count = max((one for one in common if one * columns >= FEWEST and 1 < one <= most), default=None)
-    return None if count is None else _Blocks(count, columns)
+    if len(_before(node)) > SHORT:
+        common &= {rows[0].extents[0]} if len(rows[0].extents) == 2 else set()
+    most = min(LIMIT // columns, rows[0].count // ROWS)
+    fitting = [one for one in common if one * columns >= FEWEST and 1 < one <= most]
+    few = [one for one in fitting if one * columns <= ENOUGH]
+    return _Blocks(max(few) if few else min(fitting), columns) if fitting else None
 
 
 def _written_with(node: fx.Node, blocks: _Blocks, order: Mapping[fx.Node, int]) -> list[fx.Node]:
