@@ -30,8 +30,8 @@ ROWS = 32  # that a block has at least: the sums of blocks are small beside the 
 FEWEST = 1 << 16  # sums of blocks, each by a thread or more: fewer do not fill a GPU
 ENOUGH = 1 << 18  # sums of blocks: with more, adding them up takes longer
 LIMIT = 1 << 20  # sums of blocks at most
-# Operators of a result whose loops may be divided. In a longer computation, the compiler may store what
-# is in between, and it fuses their kernels only with the same loops. So the blocks of such a result are its first dimension.
+# Operators of a result whose loops may be divided. In a longer computation, the compiler may store what is in between,
+# and it fuses kernels only if their loops are the same. So the blocks of a longer one are its first dimension.
 SHORT = 8
 ADDED = (torch.float32, torch.bfloat16, torch.float16)
 
