@@ -229,16 +229,20 @@ def _is_before(needs: Iterable[fx.Node], node: fx.Node, order: Mapping[fx.Node, 
 
 def _needs(node: fx.Node) -> set[fx.Node]:
     """What must be complete before the kernel of an operator can start, apart from what is given."""
-    found, seen, pending = set[fx.Node](), set[fx.Node](), [node]
+    inside = {node, *_inside(node)}
+    read = {source for one in inside for source in map(made, one.all_input_nodes)}
+    return {one for one in read - inside if one.op == "call_function"}
+
+
+def _inside(node: fx.Node) -> set[fx.Node]:
+    """What the kernel of an operator computes for it from arrays in memory."""
+    found, pending = set[fx.Node](), [node]
     while pending:
         for source in map(made, pending.pop().all_input_nodes):
-            if source in seen or source.op != "call_function":
-                continue
-            seen.add(source)
-            if is_absorbed(source) and not is_reduction(source) and not _is_written(source):
-                pending.append(source)
-            else:
+            inner = source.op == "call_function" and is_absorbed(source) and not is_reduction(source)
+            if inner and source not in found and not _is_written(source):
                 found.add(source)
+                pending.append(source)
     return found
 
 
@@ -253,7 +257,7 @@ def _blocks(node: fx.Node, sums: Sequence[fx.Node]) -> _Blocks | None:
     if len(rows) < len(arrays):
         return None
     common = set(rows[0].divisions()).intersection(*(one.divisions() for one in rows[1:]))
-    if len(_before(node)) > SHORT:
+    if len(_inside(node)) > SHORT:
         common &= {rows[0].extents[0]} if len(rows[0].extents) == 2 else set()
     most = min(LIMIT // columns, rows[0].count // ROWS)
     fitting = [one for one in common if one * columns >= FEWEST and 1 < one <= most]
