@@ -8,7 +8,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import Phase, fakes, is_view, notes
+from stepgraph.compiler.program import Phase, fake, fakes, is_view, notes
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -35,6 +35,19 @@ def is_reduction(node: fx.Node) -> bool:
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
     return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
+
+
+def sums_rows(node: fx.Node) -> bool:
+    """Whether an operator adds up whole rows of memory; sums along rows may share a kernel with what reads them."""
+    if not is_reduction(node) or not is_small(node):
+        return False
+    maker = node.all_input_nodes[0] if node.target is getitem else node
+    source = maker.all_input_nodes[0]
+    strides, axes = fake(source).stride(), maker.args[1] if len(maker.args) > 1 else None
+    if not isinstance(axes, list | tuple) or not axes:
+        return False
+    reduced = {axis % len(strides) for axis in axes if isinstance(axis, int)}
+    return all(strides[axis] != 1 or fake(source).shape[axis] == 1 for axis in reduced)
 
 
 def may_repeat(node: fx.Node) -> bool:

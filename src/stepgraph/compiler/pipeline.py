@@ -57,6 +57,7 @@ from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
 from stepgraph.compiler.separate_windows import multiply_windows
 from stepgraph.compiler.shared_gradients import store_gradients
 from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.sums_of_rows import sum_rows_where_written
 from stepgraph.compiler.trace import trace
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned
@@ -256,6 +257,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("recompute what is nearly free", LOWERED, _graph(recompute_fused.recompute_by_default), _recomputes),
     Pass("recompute what is cheap", LOWERED, _graph(recompute_fused.recompute_cheap), _saves),
     Pass("store gradients that are read with their sums", LOWERED, _graph(store_gradients), _on_gpu),
+    Pass("sum rows where they are written", LOWERED, _graph(sum_rows_where_written), _on_cuda),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
     Pass("store numbers that are looked up", LOWERED, _graph(stored.store_numbers), _on_gpu),

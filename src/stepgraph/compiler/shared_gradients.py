@@ -13,7 +13,16 @@ from collections.abc import Iterable, Set
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_gradient, is_reduction, is_small, made, may_repeat, users_of
+from stepgraph.compiler.absorbed import (
+    is_absorbed,
+    is_gradient,
+    is_reduction,
+    is_small,
+    made,
+    may_repeat,
+    sums_rows,
+    users_of,
+)
 from stepgraph.compiler.program import fake, is_view
 from stepgraph.compiler.stored import store
 
@@ -68,7 +77,7 @@ def _narrowest(node: fx.Node, chosen: Set[fx.Node]) -> fx.Node:
 
 def _is_read_with_its_sums(node: fx.Node) -> bool:
     """Whether something large is computed from a result and from its sums, which another kernel computes first."""
-    sums = {one for one in _computed_from(node.users) if _sums_rows(one)}
+    sums = {one for one in _computed_from(node.users) if sums_rows(one)}
     return not _large(_computed_from(node.users)).isdisjoint(_large(_computed_from(_users(sums), through_small=True)))
 
 
@@ -97,15 +106,3 @@ def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _large(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {node for node in nodes if not is_view(node) and not is_small(node)}
-
-
-def _sums_rows(node: fx.Node) -> bool:
-    """Whether an operator adds up whole rows of memory; sums along rows may share a kernel with what reads them."""
-    if not is_reduction(node) or not is_small(node):
-        return False
-    source = node.all_input_nodes[0]
-    strides, axes = fake(source).stride(), node.args[1] if len(node.args) > 1 else None
-    if not isinstance(axes, list | tuple) or not axes:
-        return False
-    reduced = {axis % len(strides) for axis in axes if isinstance(axis, int)}
-    return all(strides[axis] != 1 or fake(source).shape[axis] == 1 for axis in reduced)
