@@ -43,7 +43,7 @@ def test_arrays_of_more_than_two_billion_numbers() -> None:
 
 def training(options: sg.GraphCompilationOptions, compute_type: str) -> sg.TrainingGraph:
     sg.set_seed(3)
-    x, y = sg.Tensor.image(40, 36, 3, 32), sg.Tensor((32,), "int64")
+    x, y = sg.Tensor((32, 3, 40, 36)), sg.Tensor((32,), "int64")
     graph = sg.Graph()
     same = {"padding_policy": sg.PaddingPolicy.SAME}
     h = graph.relu(graph.convolution(x, 24, 5, strides=2, **same))

@@ -6,8 +6,8 @@ stage is another kernel, which reads all of it again. Here both work on blocks o
 array of blocks, and the first stage adds up the rows of each block. By exchanging loops, the compiler then makes one
 kernel of the two. A second stage adds up the sums of the blocks, so no bit depends on which thread finishes first.
 
-The same holds for the sums of a batch normalization's gradient, and for biases of query, key and value, whose gradients
-a kernel writes side by side.
+The same holds for biases of query, key and value, whose gradients a kernel writes side by side. Sums of a batch
+normalization's gradient stay apart: they also read its source, and one kernel for all that is slower than two.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _before(node: fx.Node) -> set[fx.Node]:
 
 def _behind(node: fx.Node) -> set[fx.Node]:
     """What generated kernels compute from a result, up to reductions."""
-    found, pending = set[fx.Node](), [_stored(node)]
+    found, pending = set[fx.Node](), [node]
     while pending:
         for user in pending.pop().users:
             if user not in found and user.op == "call_function" and is_absorbed(user):
@@ -209,18 +209,13 @@ def _behind(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _stored(node: fx.Node) -> fx.Node:
-    """A result as others read it, if another pass has already decided to store it."""
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target is torch_private.written_to_memory() else node
-
-
 def _sums_of(node: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Sums over the rows of a result, or of what is computed from each of its elements, as soon as it is there."""
-    count, behind = fake(node).numel(), _behind(node)
-    sums = [one for one in behind if _is_sum(one) and fake(one.all_input_nodes[0]).numel() == count]
-    ready = [one for one in sums if _is_before(_needs(one) - {node, _stored(node)}, node, order)]
-    return sorted(ready, key=order.__getitem__)
+    """Sums over the rows of a result, as soon as it is there; none if other arrays are summed together with it."""
+    count = fake(node).numel()
+    sums = [one for one in _behind(node) if _is_sum(one) and fake(one.all_input_nodes[0]).numel() == count]
+    if any(_read(one) != {node} for one in sums):
+        return []
+    return sorted(sums, key=order.__getitem__)
 
 
 def _is_before(needs: Iterable[fx.Node], node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
@@ -229,9 +224,13 @@ def _is_before(needs: Iterable[fx.Node], node: fx.Node, order: Mapping[fx.Node, 
 
 def _needs(node: fx.Node) -> set[fx.Node]:
     """What must be complete before the kernel of an operator can start, apart from what is given."""
+    return {one for one in _read(node) if one.op == "call_function"}
+
+
+def _read(node: fx.Node) -> set[fx.Node]:
+    """The arrays in memory from which the kernel of an operator computes its result."""
     inside = {node, *_inside(node)}
-    read = {source for one in inside for source in map(made, one.all_input_nodes)}
-    return {one for one in read - inside if one.op == "call_function"}
+    return {source for one in inside for source in map(made, one.all_input_nodes)} - inside
 
 
 def _inside(node: fx.Node) -> set[fx.Node]:
@@ -278,17 +277,17 @@ def _is_alike(one: fx.Node, node: fx.Node, blocks: _Blocks) -> bool:
     rows = _Rows.of(fake(one), blocks.columns)
     if rows is None or blocks.count not in rows.divisions() or is_gradient(one) != is_gradient(node):
         return False
-    alone = not any(map(is_absorbed, users_of(_stored(one))))
+    alone = not any(map(is_absorbed, users_of(one)))
     return alone and fake(one).numel() == fake(node).numel() and not _meets_rows(one)
 
 
 def _write_in_blocks(node: fx.Node, blocks: _Blocks) -> None:
     """Lets the kernel of a result loop over blocks; everything else reads it as before."""
-    graph, old, rows = node.graph, _stored(node), _Rows.of(fake(node), blocks.columns)
+    graph, rows = node.graph, _Rows.of(fake(node), blocks.columns)
     assert rows is not None
     shape = [blocks.count, rows.count // blocks.count, blocks.columns]
     back = [rows.order.index(axis) for axis in range(len(rows.order))]
-    found, readers = node, set(old.users)
+    found, readers = node, set(node.users)
     for target, given in (
         (aten.permute.default, list(rows.order)),
         (aten.reshape.default, shape),
@@ -298,7 +297,7 @@ def _write_in_blocks(node: fx.Node, blocks: _Blocks) -> None:
     ):
         with graph.inserting_after(found):
             found = call(node, target, (found, given))
-    old.replace_all_uses_with(found, readers.__contains__)
+    node.replace_all_uses_with(found, readers.__contains__)
 
 
 def _add_in_blocks(node: fx.Node, count: int) -> None:
