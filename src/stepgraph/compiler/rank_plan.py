@@ -144,7 +144,7 @@ def _busiest(cut: Slices, step: Step, shards: int, ranks: int) -> list[int]:
     """Ranks with the most shards; of those that add and send alike, the one with the most optimizer state."""
     state = [0] * ranks
     for tensor, pieces in cut.items():
-        size = len(step.slots_of(tensor)) * tensor.data_type.element_size
+        size = (len(step.slots_of(tensor)) + step.averages) * tensor.data_type.element_size
         state = [before + size * piece.size for before, piece in zip(state, pieces, strict=True)]
     found: dict[tuple[int, ...], int] = {}
     most = max(len(own(shards, rank, ranks)) for rank in range(ranks))
