@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from stepgraph.compiler import news
 from stepgraph.compiler.shards import TreeSum
 from stepgraph.errors import ExecutionError
 from stepgraph.system import torch_private
@@ -309,6 +310,61 @@ def _(
     return received.new_empty(received.numel() // dtype.itemsize // len(levels), dtype=dtype)
 
 
+# News about a shard: they leave with its gradients, and are waited for with them
+
+_library.define(
+    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, int rows, int[] met, int[] order, Tensor behind, "
+    "int size, str group, str what) -> Tensor"
+)
+_library.define("finish_news(Tensor(a!) started, int[] shape, str group) -> Tensor")
+
+
+@torch.library.impl(_library, "start_news", _ANYWHERE)
+def _start_news(
+    own: torch.Tensor,
+    losses: Arrays,
+    statistics: Arrays,
+    rows: int,
+    met: Sequence[int],
+    order: Sequence[int],
+    behind: torch.Tensor,
+    size: int,
+    group: str,
+    what: str,
+) -> torch.Tensor:
+    """Starts to tell the others the partial sums of this rank with its last shard.
+
+    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `met` are the sums that it
+    is added to, `order` the sums that are left then, -1 for the new one. Collectives in front have returned `behind`.
+    """
+    new = news.weighted(losses, statistics, own[-1, : len(losses)], rows)
+    earlier, told = own[1:-1, : len(new)], own[:-1].clone()
+    for place in met:
+        new = earlier[place] + new
+    for target, place in enumerate(order, start=1):
+        told[target, : len(new)] = new if place < 0 else earlier[place]
+    return _lines[group].start(what, "all_gather_into_tensor", as_bytes(told), size)
+
+
+@torch.library.impl(_library, "finish_news", _ANYWHERE)
+def _finish_news(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
+    """Waits for what all ranks tell, as `[rank, ...]`."""
+    _lines[group].finish(started)
+    return started.view(news.DTYPE).view([*shape]).clone()
+
+
+@torch.library.register_fake("stepgraph::start_news", lib=_library)
+def _(own: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return own.new_empty(rest[6] * own[:-1].nbytes, dtype=torch.uint8)
+
+
+@torch.library.register_fake("stepgraph::finish_news", lib=_library)
+def _(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
+    return started.new_empty([*shape], dtype=news.DTYPE)
+
+
+start_news = torch.ops.stepgraph.start_news.default
+finish_news = torch.ops.stepgraph.finish_news.default
 pack = torch.ops.stepgraph.pack.default
 by_rank = torch.ops.stepgraph.by_rank.default
 start_trade = torch.ops.stepgraph.start_trade.default
