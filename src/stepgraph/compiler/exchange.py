@@ -21,7 +21,19 @@ from torch import fx
 
 from stepgraph.compiler import collectives, news
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, set_fake, storage, writes
+from stepgraph.compiler.program import (
+    EXCHANGE,
+    Part,
+    Phase,
+    call,
+    fake,
+    inherit,
+    note,
+    notes,
+    set_fake,
+    storage,
+    writes,
+)
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
 from stepgraph.compiler.step import HEARD, NEWS, Key, KeyKind, Step, gradient, partial_sum, total
@@ -62,7 +74,7 @@ def exchange_gradients(part: Part, step: Step) -> Part:
         inputs += sums
         started.append(exchange.start(index, bucket, gradients, [*sums.values()], nodes[behind]))
     (end,) = graph.find_nodes(op="output")
-    telling = exchange.tell(made | {key: given[key] for key in told.statistics}, started[-1], end)
+    telling = exchange.tell(made | {key: given[key] for key in told.statistics}, end)
     inputs.append(NEWS)
     found = {total(index): exchange.finish(bucket, started[index], end) for index, bucket in enumerate(groups)}
     found[HEARD] = exchange.hear(telling, end)
@@ -146,21 +158,23 @@ class _Exchange:
         there[node] = flat
         return [there[one] for one in self.nodes[self.ranks.rank]]
 
-    def tell(self, values: Mapping[Key, fx.Node], behind: fx.Node, end: fx.Node) -> fx.Node:
+    def tell(self, values: Mapping[Key, fx.Node], end: fx.Node) -> fx.Node:
         """Starts to tell the others what this rank has to tell, behind all that can fail."""
-        graph, ranks = self.part.module.graph, self.ranks
+        graph, ranks, like = self.part.module.graph, self.ranks, values[self.told.losses[0]]
         height, width = self.told.shape
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake(behind).fake_mode:
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake(like).fake_mode:
             own = graph.placeholder("news")
-            inherit(own, behind, fake(behind).new_empty((height + 1, width), dtype=news.DTYPE))
+            inherit(own, like, fake(like).new_empty((height + 1, width), dtype=news.DTYPE))
         met, node = self._climbed
         order = [-1 if one == node else self.earlier.index(one) for one in self.nodes[ranks.rank]]
         losses, statistics = ([values[key] for key in keys] for keys in (self.told.losses, self.told.statistics))
         sums = [self.earlier.index(one) for one in met]
-        arguments = (own, losses, statistics, self.step.batch[1], sums, order, behind, ranks.size, ranks.group)
+        arguments = (own, losses, statistics, self.step.batch[1], sums, order, ranks.size, ranks.group)
         with graph.inserting_before(end):
             size = ranks.size * height * width * news.DTYPE.itemsize
-            return _sized(behind, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
+            node = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
+        note(node, phase=Phase.GRADIENT)
+        return node
 
     def hear(self, told: fx.Node, end: fx.Node) -> fx.Node:
         """Waits for what the others tell."""
@@ -235,7 +249,7 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
         what = f"updates of {_named(bucket, step)}"
         own = [ranks.own(one) for one in bucket]
         starts, stops = [one.start for one in own], [one.stop for one in own]
-        settings = (max(ranks.sizes(bucket)), ranks.size, ranks.group, what)
+        settings = (max(ranks.sizes(bucket)), ranks.rank, ranks.size, ranks.group, what)
         arguments = ([nodes[one] for one in bucket], starts, stops, *settings)
         with graph.inserting_before(following):
             started.append((bucket, _call(marker, collectives.start_gather, arguments)))

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from stepgraph import draw
 from stepgraph.compiler import memory, pipeline
+from stepgraph.compiler.collectives import swaps
 from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.parallel import TREE, Parallel
@@ -222,6 +223,7 @@ class _Rank:
         """The update: its parameters to send, and all of them as they arrive; Gloo has a copy of those of a bucket."""
         ranks = self.ownership.size
         largest = [max(self.ownership.sizes(one)) * one[0].data_type.element_size for one in self.shard.buckets]
-        copy = ranks * max(largest) if self.step.device.type == "cpu" else 0
-        moving = (ranks + 1) * sum(largest)
+        swapped = swaps(self.step.device, ranks)
+        copy = ranks * max(largest) if self.step.device.type == "cpu" and not swapped else 0
+        moving = (2 if swapped else ranks + 1) * sum(largest)
         return replace(running, activations=0, gradients=sums + self._totals, workspace=copy, buckets=moving)
