@@ -91,7 +91,9 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
         assert one["losses"] == (expected if order == "tree" else pytest.approx(expected, rel=1e-4))
         assert order == "any" or one["bits"] == marks(alone)
         starts = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.start")]
-        assert len(starts) == 2 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
+        ends = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.finish")]
+        assert len(starts) == len(ends) == 2 and max(starts) < min(ends)  # gradients and news travel at the same time
+        assert one["last"][starts[1]] == "stepgraph.start_news.default"
         assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
     assert alone.bytes_sent == 0
 

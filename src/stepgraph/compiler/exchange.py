@@ -172,15 +172,15 @@ class _Exchange:
         arguments = (own, losses, statistics, self.step.batch[1], sums, order, ranks.size, ranks.group)
         with graph.inserting_before(end):
             size = ranks.size * height * width * news.DTYPE.itemsize
-            node = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
-        note(node, phase=Phase.GRADIENT)
-        return node
+            telling = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
+        note(telling, phase=Phase.GRADIENT)
+        return telling
 
-    def hear(self, told: fx.Node, end: fx.Node) -> fx.Node:
+    def hear(self, telling: fx.Node, end: fx.Node) -> fx.Node:
         """Waits for what the others tell."""
         shape = [self.ranks.size, *self.told.shape]
         with end.graph.inserting_before(end):
-            return _call(told, collectives.finish_news, (told, shape, self.ranks.group))
+            return _call(telling, collectives.finish_news, (telling, shape, self.ranks.group))
 
     def finish(self, bucket: Sequence[Tensor], started: fx.Node, end: fx.Node) -> fx.Node:
         """Waits for this rank's part of the sum of a bucket."""
