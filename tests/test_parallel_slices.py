@@ -60,12 +60,13 @@ def facts(order: str) -> dict[str, Any]:
     with counted() as sent:
         losses = steps(training, 3)
     session = training.require_session("test")
-    held = sum(array.nbytes for key, array in session.arrays().items() if key.kind == KeyKind.STATE)
+    sliced = (KeyKind.STATE, KeyKind.AVERAGE)
+    held = sum(array.nbytes for key, array in session.arrays().items() if key.kind in sliced)
     plan = training.memory_plan
     executables = session.compilation.programs.executables
     return {
         "held": held,
-        "averages": plan.optimizer_state - held,
+        "planned": plan.optimizer_state,
         "plan": plan.gradients,
         "sent": sent,
         "promised": training.bytes_sent,
@@ -81,16 +82,18 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
     alone = new("wide")
     expected = steps(alone, 1) and steps(alone, 3)
     found = together(2, facts, order)
-    assert sum(one["held"] for one in found) == 2 * 4 * ELEMENTS  # momentum and velocity
-    assert max(one["held"] for one in found) < 0.65 * 2 * 4 * ELEMENTS
+    assert sum(one["held"] for one in found) == 3 * 4 * ELEMENTS  # momentum, velocity and averages
+    assert max(one["held"] for one in found) < 0.65 * 3 * 4 * ELEMENTS
     for one in found:
-        assert one["averages"] == 4 * ELEMENTS  # every rank has them whole
+        assert one["planned"] == one["held"]
         assert one["sent"]["bucket"] == 3 * one["promised"] and one["sent"]["other"] < 10_000
         assert one["shown"] == [0, 0, 0, 0]
         assert one["losses"] == (expected if order == "tree" else pytest.approx(expected, rel=1e-4))
         assert order == "any" or one["bits"] == marks(alone)
         starts = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.start")]
-        assert len(starts) == 1 and any(name.startswith("stepgraph.finish") for name in one["last"][starts[0] :])
+        ends = [index for index, name in enumerate(one["last"]) if name.startswith("stepgraph.finish")]
+        assert len(starts) == len(ends) == 2 and max(starts) < min(ends)  # gradients and news travel at the same time
+        assert one["last"][starts[1]] == "stepgraph.start_news.default"
         assert one["plan"] > alone.memory_plan.gradients  # what is sent and received counts
     assert alone.bytes_sent == 0
 
@@ -249,6 +252,57 @@ def test_state_moves_with_the_number_of_ranks(tmp_path: Path) -> None:
         assert found == expected
     one, other = ((tmp_path / name / "whole").glob("tensors-*") for name in ("alone", "two"))
     assert next(one).name == next(other).name  # their names are their checksums
+
+
+def averaging(folder: str) -> dict[str, Any]:
+    """Everything that reads averages: the property, the block, inference graphs, checkpoints, the best epoch."""
+    training = new("wide")
+    inputs, labels = batch("wide", 4, 0)
+    inference = training.inference(weights="average")
+
+    def predicted() -> Any:
+        return inference.execute(inputs, batch_size=4).result.numpy().tolist()
+
+    found: dict[str, Any] = {"first": [predicted(), steps(training), predicted(), predicted()]}
+    before = marks(training)
+    try:
+        with training.averaged():
+            found["block"] = training.inference().execute(inputs, batch_size=4).result.numpy().tolist(), predicted()
+            if rank() == 1:
+                raise KeyError("only one rank leaves early")
+    except KeyError:
+        pass
+    assert marks(training) == before
+    path = training.save(Path(folder) / "averages")
+    steps(training)
+    assert predicted() != found["block"][1]
+    inference.save(Path(folder) / f"inference{rank()}")
+    found["saved"] = (
+        predicted(),
+        sg.load(Path(folder) / f"inference{rank()}", "cpu").execute(inputs, batch_size=4).result.numpy().tolist(),
+    )
+    training.restore(path)
+    found["restored"] = predicted(), marks(training)
+    scores = iter([0.1, 0.9, 0.3])
+    seen = []
+
+    def score(*_: Any) -> float:
+        seen.append(predicted())
+        return next(scores)
+
+    best: dict[str, Any] = {"metrics": {"score": score}, "watch": "score", "better": "higher", "restore_best": True}
+    sg.fit(training, (inputs["x"], labels["y"]), epochs=3, progress="quiet", **best)
+    found["best"] = seen, predicted(), marks(training)
+    return found
+
+
+def test_ranks_read_averages_of_which_each_has_a_slice(tmp_path: Path) -> None:
+    expected = averaging(str(tmp_path / "alone"))
+    assert expected["block"][0] == expected["block"][1] == expected["first"][2] == expected["first"][3]
+    assert expected["saved"][0] == expected["saved"][1] and expected["restored"][0] == expected["first"][2]
+    assert expected["best"][1] == expected["best"][0][1] != expected["best"][0][2]
+    for found in together(3, averaging, str(tmp_path / "three")):
+        assert found == expected
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong

@@ -106,8 +106,8 @@ def test_half_precision_is_not_emulated(
         assert name == ("float32" if processor == "aarch64" and not has_instructions else "pytorch")
 
 
-def kernels(training: sg.TrainingGraph) -> list[Any]:
-    programs = training.require_session("test").compilation.programs
+def kernels(graph: sg.TrainingGraph | sg.InferenceGraph) -> list[Any]:
+    programs = graph.require_session("test").compilation.programs
     part = next(iter(programs.executables.values())).part
     return [notes(node).implementation for node in part.nodes if notes(node).implementation]
 
@@ -125,7 +125,13 @@ def test_a_divided_graph_measures_nothing(processor: str, tmp_path: Path, monkey
     training.execute({"x": x}, {"y": y})
     names = {name for _, name in kernels(training)}
     assert ("nnpack" in names) == (processor == "aarch64" and torch.backends.nnpack.is_available())
+    inference = training.inference()
+    inference.execute({"x": x})
+    sg.predict(training, x)
+    assert ("nnpack" in {name for _, name in kernels(inference)}) == ("nnpack" in names)
     assert not list(tmp_path.rglob("*")) and ("by a rule" in str(training)) == bool(names)
+    inference.compile("cpu", fuse=False)  # with settings of its own, and without `parallel` among them
+    assert not list(tmp_path.rglob("*")) and ("by a rule" in str(inference)) == bool(names)
     CHOICES.forget()
 
 

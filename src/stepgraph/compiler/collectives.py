@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from stepgraph.compiler import news
 from stepgraph.compiler.shards import TreeSum
 from stepgraph.errors import ExecutionError
 from stepgraph.system import torch_private
@@ -151,11 +152,13 @@ def _sources(places: tuple[int, ...], size: int, device: torch.device) -> torch.
     return found[torch.cat(targets).argsort()].to(device)
 
 
-# Parameters of which each rank has updated a slice
+# Parameters of which each rank has updated a slice. Two ranks on CPUs swap theirs: Gloo gathers in memory of its own,
+# and copies what it has gathered.
 
 _library.define("updated_(Tensor(a!)[] parameters) -> ()")
 _library.define(
-    "start_gather(Tensor[] parameters, int[] starts, int[] stops, int most, int size, str group, str what) -> Tensor"
+    "start_gather(Tensor[] parameters, int[] starts, int[] stops, int most, int rank, int size, str group, str what) "
+    "-> Tensor"
 )
 _library.define(
     "finish_gather_(Tensor(a!)[] parameters, Tensor started, int[] bounds, int rank, int size, str group) -> ()"
@@ -169,14 +172,30 @@ def _updated_(parameters: Arrays) -> None:
 
 @torch.library.impl(_library, "start_gather", _ANYWHERE)
 def _start_gather(
-    parameters: Arrays, starts: Sequence[int], stops: Sequence[int], most: int, size: int, group: str, what: str
+    parameters: Arrays,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    most: int,
+    rank: int,
+    size: int,
+    group: str,
+    what: str,
 ) -> torch.Tensor:
     """Starts to send this rank's slices of parameters, which are of one type, to all others."""
     ranges = zip(parameters, starts, stops, strict=True)
     own = [parameter.view(-1)[start:stop] for parameter, start, stop in ranges if stop > start]
     missing = most - sum(map(len, own))
     sent = torch.cat([*own, parameters[0].new_zeros(missing)] if missing else own)
-    return _lines[group].start(what, "all_gather_into_tensor", as_bytes(sent), size)
+    own_bytes = as_bytes(sent)
+    if swaps(sent.device, size):
+        counts = [len(own_bytes) * (other != rank) for other in range(size)]
+        return _lines[group].start(what, "all_to_all_single", own_bytes, counts, counts)
+    return _lines[group].start(what, "all_gather_into_tensor", own_bytes, size)
+
+
+def swaps(device: torch.device, size: int) -> bool:
+    """Whether ranks receive only what others have updated."""
+    return device.type == "cpu" and size == 2
 
 
 @torch.library.impl(_library, "finish_gather_", _ANYWHERE)
@@ -185,7 +204,8 @@ def _finish_gather_(
 ) -> None:
     """Writes what other ranks have sent; `bounds` are their slices as starts and stops, parameter by parameter."""
     _lines[group].finish(started)
-    gathered = started.view(parameters[0].dtype).view(size, -1)
+    swapped = swaps(started.device, size)
+    gathered = started.view(parameters[0].dtype).view(1 if swapped else size, -1)
     places, to, of = [0] * size, [], []
     for index, parameter in enumerate(parameters):
         flat = parameter.view(-1)
@@ -193,7 +213,7 @@ def _finish_gather_(
             start, stop = bounds[2 * (index * size + other) :][:2]
             if stop > start and other != rank:
                 to.append(flat[start:stop])
-                of.append(gathered[other, places[other] : places[other] + stop - start])
+                of.append(gathered[0 if swapped else other, places[other] : places[other] + stop - start])
             places[other] += stop - start
     if to:
         torch_private.foreach_copy_(to, of)
@@ -205,8 +225,9 @@ def _(*_: object) -> None:
 
 
 @torch.library.register_fake("stepgraph::start_gather", lib=_library)
-def _(parameters: Arrays, starts: object, stops: object, most: int, size: int, group: str, what: str) -> torch.Tensor:
-    return parameters[0].new_empty(size * most * parameters[0].dtype.itemsize, dtype=torch.uint8)
+def _(parameters: Arrays, starts: object, stops: object, most: int, rank: int, size: int, *_: str) -> torch.Tensor:
+    parts = 1 if swaps(parameters[0].device, size) else size
+    return parameters[0].new_empty(parts * most * parameters[0].dtype.itemsize, dtype=torch.uint8)
 
 
 @torch.library.register_fake("stepgraph::finish_gather_", lib=_library)
@@ -309,6 +330,60 @@ def _(
     return received.new_empty(received.numel() // dtype.itemsize // len(levels), dtype=dtype)
 
 
+# News about a shard: they leave with its gradients, and are waited for with them
+
+_library.define(
+    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, int rows, int[] met, int[] order, int size, "
+    "str group, str what) -> Tensor"
+)
+_library.define("finish_news(Tensor(a!) started, int[] shape, str group) -> Tensor")
+
+
+@torch.library.impl(_library, "start_news", _ANYWHERE)
+def _start_news(
+    own: torch.Tensor,
+    losses: Arrays,
+    statistics: Arrays,
+    rows: int,
+    met: Sequence[int],
+    order: Sequence[int],
+    size: int,
+    group: str,
+    what: str,
+) -> torch.Tensor:
+    """Starts to tell the others the partial sums of this rank with its last shard.
+
+    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `met` are the sums that it
+    is added to, `order` the sums that are left then, -1 for the new one.
+    """
+    new = news.weighted(losses, statistics, own[-1, : len(losses)], rows)
+    earlier, told = own[1:-1, : len(new)], own[:-1].clone()
+    for place in met:
+        new = earlier[place] + new
+    for target, place in enumerate(order, start=1):
+        told[target, : len(new)] = new if place < 0 else earlier[place]
+    return _lines[group].start(what, "all_gather_into_tensor", as_bytes(told), size)
+
+
+@torch.library.impl(_library, "finish_news", _ANYWHERE)
+def _finish_news(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
+    """Waits for what all ranks tell, as `[rank, ...]`."""
+    _lines[group].finish(started)
+    return started.view(news.DTYPE).view([*shape]).clone()
+
+
+@torch.library.register_fake("stepgraph::start_news", lib=_library)
+def _(own: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return own.new_empty(rest[5] * own[:-1].nbytes, dtype=torch.uint8)
+
+
+@torch.library.register_fake("stepgraph::finish_news", lib=_library)
+def _(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
+    return started.new_empty([*shape], dtype=news.DTYPE)
+
+
+start_news = torch.ops.stepgraph.start_news.default
+finish_news = torch.ops.stepgraph.finish_news.default
 pack = torch.ops.stepgraph.pack.default
 by_rank = torch.ops.stepgraph.by_rank.default
 start_trade = torch.ops.stepgraph.start_trade.default

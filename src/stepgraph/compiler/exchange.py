@@ -1,16 +1,17 @@
 """Collectives in the parts of a step that several ranks run together.
 
 In the last shard of a rank, the gradients of a bucket are sent as soon as they are complete and added to those of its
-earlier shards; what others send is waited for at the end, in front of the update. In the update, numbers of all ranks
-take the place of a rank's own ones, and parameters are gathered: slices are sent as soon as they are updated, and what
-others send is written in front of what reads whole parameters.
+earlier shards; then the rank tells the others that it can go on, with its losses and statistics. What others send is
+waited for at the end, in front of the update. In the update, numbers of all ranks take the place of a rank's own ones,
+and parameters are gathered: slices are sent as soon as they are updated, and what others send is written in front of
+what reads whole parameters.
 
 All ranks start the same collectives in the same order, whatever they own and whatever their batches are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +19,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler import collectives
+from stepgraph.compiler import collectives, news
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, call, fake, inherit, note, notes, set_fake, storage, writes
+from stepgraph.compiler.program import (
+    EXCHANGE,
+    Part,
+    Phase,
+    call,
+    fake,
+    inherit,
+    note,
+    notes,
+    set_fake,
+    storage,
+    writes,
+)
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
-from stepgraph.compiler.step import Key, KeyKind, Step, gradient, partial_sum, total
+from stepgraph.compiler.step import HEARD, NEWS, Key, KeyKind, Step, gradient, partial_sum, total
 from stepgraph.tensors.tensor import Tensor
 
 # Gradients
@@ -50,7 +63,9 @@ def exchange_gradients(part: Part, step: Step) -> Part:
     graph, made = part.module.graph, dict(zip(part.outputs, part.returned, strict=True))
     nodes = list(graph.nodes)
     order = {node: time for time, node in enumerate(nodes)}
-    exchange, behind = _Exchange(part, step, ranks), order[part.nodes[0]]
+    told = news.layout(part, step)
+    given = dict(zip(part.inputs, part.placeholders, strict=True))
+    exchange, behind = _Exchange(part, step, ranks, told), order[part.nodes[0]]
     inputs, started = list(part.inputs), []
     for index, bucket in enumerate(groups):
         gradients = [made.pop(gradient(tensor)) for tensor in bucket]
@@ -59,7 +74,10 @@ def exchange_gradients(part: Part, step: Step) -> Part:
         inputs += sums
         started.append(exchange.start(index, bucket, gradients, [*sums.values()], nodes[behind]))
     (end,) = graph.find_nodes(op="output")
+    telling = exchange.tell(made | {key: given[key] for key in told.statistics}, end)
+    inputs.append(NEWS)
     found = {total(index): exchange.finish(bucket, started[index], end) for index, bucket in enumerate(groups)}
+    found[HEARD] = exchange.hear(telling, end)
     end.args = ([*made.values(), *found.values()],)
     graph.lint()
     return replace(part, inputs=tuple(inputs), outputs=(*made, *found))
@@ -72,6 +90,7 @@ class _Exchange:
     part: Part
     step: Step
     ranks: Ownership
+    told: news.Layout
 
     @cached_property
     def nodes(self) -> list[list[Node]]:
@@ -82,6 +101,12 @@ class _Exchange:
     def earlier(self) -> list[Node]:
         """The partial sums of this rank in front of its last shard."""
         return partial_nodes(self.step.shards, self.ranks.rank, self.ranks.size, before=1)
+
+    @cached_property
+    def _climbed(self) -> tuple[list[Node], Node]:
+        """The partial sums to which the last shard is added, and the one that it becomes."""
+        last = own(self.step.shards, self.ranks.rank, self.ranks.size)[-1]
+        return climbed(self.step.shards, self.earlier, (0, last))
 
     def partial_sums(self, index: int, gradients: Sequence[fx.Node]) -> dict[Key, fx.Node]:
         """The partial sums of a bucket as further inputs."""
@@ -127,12 +152,35 @@ class _Exchange:
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
         there = dict(zip(self.earlier, sums, strict=True))
-        last = own(self.step.shards, self.ranks.rank, self.ranks.size)[-1]
-        met, node = climbed(self.step.shards, there, (0, last))
+        met, node = self._climbed
         for neighbour in met:
             flat = _call(like, torch.ops.aten.add.Tensor, (flat, there.pop(neighbour)))
         there[node] = flat
         return [there[one] for one in self.nodes[self.ranks.rank]]
+
+    def tell(self, values: Mapping[Key, fx.Node], end: fx.Node) -> fx.Node:
+        """Starts to tell the others what this rank has to tell, behind all that can fail."""
+        graph, ranks, like = self.part.module.graph, self.ranks, values[self.told.losses[0]]
+        height, width = self.told.shape
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake(like).fake_mode:
+            own = graph.placeholder("news")
+            inherit(own, like, fake(like).new_empty((height + 1, width), dtype=news.DTYPE))
+        met, node = self._climbed
+        order = [-1 if one == node else self.earlier.index(one) for one in self.nodes[ranks.rank]]
+        losses, statistics = ([values[key] for key in keys] for keys in (self.told.losses, self.told.statistics))
+        sums = [self.earlier.index(one) for one in met]
+        arguments = (own, losses, statistics, self.step.batch[1], sums, order, ranks.size, ranks.group)
+        with graph.inserting_before(end):
+            size = ranks.size * height * width * news.DTYPE.itemsize
+            telling = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
+        note(telling, phase=Phase.GRADIENT)
+        return telling
+
+    def hear(self, telling: fx.Node, end: fx.Node) -> fx.Node:
+        """Waits for what the others tell."""
+        shape = [self.ranks.size, *self.told.shape]
+        with end.graph.inserting_before(end):
+            return _call(telling, collectives.finish_news, (telling, shape, self.ranks.group))
 
     def finish(self, bucket: Sequence[Tensor], started: fx.Node, end: fx.Node) -> fx.Node:
         """Waits for this rank's part of the sum of a bucket."""
@@ -201,7 +249,7 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
         what = f"updates of {_named(bucket, step)}"
         own = [ranks.own(one) for one in bucket]
         starts, stops = [one.start for one in own], [one.stop for one in own]
-        settings = (max(ranks.sizes(bucket)), ranks.size, ranks.group, what)
+        settings = (max(ranks.sizes(bucket)), ranks.rank, ranks.size, ranks.group, what)
         arguments = ([nodes[one] for one in bucket], starts, stops, *settings)
         with graph.inserting_before(following):
             started.append((bucket, _call(marker, collectives.start_gather, arguments)))

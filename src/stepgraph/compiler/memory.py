@@ -98,9 +98,9 @@ def optimizer_state(step: Step) -> int:
 
 
 def _state(step: Step, tensor: Tensor) -> int:
-    """Bytes of a parameter's optimizer buffers on this rank, and of its average, which every rank has."""
-    own = prod(step.state_shape(tensor)) * len(step.slots_of(tensor)) * tensor.data_type.torch.itemsize
-    return own + tensor.descriptor.tensor_allocation_size_in_bytes * step.averages
+    """Bytes of a parameter's optimizer buffers and average on this rank."""
+    count = len(step.slots_of(tensor)) + step.averages
+    return prod(step.state_shape(tensor)) * count * tensor.data_type.torch.itemsize
 
 
 def plan_passes(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:

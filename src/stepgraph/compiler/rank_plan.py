@@ -8,6 +8,7 @@ from functools import cached_property
 
 from stepgraph import draw
 from stepgraph.compiler import memory, pipeline
+from stepgraph.compiler.collectives import swaps
 from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.parallel import TREE, Parallel
@@ -144,7 +145,7 @@ def _busiest(cut: Slices, step: Step, shards: int, ranks: int) -> list[int]:
     """Ranks with the most shards; of those that add and send alike, the one with the most optimizer state."""
     state = [0] * ranks
     for tensor, pieces in cut.items():
-        size = len(step.slots_of(tensor)) * tensor.data_type.element_size
+        size = (len(step.slots_of(tensor)) + step.averages) * tensor.data_type.element_size
         state = [before + size * piece.size for before, piece in zip(state, pieces, strict=True)]
     found: dict[tuple[int, ...], int] = {}
     most = max(len(own(shards, rank, ranks)) for rank in range(ranks))
@@ -222,6 +223,7 @@ class _Rank:
         """The update: its parameters to send, and all of them as they arrive; Gloo has a copy of those of a bucket."""
         ranks = self.ownership.size
         largest = [max(self.ownership.sizes(one)) * one[0].data_type.element_size for one in self.shard.buckets]
-        copy = ranks * max(largest) if self.step.device.type == "cpu" else 0
-        moving = (ranks + 1) * sum(largest)
+        swapped = swaps(self.step.device, ranks)
+        copy = ranks * max(largest) if self.step.device.type == "cpu" and not swapped else 0
+        moving = (2 if swapped else ranks + 1) * sum(largest)
         return replace(running, activations=0, gradients=sums + self._totals, workspace=copy, buckets=moving)

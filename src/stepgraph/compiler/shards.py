@@ -7,7 +7,7 @@ most of what it can add alone are whole nodes, and others add the rest in the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -59,6 +59,11 @@ class TreeSum:
         for neighbour in met:
             arrays = _added(self.sums.pop(neighbour), arrays)
         self.sums[node] = arrays
+
+    @property
+    def in_order(self) -> list[Node]:
+        """The nodes whose sums are there, in order of their leaves."""
+        return in_order(self.sums)
 
     @property
     def total(self) -> Arrays:
@@ -119,4 +124,9 @@ def partial_nodes(count: int, rank: int, world: int, before: int = 0) -> list[No
     for shard in shards[: len(shards) - before]:
         met, node = climbed(count, there, (0, shard))
         there = (there - {*met}) | {node}
-    return sorted(there, key=lambda node: node[1] << node[0])
+    return in_order(there)
+
+
+def in_order(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes in order of their leaves."""
+    return sorted(nodes, key=lambda node: node[1] << node[0])

@@ -32,6 +32,8 @@ class KeyKind(StrEnum):
     PIECE = "piece"
     PARTIAL = "partial sum"
     TOTAL = "total"
+    NEWS = "news"
+    HEARD = "heard"
     ROUNDED = "rounded"
     SHARE = "share"
     NUMBERS = "numbers"
@@ -124,6 +126,8 @@ class Limit(NamedTuple):
         return smaller._replace(ignored=frozenset(both))
 
 
+NEWS = Key(KeyKind.NEWS)  # what this rank tells the others, see `compiler/news.py`, and its shares in the losses
+HEARD = Key(KeyKind.HEARD)  # what all ranks have told
 NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
 SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving averages
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream

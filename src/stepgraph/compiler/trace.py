@@ -127,7 +127,7 @@ def input_keys(step: Step) -> list[Key]:
             keys += [state(tensor, i) for tensor in owned for i in range(len(step.slots_of(tensor)))]
             keys.append(NUMBERS)
             if step.averages:
-                keys += [*map(average, step.trainable), SHARE]
+                keys += [*map(average, owned), SHARE]
             keys += map(rounded, step.rounded)
         if step.scales_loss:
             keys.append(SCALE)
@@ -157,10 +157,8 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
     match key.kind:
         case KeyKind.VALUE | KeyKind.USER_GRADIENT:
             return shapes[key.owner].shape, key.owner.data_type.torch
-        case KeyKind.STATE:
+        case KeyKind.STATE | KeyKind.AVERAGE:
             return step.state_shape(key.owner), key.owner.data_type.torch
-        case KeyKind.AVERAGE:
-            return key.owner.shape, key.owner.data_type.torch
         case KeyKind.ROUNDED:
             assert step.compute_type is not None
             return key.owner.shape, step.compute_type

@@ -301,7 +301,7 @@ class _Walk:
             norm = self._norm(gradients) if optimizer.needs_global_norm else None
         self._update(self.waiting, norm, allowed)
         if self.step.ownership is not None:
-            self._follow_others(allowed)
+            self._follow_others()
         with _tagged("optimizer", Phase.UPDATE):
             numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
             steps = numbers[:, column] if optimizer.groups else numbers[column]
@@ -350,7 +350,7 @@ class _Walk:
         """The gradient that this rank updates with."""
         return self.found[gradient(tensor) if self.step.ownership is None else piece(tensor)]
 
-    def _follow_others(self, allowed: torch.Tensor | None) -> None:
+    def _follow_others(self) -> None:
         """What depends on whole parameters, of which other ranks have updated parts."""
         arrays, names = self.arrays, self.step.names
         with _tagged("optimizer", Phase.UPDATE), torch.no_grad():
@@ -359,8 +359,6 @@ class _Walk:
             with _tagged(names.get(tensor, tensor.label), Phase.UPDATE), torch.no_grad():
                 if tensor in self.step.rounded_set:
                     arrays[rounded(tensor)].copy_(arrays[value(tensor)])
-                if self.step.averages:
-                    self._average(tensor, self._permitted(self.step.groups.get(tensor, 0), allowed))
 
     def _update(
         self, tensors: Sequence[Tensor], norm: torch.Tensor | None = None, allowed: torch.Tensor | None = None
@@ -392,12 +390,12 @@ class _Walk:
                 parameters = [ranks.piece(array, t) for array, t in zip(parameters, tensors, strict=True)]
             arrays = kernels.Update(parameters, gradients, states, self._row(group), copies, norm, allowed)
             kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded)
-            for tensor in tensors if self.step.averages and ranks is None else ():
-                self._average(tensor, allowed)
+            for tensor, parameter in zip(tensors, parameters, strict=True) if self.step.averages else ():
+                self._average(tensor, parameter, allowed)
 
-    def _average(self, tensor: Tensor, allowed: torch.Tensor | None) -> None:
-        """Moves the average of a parameter that was updated."""
-        share, parameter = self.arrays[SHARE][0], self.arrays[value(tensor)]
+    def _average(self, tensor: Tensor, parameter: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        """Moves the average of what was updated of a parameter."""
+        share = self.arrays[SHARE][0]
         share = share if allowed is None else share * allowed
         self.arrays[average(tensor)].lerp_(parameter, share.to(parameter.dtype))
 

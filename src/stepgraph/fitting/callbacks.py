@@ -14,6 +14,7 @@ import torch
 from stepgraph.errors import ArgumentError, DataTypeError, UnknownNameError
 from stepgraph.fitting.history import History
 from stepgraph.graphs.training import TrainingGraph
+from stepgraph.runtime.state import TrainingState
 from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 
@@ -269,6 +270,8 @@ class EarlyStopping(Callback):
                     if key in self._kept:
                         array.copy_(self._kept[key])
                 writes.note()
+                for state in _states(moment.graph):
+                    state.note_averages()
                 for tensor, _ in self._kept:
                     tensor.synchronize_data()
         self._kept = None
@@ -284,8 +287,13 @@ def _learned(graph: TrainingGraph) -> dict[tuple[Tensor, bool], torch.Tensor]:
     """The arrays in use of a graph and those linked with it: parameters and statistics, and averages (True)."""
     sessions = [one.require_session("fit") for one in graph.linked]
     found = {(tensor, False): tensor.array() for session in sessions for tensor in session.compilation.held}
-    states = [session.state for session in sessions if session.state is not None]
-    return found | {(tensor, True): array for state in states for tensor, array in state.averages.items()}
+    averages = ((tensor, array) for state in _states(graph) for tensor, array in state.own_averages.items())
+    return found | {(tensor, True): array for tensor, array in averages}
+
+
+def _states(graph: TrainingGraph) -> list[TrainingState]:
+    sessions = [one.require_session("fit") for one in graph.linked]
+    return [session.state for session in sessions if session.state is not None]
 
 
 def checked(callbacks: Any) -> list[Callback]:

@@ -20,6 +20,8 @@ from stepgraph.graphs.session import Session
 from stepgraph.runtime.world import World
 from stepgraph.tensors.extents import BatchExtent
 
+SLICED = (KeyKind.STATE, KeyKind.AVERAGE)  # what each rank has a part of
+
 
 def require_divisible(compiled: Compilation) -> None:
     """Rejects a graph whose batches cannot be cut into shards."""
@@ -63,7 +65,7 @@ def digest(compiled: Compilation) -> str:
 
 def _signatures(program: Program) -> list[tuple[str, Any, Any]]:
     """What the program reads, without optimizer state, of which each rank has its own part."""
-    inputs = ((key, fake(node)) for key, node in program.inputs.items() if key.kind != KeyKind.STATE)
+    inputs = ((key, fake(node)) for key, node in program.inputs.items() if key.kind not in SLICED)
     return [(key.kind, tuple(one.shape), one.dtype) for key, one in inputs]
 
 
@@ -103,10 +105,10 @@ def require_same(compiled: Compilation, world: World) -> None:
 
 @torch.inference_mode()
 def share_state(session: Session, world: World) -> None:
-    """Gives every rank the parameters, statistics, averages and seed of the first one.
+    """Gives every rank the parameters, statistics and seed of the first one.
 
-    Each rank has its own part of the optimizer's state, which has not learned anything yet.
+    Each rank has its own part of the optimizer's state and of the averages, which have not learned anything yet.
     """
     if not world.is_alone:
-        for array in (one for key, one in session.arrays().items() if key.kind != KeyKind.STATE):
+        for array in (one for key, one in session.arrays().items() if key.kind not in SLICED):
             array.copy_(world.share(array, "the first parameters"))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from stepgraph.compiler.exchange import gradient_buckets, title
+from stepgraph.compiler.news import Layout, layout
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.shards import spans
-from stepgraph.compiler.step import Key, KeyKind, Step, value
+from stepgraph.compiler.step import Key, Step, value
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.layers.node import Node
@@ -34,6 +35,7 @@ class Division:
         shapes: the shapes of results that are joined from those of all shards, row by row.
         shares: the share of each shard in each loss, if the number of rows decides it.
         buckets: the gradients that are exchanged.
+        news: what ranks tell each other about a shard.
     """
 
     spans: list[tuple[int, int]]
@@ -42,6 +44,7 @@ class Division:
     shapes: Mapping[Key, tuple[int, ...]]
     shares: torch.Tensor | None
     buckets: tuple[Bucket, ...]
+    news: Layout
 
     @cached_property
     def single(self) -> dict[Key, torch.Tensor]:
@@ -59,16 +62,6 @@ class Division:
     def results(self) -> tuple[tuple[Tensor, Key], ...]:
         """What stays readable after an update."""
         return tuple((key.owner, key) for key in (*self.single, *self.shapes))
-
-    @cached_property
-    def statistics(self) -> tuple[Key, ...]:
-        """What a shard changes."""
-        return tuple(key for key in self.part.written if key.kind == KeyKind.VALUE)
-
-    @cached_property
-    def size(self) -> int:
-        """How many numbers a shard has for losses and statistics."""
-        return len(self.single) + sum(key.owner.descriptor.element_count for key in self.statistics)
 
     @property
     def batch(self) -> int:
@@ -97,7 +90,8 @@ def divided(compiled: Compilation, batch: int, shards: int) -> Division:
             problem = f"{tensor!r} does not have a row per row of the batch, so that shards could not be joined"
             raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
         shapes[key] = shape
-    return Division(pieces, part, losses, shapes, _fixed_shares(compiled, pieces), _buckets(part, executable.step))
+    fixed, step = _fixed_shares(compiled, pieces), executable.step
+    return Division(pieces, part, losses, shapes, fixed, _buckets(part, step), layout(part, step))
 
 
 def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:

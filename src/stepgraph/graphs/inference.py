@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.checkpoint.kept import Kept
+from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
@@ -44,6 +46,7 @@ class InferenceGraph(CompiledGraph):
     """
 
     follows: AverageTensors | None = None  # averages that some of its parameters share
+    divided: Parallel | None = None  # how ranks train its layers; they must predict the same, so a rule chooses kernels
 
     def compile(
         self,
@@ -77,7 +80,7 @@ class InferenceGraph(CompiledGraph):
             debug_layers=debug_layers,
             link_graphs=link_graphs,
         )
-        self._compile(device, settings, input_tensors, input_tensors_data)
+        self._compile(device, replace(settings, parallel=self.divided), input_tensors, input_tensors_data)
 
     def link(self, graphs: Sequence[InferenceGraph]) -> None:
         """Connects sub-graphs compiled with `LINK_GRAPHS`: a result of one that another reads needs no data."""
@@ -111,8 +114,7 @@ class InferenceGraph(CompiledGraph):
         if completion is not None:
             require_completion(completion)
         with turn(device):
-            if self.follows is not None:
-                self.follows.refresh(device)
+            self._follow()
             session = self.require_session("execute")
             compiled = session.compilation
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
@@ -177,8 +179,18 @@ class InferenceGraph(CompiledGraph):
         request = onnx_export.Request(self.prediction(onnx_export.WHERE), batch_size, opset, optimize)
         return onnx_export.save(request, path, check)
 
+    def kept(self) -> Kept:
+        self._follow()
+        return super().kept()
+
+    def _follow(self) -> None:
+        """Takes over the averages that it computes with."""
+        if self.follows is not None and self.device is not None:
+            self.follows.refresh(self.device)
+
     def prediction(self, call: str) -> Prediction:
         """What this graph computes, without losses, as a value."""
+        self._follow()
         now, declared = self.compilation, self.declaration
         constants = {t: t.torch() for t in self._constants} if now is None else now.constants
         return Prediction.of(declared, constants, self.named_tensors(), call)
@@ -205,6 +217,7 @@ def inference_of(graph: CompiledGraph, averages: AverageTensors | None = None, *
     found.add_outputs({name: tensor for name, tensor in declared.predictions.items() if tensor in made})
     now = graph.compilation
     if now is not None:
+        found.divided = now.settings.parallel
         if averages is not None:
             averages.refresh(now.device)
         constants = {f"{tensor.tensor_id}": tensor for tensor in now.constants if tensor in read}
@@ -226,10 +239,8 @@ def _settings(compilation: Compilation) -> dict[str, Any]:
     """The settings of a compilation that also apply to inference."""
     training_only = GraphCompilationOptions.COMPUTE_ALL_GRADIENTS | GraphCompilationOptions.LINK_GRAPHS
     settings = compilation.settings
-    # Ranks that train together must predict the same, so none chooses kernels by itself.
-    alike = GraphCompilationOptions.DETERMINISTIC if settings.parallel else GraphCompilationOptions.NONE
     return {
-        "options": settings.options & ~training_only | alike,
+        "options": settings.options & ~training_only,
         "compute_type": settings.compute_type,
         "tf32": settings.tf32,
     }

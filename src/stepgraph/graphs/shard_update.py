@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from stepgraph.compiler import collectives
+from stepgraph.compiler.news import DTYPE, HEADER, weighted
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.shards import TreeSum
-from stepgraph.compiler.step import STREAM, Key, gradient, partial_sum, piece, total, value
+from stepgraph.compiler.step import HEARD, NEWS, STREAM, Key, gradient, partial_sum, piece, total, value
 from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
@@ -39,6 +40,7 @@ class Update:
         rows: results of its shards that are joined.
         failure: the error of a shard that could not run.
         ran: the executables of its shards.
+        heard: what all ranks have told, if the last shard has exchanged it.
     """
 
     session: Session
@@ -53,6 +55,7 @@ class Update:
     failure: Exception | None = None
     profiles: list[Profile] = field(default_factory=list)
     ran: set[Executable] = field(default_factory=set)
+    heard: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -60,16 +63,20 @@ class Update:
         state = self.session.state
         assert state is not None
         self.stream, self.factors = state.arrays[STREAM], state.loss_factors
-        self.statistics = {key: key.owner.array() for key in self.division.statistics}
+        self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone()
 
-    @property
-    def sample(self) -> float:
-        """A number that shows whether ranks have the same batch: a weighted sum of a few elements of each array."""
+    def header(self, readiness: float) -> torch.Tensor:
+        """What this rank tells about itself, as `HEADER` names it.
+
+        A sample shows whether ranks have the same batch: a weighted sum of a few elements of each array.
+        """
         flat = [array.reshape(-1) for array in self.feeds.values()]
         few = torch.cat([one[:: max(1, len(one) // SAMPLE)].double() for one in flat])
-        return float(few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device)))
+        found = _header(self.failure is not None, self.division.batch, readiness, few.device).clone()
+        found[HEADER.index("sample")] = few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device))
+        return found
 
     @cached_property
     def shares(self) -> torch.Tensor:
@@ -106,29 +113,48 @@ class Update:
         self._keep(found, 0)
         return {tensor: found[gradient(tensor)] for bucket in self.division.buckets for tensor in bucket.tensors}
 
-    def run_and_exchange(self, shard: int, group: str, rank: int) -> list[torch.Tensor]:
-        """Runs the last shard of this rank, which exchanges the gradients; returns its totals by bucket.
+    def run_and_exchange(self, shard: int, group: str, rank: int, readiness: Callable[[], float]) -> list[torch.Tensor]:
+        """Runs the last shard of this rank, which exchanges the gradients and news; returns its totals by bucket.
 
         If it fails, zeros are the totals of the buckets that it has sent.
+
+        Args:
+            shard: the shard.
+            group: the name of the ranks.
+            rank: this one.
+            readiness: whether this rank can run fused operators.
         """
         before, buckets = collectives.started(group), self.division.buckets
-        nodes = sorted(self.gradients.sums, key=lambda node: node[1] << node[0])
         sums = {
             partial_sum(bucket, place): one
-            for place, node in enumerate(nodes)
+            for place, node in enumerate(self.gradients.in_order)
             for bucket, one in enumerate(self.gradients.sums[node] or ())
         }
-        found = self._ran(PartName.LAST, shard, sums)
+        found = self._ran(PartName.LAST, shard, lambda: sums | {NEWS: self._news(shard, readiness())})
         if found is None:
-            if collectives.is_broken(group) and self.failure is not None:  # there is nobody to tell
+            sent = collectives.started(group) - before
+            is_late = sent > len(buckets)  # the others have heard that this rank can go on
+            if (is_late or collectives.is_broken(group)) and self.failure is not None:
                 raise self.failure
             collectives.finish_all(group)
-            device, sent = self.session.device.torch, collectives.started(group) - before
+            device = self.session.device.torch
             return [bucket.zeros(device, rank) for bucket in buckets[:sent]]
-        self._keep(found, shard)
+        self.heard = found[HEARD]
+        self._keep_rows(found)
         return [found[total(bucket)] for bucket in range(len(buckets))]
 
-    def _ran(self, part: PartName, shard: int, sums: Arrays | None = None) -> Arrays | None:
+    def _news(self, shard: int, readiness: float) -> torch.Tensor:
+        """What this rank tells in its last shard: a header, the sums of earlier ones, and the shares of this one."""
+        (height, width), header = self.division.news.shape, self.header(readiness)
+        found = torch.zeros(height + 1, width, dtype=DTYPE, device=header.device)
+        found[0, : len(header)] = header
+        for place, node in enumerate(self.numbers.in_order, start=1):
+            (numbers,) = self.numbers.sums[node] or ()
+            found[place, : len(numbers)] = numbers
+        found[-1, : len(self.shares[shard])] = self.shares[shard]
+        return found
+
+    def _ran(self, part: PartName, shard: int, more: Callable[[], Arrays] | None = None) -> Arrays | None:
         """What a shard computes. An error is kept, for the other ranks must hear of it first."""
         rows, arrays = self.division.rows(shard), self._cut(shard)
         try:
@@ -138,7 +164,7 @@ class Update:
             binding = self.session.bound(part, rows)
             self.ran.add(binding.executable)
             try:
-                return self._run(binding, arrays | (sums or {}))
+                return self._run(binding, arrays if more is None else arrays | more())
             except ExecutionError:
                 self.session.require_indices(rows, arrays)
                 raise
@@ -151,7 +177,11 @@ class Update:
         if found is None:
             self.numbers.add((0, shard), None)
             return
-        self.numbers.add((0, shard), [self._weighted(found, shard, self.division.rows(shard))])
+        losses, rows = [found[key] for key in self.division.losses], self.division.rows(shard)
+        self.numbers.add((0, shard), [weighted(losses, [*self.statistics.values()], self.shares[shard], rows)])
+        self._keep_rows(found)
+
+    def _keep_rows(self, found: Arrays) -> None:
         for key, arrays_of_key in self.rows.items():
             arrays_of_key.append(found[key].clone())
 
@@ -161,23 +191,15 @@ class Update:
             self.profiles.append(self.execution.profile)
         return found
 
-    def _weighted(self, found: Arrays, shard: int, rows: int) -> torch.Tensor:
-        """Losses times their shares, and statistics times rows."""
-        every, single = zip(self.division.losses, self.shares[shard], strict=True), self.division.single
-        losses = [found[key].reshape(1).double() * share for key, share in every if key in single]
-        statistics = [array.reshape(-1).double() * rows for array in self.statistics.values()]
-        return torch.cat([*losses, *statistics]) if losses or statistics else self.shares.new_empty(0)
-
     def losses(self, numbers: torch.Tensor) -> Arrays:
         """The losses that are one number, of the whole batch."""
-        single = self.division.single
-        pairs = zip(single.items(), numbers[: len(single)], strict=True)
-        return {key: number.to(like.dtype).reshape(like.shape) for (key, like), number in pairs}
+        found, single = dict(zip(self.division.losses, numbers, strict=False)), self.division.single
+        return {key: found[key].to(like.dtype).reshape(like.shape) for key, like in single.items()}
 
     def store_statistics(self, numbers: torch.Tensor) -> None:
         """Sets statistics to the mean over the rows of all shards, and moves the random stream on."""
         counts = [array.numel() for array in self.statistics.values()]
-        means = (numbers[len(self.division.single) :] / self.division.batch).split(counts)
+        means = (numbers[len(self.division.losses) :] / self.division.batch).split(counts)
         for array, mean in zip(self.statistics.values(), means, strict=True):
             array.copy_(mean.view(array.shape))
         self.stream.copy_(self.position)
@@ -247,3 +269,10 @@ class Update:
 @lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=16)
+def _header(failed: bool, rows: int, readiness: float, device: torch.device) -> torch.Tensor:
+    """A header without its sample; copying one to a GPU in every step would wait for it."""
+    numbers = {"failed": failed, "rows": rows, "readiness": readiness}
+    return torch.tensor([float(numbers.get(name, 0)) for name in HEADER], dtype=DTYPE, device=device)

@@ -13,10 +13,11 @@ import math
 import torch
 
 from stepgraph.compiler.exchange import gradient_buckets
+from stepgraph.compiler.news import HEADER
 from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import fusion_of
-from stepgraph.compiler.shards import TreeSum, most_nodes, own
+from stepgraph.compiler.shards import TreeSum, own
 from stepgraph.compiler.slices import Traffic, traffic
 from stepgraph.compiler.step import Fusion, gradient, value
 from stepgraph.errors import ExecutionError, NumericsError
@@ -134,7 +135,7 @@ class Shards:
             return update.run_only()
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
-            totals = update.run_and_exchange(last, self.world.group, self.world.rank)
+            totals = update.run_and_exchange(last, self.world.group, self.world.rank, lambda: self._readiness(update))
         else:
             update.run(last)
             if update.failure is not None:
@@ -198,9 +199,10 @@ class Shards:
             if failure is not None:
                 raise failure
             return update.numbers.total[0]
-        header = [float(failure is not None), float(division.batch), update.sample, self._readiness(update)]
-        most = most_nodes(self.parallel.shards)
-        headers, total = exchange.gathered(update.numbers, header, division.size, most, world)
+        heard = update.heard
+        if heard is None:
+            heard = exchange.gathered(update.numbers, update.header(self._readiness(update)), division.news, world)
+        headers = heard[:, 0, : len(HEADER)].tolist()
         if failure is not None:
             raise failure
         where = f"rank {world.rank} of {world.size}"
@@ -214,7 +216,7 @@ class Shards:
                 raise ExecutionError(where, problem, fix=fix)
         if self._fuses:
             fused_together.settle(update.executables, [readiness for *_, readiness in headers])
-        return total()
+        return exchange.added(heard, division.news, world)
 
     def _readiness(self, update: Update) -> float:
         """Whether this rank can run fused operators."""

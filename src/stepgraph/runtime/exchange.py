@@ -13,13 +13,13 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from stepgraph.compiler.news import WHAT, Layout
 from stepgraph.compiler.shards import Node, TreeSum, partial_nodes
 from stepgraph.compiler.slices import Slices
 from stepgraph.compiler.step import Key, gradient
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor
 
-Headers = list[list[float]]
 Pieces = dict[Tensor, torch.Tensor]
 
 
@@ -116,34 +116,31 @@ def _scattered(array: torch.Tensor, bucket: Bucket, world: World) -> Waiting:
     return world.scatter_sum(torch.cat(padded), bucket.name)
 
 
-def gathered(sums: TreeSum, header: Sequence[float], size: int, most: int, world: World) -> tuple[Headers, Waiting]:
-    """The headers of all ranks, and the sum of one small array per shard, which only equal headers make meaningful.
+def gathered(sums: TreeSum, header: torch.Tensor, told: Layout, world: World) -> torch.Tensor:
+    """What all ranks tell, as `[rank, ...]`: a header, and small numbers of their shards.
 
     Args:
-        sums: those of this rank, each with one float64 array; empty if it has failed.
+        sums: those of this rank, each with one array; empty if it has failed.
         header: numbers about this rank.
-        size: the numbers in an array.
-        most: the nodes that a rank may be left with, whatever the number of shards.
+        told: what the array has.
         world: all ranks.
     """
-    width = max(size, len(header))
-    sent = torch.zeros(1 + most, width, dtype=torch.float64, device=world.device)
-    sent[0, : len(header)] = torch.tensor(header, dtype=torch.float64)
-    nodes = partial_nodes(sums.count, world.rank, world.size)
-    for index, node in enumerate(nodes):
+    sent = torch.zeros(told.shape, dtype=header.dtype, device=world.device)
+    sent[0, : len(header)] = header
+    for place, node in enumerate(partial_nodes(sums.count, world.rank, world.size), start=1):
         found = sums.sums.get(node)
         if found is not None:
-            sent[1 + index, :size] = found[0]
-    received = world.gather(sent, "losses and statistics")()
+            sent[place, : told.size] = found[0]
+    return world.gather(sent, WHAT)()
 
-    def total() -> torch.Tensor:
-        found = TreeSum(sums.count)
-        for rank in range(world.size):
-            for index, node in enumerate(partial_nodes(sums.count, rank, world.size)):
-                found.add(node, [received[rank, 1 + index, :size]])
-        return found.total[0]
 
-    return received[:, 0, : len(header)].tolist(), total
+def added(heard: torch.Tensor, told: Layout, world: World) -> torch.Tensor:
+    """The sum of the small numbers of all shards, which only equal headers make meaningful."""
+    found = TreeSum(told.shards)
+    for rank in range(world.size):
+        for place, node in enumerate(partial_nodes(told.shards, rank, world.size), start=1):
+            found.add(node, [heard[rank, place, : told.size]])
+    return found.total[0]
 
 
 def _traded(

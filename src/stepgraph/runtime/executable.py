@@ -405,7 +405,7 @@ class _Capture:
         self.warm = threading.local()  # libraries have handles for each thread, which cannot be made in a capture
         self.binding: Binding | None = None
         step = executable.step
-        elsewhere = (KeyKind.USER_GRADIENT, KeyKind.PARTIAL)
+        elsewhere = (KeyKind.USER_GRADIENT, KeyKind.PARTIAL, KeyKind.NEWS)
         self.given = {key for key in executable.part.inputs if key.kind in elsewhere or key.owner in step.fed}
         self.copied: dict[Key, torch.Tensor] = {}
         like = [executable.part.results[executable.part.outputs[index]] for index in executable.loss_indices]

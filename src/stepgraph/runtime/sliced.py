@@ -65,3 +65,8 @@ class Sliced:
         if self.own is None:
             return torch.empty(0, dtype=self.dtype, device=self.world.device)
         return self.own.reshape(-1)
+
+
+def whole(array: torch.Tensor | Sliced, what: str) -> torch.Tensor:
+    """An array as a whole; every rank must ask for one that is sliced."""
+    return array.whole(what) if isinstance(array, Sliced) else array

@@ -17,7 +17,7 @@ from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, ParameterGroup
 from stepgraph.random import draw_seed
-from stepgraph.runtime.sliced import Sliced
+from stepgraph.runtime.sliced import Sliced, whole
 from stepgraph.runtime.world import ALONE, World
 from stepgraph.system import torch_private
 from stepgraph.system.interrupts import Uninterrupted
@@ -40,7 +40,7 @@ class Progress:
         time_version: the optimizer's version when `time_step` was read; a step count assigned later takes precedence.
         buffers: the optimizer's buffers by parameter, in the order of its slots; several ranks have slices of them.
         gradients: gradients that no update has used yet, by parameter.
-        averages: moving averages by parameter.
+        averages: moving averages by parameter; several ranks have slices of them.
     """
 
     stream: list[int] | None = None
@@ -49,7 +49,7 @@ class Progress:
     time_version: int = 0
     buffers: dict[Tensor, tuple[Buffer, ...]] = field(default_factory=dict)
     gradients: dict[Tensor, torch.Tensor] = field(default_factory=dict)
-    averages: dict[Tensor, torch.Tensor] = field(default_factory=dict)
+    averages: dict[Tensor, Buffer] = field(default_factory=dict)
 
 
 class TrainingState:
@@ -70,6 +70,11 @@ class TrainingState:
         self._updates = 0
         self._counted: tuple[torch.Tensor | None, np.ndarray] = None, np.empty(0)  # live numbers, and their step counts
         self.is_averaged = False  # whether parameters and averages are exchanged
+        self.averages_version = 0  # another number after everything that may have changed averages, alike on all ranks
+        self.set_aside: dict[
+            Tensor, torch.Tensor
+        ] = {}  # parameters, while they hold averages of which ranks have slices
+        self._averaged: dict[Tensor, None] = {}  # those with averages, also those that are frozen now
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
         self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
         self._exposed: tuple[Tensor, ...] = ()  # those of them that others may write to unnoticed
@@ -155,32 +160,38 @@ class TrainingState:
         """Moves buffers where ranks have other slices of them than before. All ranks do it at the same time."""
         before, after = self._ownership, ownership
         if before is not None and after is not None:  # those of frozen tensors stay where they are
-            frozen = {t: own for t, own in before.slices.items() if t in self._buffered and t not in after.slices}
+            kept = {**self._buffered, **self._averaged}
+            frozen = {t: own for t, own in before.slices.items() if t in kept and t not in after.slices}
             after = replace(after, slices={**after.slices, **frozen})
-        for tensor, count in self._buffered.items():
+        buffers = [state(tensor, i) for tensor, count in self._buffered.items() for i in range(count)]
+        for key in [*buffers, *map(average, self._averaged)]:
+            tensor = key.owner
             if _slices(before, tensor) != _slices(after, tensor):
-                for i in range(count):
-                    found = self._buffer(tensor, i)
-                    whole = found.whole(f"optimizer state of '{tensor.label}'") if isinstance(found, Sliced) else found
-                    self.arrays.pop(state(tensor, i), None)
-                    self.arrays |= {state(tensor, i): own.clone() for own in _pieces(after, tensor, whole)}
+                found = whole(self._buffer(key), f"optimizer state of '{tensor.label}'")
+                self.arrays.pop(key, None)
+                for own in _pieces(after, tensor, found):
+                    self.arrays[key] = own.clone()
         self._ownership, self._world = after, world
 
-    def _buffer(self, tensor: Tensor, i: int) -> Buffer:
-        """A buffer, whole or as a slice."""
-        slices, own = _slices(self._ownership, tensor), self.arrays.get(state(tensor, i))
+    def _buffer(self, key: Key) -> Buffer:
+        """A buffer or an average, whole or as a slice."""
+        slices, own = _slices(self._ownership, key.owner), self.arrays.get(key)
         if slices is not None:
-            return Sliced(tensor, own, slices, self._world)
+            return Sliced(key.owner, own, slices, self._world)
         assert own is not None
         return own
 
     def attach_averages(self, decay: float) -> None:
         """Adds averages of trained tensors that have none yet: copies, until the first update."""
-        new = tuple(tensor for tensor in self._slots if average(tensor) not in self.arrays)
+        new = tuple(tensor for tensor in self._slots if tensor not in self._averaged)
         device = self.device.torch
-        self.arrays |= {average(t): t.on(self.device).to(device, copy=True) for t in new}
+        for tensor in new:
+            for own in _pieces(self._ownership, tensor, tensor.on(self.device)):
+                self.arrays[average(tensor)] = own.to(device, copy=True)
         self.arrays[SHARE] = torch.tensor([1 - decay], dtype=torch.float32, device=device)
+        self._averaged = self._averaged | dict.fromkeys(new)
         self._unaveraged = (*self._unaveraged, *new)
+        self.note_averages()
 
     def keep_rounded(
         self, tensors: tuple[Tensor, ...], dtype: torch.dtype | None, orders: Mapping[Tensor, tuple[int, ...]]
@@ -228,10 +239,35 @@ class TrainingState:
         self.arrays[SHARE].fill_(1 - decay)
 
     @property
-    def averages(self) -> dict[Tensor, torch.Tensor]:
-        """The averages by parameter, also of those that are frozen now; the arrays in use."""
+    def averages(self) -> dict[Tensor, Buffer]:
+        """The averages by parameter, also of those that are frozen now; the arrays in use, or this rank's slices."""
+        self._follow()
+        return {tensor: self._buffer(average(tensor)) for tensor in self._averaged}
+
+    @property
+    def own_averages(self) -> dict[Tensor, torch.Tensor]:
+        """What this rank has of the averages: the arrays in use."""
         self._follow()
         return {key.owner: array for key, array in self.arrays.items() if key.kind == KeyKind.AVERAGE}
+
+    def whole_averages(self) -> dict[Tensor, torch.Tensor]:
+        """The averages as whole arrays. All ranks must ask at the same time, unless nothing has been averaged yet."""
+        found = self.averages
+        return {
+            tensor: tensor.array()
+            if tensor in self._unaveraged
+            else whole(one, f"the average of '{tensor.label}', which every rank must read")
+            for tensor, one in found.items()
+        }
+
+    def note_averages(self) -> None:
+        """Notes, on all ranks alike, that averages may have changed: whole copies of them are out of date."""
+        self.averages_version += 1
+
+    @property
+    def averages_are_sliced(self) -> bool:
+        """Whether ranks have slices of averages that have left their parameters."""
+        return not self._unaveraged and any(_slices(self._ownership, tensor) is not None for tensor in self._averaged)
 
     def _follow(self) -> None:
         """Lets averages start from what parameters hold when the first update comes."""
@@ -239,7 +275,8 @@ class TrainingState:
             return
         with Uninterrupted(), torch.inference_mode():  # it is read outside of calls, too
             for tensor in self._unaveraged:
-                self.arrays[average(tensor)].copy_(tensor.array())
+                for own in _pieces(self._ownership, tensor, tensor.array()):
+                    self.arrays[average(tensor)].copy_(own)
 
     def begin(self, fresh: bool) -> None:
         """Takes over from the previous state: tensors show its buffers. A `fresh` state draws its own seed."""
@@ -273,6 +310,7 @@ class TrainingState:
         if self.optimizer is not None:
             self._updates += 1
             self._unaveraged = ()
+            self.note_averages()
             self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
 
     def count_steps(self) -> None:
@@ -324,7 +362,7 @@ class TrainingState:
         if self.optimizer is not None:
             found.time_step = int(self._steps[0])
             counts = {tensor: count for tensor, count in self._buffered.items() if count}
-            found.buffers = {t: tuple(self._buffer(t, i) for i in range(count)) for t, count in counts.items()}
+            found.buffers = {t: tuple(self._buffer(state(t, i)) for i in range(count)) for t, count in counts.items()}
             found.averages = {t: array for t, array in self.averages.items() if t not in self._unaveraged}
         return found
 
@@ -348,20 +386,25 @@ class TrainingState:
         if progress.time_step is not None and progress.time_version == optimizer.time_version:
             self._steps.fill_(progress.time_step)
         if SHARE in self.arrays and progress.averages:
-            self.arrays = self.arrays | {
-                average(t): array.to(self.device.torch, copy=True) for t, array in progress.averages.items()
-            }
-            self._unaveraged = tuple(t for t in self._unaveraged if t not in progress.averages)
+            self._resume_averages(progress.averages)
         elif SHARE in self.arrays:  # saved without averages: they start again
             self._unaveraged = tuple(self._slots)
 
+    def _resume_averages(self, averages: Mapping[Tensor, Buffer]) -> None:
+        for tensor, found in averages.items():
+            for array in _own(self._ownership, tensor, found):
+                self.arrays = {**self.arrays, average(tensor): array.to(self.device.torch, copy=True)}
+        self._averaged = self._averaged | dict.fromkeys(averages)
+        self._unaveraged = tuple(t for t in self._unaveraged if t not in averages)
+        self.note_averages()
+
     def _resume_buffers(self, tensor: Tensor, buffers: Sequence[Buffer]) -> None:
         for i, found in enumerate(buffers):
-            for array in [found.own] if isinstance(found, Sliced) else _pieces(self._ownership, tensor, found):
+            for array in _own(self._ownership, tensor, found):
                 mine = self.arrays.get(state(tensor, i))
-                if mine is not None and array is not None:
+                if mine is not None:
                     mine.copy_(array)
-                elif array is not None:  # of a parameter that is frozen now
+                else:  # of a parameter that is frozen now
                     self.arrays = {**self.arrays, state(tensor, i): array.to(self.device.torch, copy=True)}
         self._buffered = {**self._buffered, tensor: len(buffers)}
         if _slices(self._ownership, tensor) is None:
@@ -431,6 +474,13 @@ def _pieces(ownership: Ownership | None, tensor: Tensor, whole: torch.Tensor) ->
     if ownership is None or tensor not in ownership.slices:
         return [whole]
     return [ownership.piece(whole, tensor)] if tensor in ownership.owned else []
+
+
+def _own(ownership: Ownership | None, tensor: Tensor, found: Buffer) -> list[torch.Tensor]:
+    """What this rank has of a buffer that was kept or read: as an array, or nothing."""
+    if isinstance(found, Sliced):
+        return [] if found.own is None else [found.own]
+    return _pieces(ownership, tensor, found)
 
 
 def _is_usable(scale: float) -> bool:
