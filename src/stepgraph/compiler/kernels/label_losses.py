@@ -18,7 +18,7 @@ at a time. A compiler that fuses gets the formula for all rows, unless rows are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -253,6 +253,12 @@ def _new(y: Array, *numbers: int) -> Array:
 
 def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
     """`label_losses`, as operators that a compiler fuses."""
+    losses, *kept = _formula(y, t, left_out, smoothing)
+    return losses, torch.stack(kept)
+
+
+def _formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array, Array]:
+    """By row: the loss, the greatest prediction, and the logarithm of the sum of `exp(y - greatest)`."""
     classes, counts = _classes(t, left_out)
     greatest = y.amax(1).float()
     base = torch.where(greatest == -torch.inf, 0.0, greatest)  # a row of nothing but -∞ gives NaN, as in PyTorch
@@ -261,13 +267,13 @@ def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array,
     losses = base - y.gather(1, classes).squeeze(1).float()
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing * (base - y.mean(1, dtype=torch.float32))
-    return torch.where(counts, losses + logarithm, 0.0), torch.stack([base, logarithm])
+    return torch.where(counts, losses + logarithm, 0.0), base, logarithm
 
 
-def formula_of_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
-    """`label_losses_gradient`, as operators that a compiler fuses."""
+def formula_of_gradient(y: Array, t: Array, g: Array, kept: Iterable[Array], left_out: int, smoothing: float) -> Array:
+    """`label_losses_gradient`, as operators that a compiler fuses; `kept` are two arrays."""
     classes, counts = _classes(t, left_out)
-    base, logarithm = kept.unsqueeze(2)
+    base, logarithm = (one.unsqueeze(1) for one in kept)
     shares = (y.float() - base - logarithm).exp()
     is_label = torch.arange(y.shape[1], device=y.device)[:, None] == classes
     wanted = torch.where(is_label, 1 - smoothing, 0.0) + smoothing / y.shape[1]
@@ -279,7 +285,7 @@ def formula_with_gradient(
 ) -> tuple[Array, Array]:
     """`label_losses_with_gradient`, as operators that a compiler fuses."""
     real = y if classes is None else y[:, :classes]
-    losses, kept = formula(real, t, left_out, smoothing)
+    losses, *kept = _formula(real, t, left_out, smoothing)  # as one array, they would be written to memory
     gradient = formula_of_gradient(real, t, g, kept, left_out, smoothing)
     more = y.shape[1] - real.shape[1]
     return F.pad(gradient, (0, 0, 0, more)) if more else gradient, losses
@@ -324,7 +330,7 @@ def _expanded(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Arra
 
 def _expanded_gradient(y: Array, t: Array, g: Array, kept: Array, left_out: int, smoothing: float) -> Array:
     if not stays_one(y):
-        return formula_of_gradient(y, t, g, kept, left_out, smoothing)
+        return formula_of_gradient(y, t, g, kept.unbind(), left_out, smoothing)
     torch.ops.stepgraph.label_losses_gradient_.default(y, t, g, kept, left_out, smoothing)
     return y
 
