@@ -71,9 +71,8 @@ class TrainingState:
         self._counted: tuple[torch.Tensor | None, np.ndarray] = None, np.empty(0)  # live numbers, and their step counts
         self.is_averaged = False  # whether parameters and averages are exchanged
         self.averages_version = 0  # another number after everything that may have changed averages, alike on all ranks
-        self.set_aside: dict[
-            Tensor, torch.Tensor
-        ] = {}  # parameters, while they hold averages of which ranks have slices
+        # Parameters, while they hold averages of which ranks have slices.
+        self.set_aside: dict[Tensor, torch.Tensor] = {}
         self._averaged: dict[Tensor, None] = {}  # those with averages, also those that are frozen now
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
         self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
