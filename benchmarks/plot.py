@@ -21,7 +21,9 @@ from matplotlib.axes import Axes  # noqa: E402
 COLORS = {
     "stepgraph": "#1b6ca8",
     "fused": "#5fa8d3",
+    "unfused": "#5fa8d3",
     "pytorch": "#e4572e",
+    "eager": "#e4572e",
     "channels_last": "#f3a712",
     "compile": "#a05195",
     "reduce": "#d45087",
@@ -33,7 +35,7 @@ Report = dict[str, Any]
 def main() -> None:
     """Draws the files of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="results of step, first_step, memory or scaling")
+    parser.add_argument("files", nargs="+", type=Path, help="results of step, first_step, memory, scaling or real")
     parser.add_argument("--together", type=Path, help="one picture of all files, which are of one program and device")
     options = parser.parse_args()
     reports = {file: json.loads(file.read_text()) for file in options.files}
@@ -52,7 +54,7 @@ def together(reports: list[Report]) -> Report:
     if len({(report.get("program"), report.get("device")) for report in reports}) > 1:
         raise SystemExit("files of several programs or devices cannot be drawn together")
     models = {name: model for report in reversed(reports) for name, model in report["models"].items()}
-    return reports[0] | {"models": models, "command": "\n".join(report["command"] for report in reports)}
+    return reports[0] | {"models": models, "command": "\n".join(map(command, reports))}
 
 
 def kind(report: Report) -> str | None:
@@ -61,12 +63,18 @@ def kind(report: Report) -> str | None:
     return program if program in DRAWINGS else None
 
 
+def command(report: Report) -> str:
+    """The commands that measured a report, each on a line; some programs keep one per model."""
+    each = [report["command"]] if "command" in report else [model["command"] for model in report["models"].values()]
+    return "\n".join(dict.fromkeys(each))
+
+
 def draw(report: Report, program: str, target: Path) -> Path:
     """Writes the picture of a report."""
     figure = DRAWINGS[program](report)
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     precision = ", TF32" if report.get("tf32") else ""
-    footer = f"{report['command']}\n{report['device']}{precision} · {versions}"
+    footer = f"{command(report)}\n{report['device']}{precision} · {versions}"
     figure.text(0.01, 0.005, footer, fontsize=6, color="gray")
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
@@ -75,7 +83,7 @@ def draw(report: Report, program: str, target: Path) -> Path:
 
 def step(report: Report) -> Any:
     """Ratios to stepgraph's time, with quartiles: twice as fast and half as fast are equally far from 1."""
-    figure, axes = _bars(
+    figure, axes = _chart(
         report, "peer's step time ÷ stepgraph's (above 1: stepgraph is faster)", _ratio, skipped="stepgraph", start=1
     )
     axes.set_xscale("log", base=2)
@@ -86,7 +94,7 @@ def step(report: Report) -> Any:
 
 def first_step(report: Report) -> Any:
     """Seconds to the first step, with the range."""
-    figure, axes = _bars(report, "seconds to the first step", _seconds)
+    figure, axes = _chart(report, "seconds to the first step", _seconds)
     axes.set_xscale("log")
     return figure
 
@@ -99,12 +107,35 @@ def memory(report: Report) -> Any:
         return value, value, value
 
     models = {name: model | {"peers": model["measured"]} for name, model in report["models"].items()}
-    figure, axes = _bars(report | {"models": models}, "peak memory of a step ÷ eager PyTorch's", share)
+    figure, axes = _chart(report | {"models": models}, "peak memory of a step ÷ eager PyTorch's", share)
     for row, model in enumerate(models.values()):
         planned = model["planned"] / model["measured"]["pytorch"]
         label = "stepgraph's plan" if row == 0 else None
         axes.plot([planned, planned], [row - 0.4, row + 0.4], color="black", linewidth=1, label=label)
     _legend(axes)
+    return figure
+
+
+def real(report: Report) -> Any:
+    """Step times and peak memory of peers relative to stepgraph's, side by side."""
+
+    def size(model: Report, peer: str) -> tuple[float, float, float]:
+        ours, theirs = (model["rows"][one]["peak"]["allocated"] for one in ("stepgraph", peer))
+        return theirs / ours, theirs / ours, theirs / ours
+
+    models = {
+        name: model | {"peers": {peer: row for peer, row in model["contenders"].items() if "ratio" in row}}
+        for name, model in report["models"].items()
+    }
+    measured = report | {"models": models, "command": command(report)}
+    figure, (times, sizes) = plt.subplots(1, 2, figsize=(7, _height(models)), sharey=True)
+    _bars(measured, "step time ÷ stepgraph's", lambda model, peer: model["peers"][peer]["ratio"], axes=times)
+    _bars(measured, "peak memory ÷ stepgraph's", size, axes=sizes)
+    for axes in (times, sizes):
+        axes.axvline(1, color="black", linewidth=0.8)
+    times.invert_yaxis()  # of both
+    _legend(times)
+    _fit(figure, measured)
     return figure
 
 
@@ -129,6 +160,7 @@ DRAWINGS: dict[str, Callable[[Report], Any]] = {
     "first_step": first_step,
     "memory": memory,
     "scaling": scaling,
+    "real": real,
 }
 
 
@@ -142,17 +174,49 @@ def _seconds(model: Report, peer: str) -> tuple[float, float, float]:
     return min(row["rounds_seconds"]), row["median_seconds"], max(row["rounds_seconds"])
 
 
-def _bars(
+def _chart(
     report: Report,
     title: str,
     number: Callable[[Report, str], tuple[float, float, float]],
     skipped: str = "",
     start: float = 0,
 ) -> tuple[Any, Axes]:
+    """A figure of one chart."""
+    figure, axes = plt.subplots(figsize=(7, _height(report["models"], skipped)))
+    _bars(report, title, number, axes, skipped, start)
+    axes.invert_yaxis()
+    _legend(axes)
+    _fit(figure, report)
+    return figure, axes
+
+
+def _peers(models: Report, skipped: str = "") -> list[str]:
+    """The peers that ran any of the models, in the order of their colors."""
+    return [name for name in COLORS if name != skipped and any(name in model["peers"] for model in models.values())]
+
+
+def _height(models: Report, skipped: str = "") -> float:
+    """Inches for the bars of all models."""
+    return 0.8 + 0.17 * (len(_peers(models, skipped)) + 1) * len(models)
+
+
+def _fit(figure: Any, report: Report) -> None:
+    """Leaves room for the commands below, which need more of a low figure."""
+    lines = 2 + report["command"].count("\n")
+    figure.tight_layout(rect=(0, max(0.02, 0.09 / figure.get_figheight()) * lines, 1, 1))
+
+
+def _bars(
+    report: Report,
+    title: str,
+    number: Callable[[Report, str], tuple[float, float, float]],
+    axes: Axes,
+    skipped: str = "",
+    start: float = 0,
+) -> None:
     """A group of bars for each model, one for each peer that ran it, with its spread as a line."""
     models = report["models"]
-    peers = [name for name in COLORS if name != skipped and any(name in model["peers"] for model in models.values())]
-    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.17 * (len(peers) + 1) * len(models)))
+    peers = _peers(models, skipped)
     thick = 0.8 / len(peers)
     for place, peer in enumerate(peers):
         rows = [row for row, model in enumerate(models.values()) if peer in model["peers"]]
@@ -163,11 +227,7 @@ def _bars(
         style: Any = {"left": start, "color": COLORS[peer], "label": peer, "error_kw": {"linewidth": 0.8}}
         axes.barh(heights, [middle - start for middle in middles], thick, xerr=spread, **style)
     axes.set_yticks(range(len(models)), list(models))
-    axes.invert_yaxis()
     axes.set_xlabel(title)
-    _legend(axes)
-    figure.tight_layout(rect=(0, 0.02 * (2 + report["command"].count("\n")), 1, 1))
-    return figure, axes
 
 
 def _legend(axes: Axes) -> None:

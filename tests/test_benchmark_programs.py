@@ -153,6 +153,14 @@ def test_files_are_drawn_together() -> None:
         plot.together([one, other | {"device": "y"}])
 
 
+def test_models_of_real_sizes_are_drawn_with_the_commands_that_measured_them(tmp_path: Path) -> None:
+    plot = pytest.importorskip("benchmarks.plot", reason="needs matplotlib", exc_type=ImportError)
+    report = json.loads((ROOT / "benchmarks/results/real-h200.json").read_text())
+    drawn = plot.draw(report, plot.kind(report), tmp_path / "real.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in [*report["models"], "compile"])
+    assert {model["command"] for model in report["models"].values()} == set(plot.command(report).split("\n"))
+
+
 def test_a_process_that_fails_is_named() -> None:
     with pytest.raises(SystemExit, match="nobody gave no first step of tiny"):
         first_step.measure("tiny", ["nobody"], 1, [])
