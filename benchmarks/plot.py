@@ -120,7 +120,7 @@ def real(report: Report) -> Any:
     """Step times and peak memory of peers relative to stepgraph's, side by side."""
 
     def size(model: Report, peer: str) -> tuple[float, float, float]:
-        ours, theirs = (model["rows"][one]["peak"]["allocated"] for one in ("stepgraph", peer))
+        ours, theirs = (model["rows"][one]["peak"]["allocated"] for one in (model.get("ours", "stepgraph"), peer))
         return theirs / ours, theirs / ours, theirs / ours
 
     models = {

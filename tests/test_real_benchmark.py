@@ -142,6 +142,14 @@ def test_the_headline_compares_with_the_fastest_and_with_the_smallest_peer() -> 
     assert f"reduce: {MEMORY}" in str(table("gpt2", model, rows, found).caption)
 
 
+def test_peers_are_compared_with_another_of_our_forms_if_asked() -> None:
+    rows = {"unfused": row(1.0, size=6), "eager": row(2.0, ours=(1.0,), size=8)}
+    found = summed_up(SMALL["gpt2"], rows, "NVIDIA H200", "unfused")
+    assert found["ours"] == "unfused" and found["fastest_peer"] == "eager" and found["memory_to_smallest"] == 0.75
+    given = options(["--ours", "unfused", "--peers", "eager"])
+    assert list(Wanted.of("vit", given).problems) == ["unfused", "eager"]
+
+
 def test_a_table_shows_memory_and_times_and_what_did_not_become_ready() -> None:
     sizes = {"allocated": 3 << 30, "reserved": 4 << 30}
     ours = row(1.0) | {"peak": sizes, "kept": 1 << 30, "peak_until_ready": {"allocated": 5 << 30}, "plan": 2 << 30}

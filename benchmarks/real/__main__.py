@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.real.contenders import CONTENDERS, OURS
+from benchmarks.real.contenders import CONTENDERS, OURS, OURSELVES
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
 from benchmarks.real.turns import LONG, Failed, Process, Task, Who, prepared, rounds
@@ -34,6 +34,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     made = argparse.ArgumentParser(prog="python -m benchmarks.real", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--models", default=None, help=f"which of {','.join(MODELS)}, comma between (all)")
     made.add_argument("--peers", default=None, help=f"which of {','.join(CONTENDERS)} (the usual ones)")
+    made.add_argument("--ours", choices=OURSELVES, default=OURS, help="whom peers are compared with (%(default)s)")
     made.add_argument("--modes", default="", help=f"peers in addition: which of {','.join(MODES)}")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     made.add_argument("--small", action="store_true", help="the small models of the tests")
@@ -88,7 +89,7 @@ class Wanted:
         model = (SMALL if given.small else MODELS)[name].of_batch(given.batch)
         task = Task(name, given.device, given.small, given.batch, given.losses, given.patience)
         usual = [one for one, row in CONTENDERS.items() if row.usual is None or name in row.usual]
-        asked = dict.fromkeys([OURS, *(given.peers if given.peers is not None else usual), *given.modes])
+        asked = dict.fromkeys([given.ours, *(given.peers if given.peers is not None else usual), *given.modes])
         return cls(model, task, {one: CONTENDERS[one].problem(model, given.device) for one in asked})
 
     @property
@@ -104,7 +105,7 @@ def measured(
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: Path(folder, name) for name in names}
         rows = _in_groups(task, caches, given.at_once, given, said)
-        if given.at_once > 1 and MEMORY in rows[OURS].get("failed", ""):  # alone it may find the memory it needs
+        if given.at_once > 1 and MEMORY in rows[given.ours].get("failed", ""):  # alone it may find the memory it needs
             rows = _in_groups(task, {name: Path(folder, "alone", name) for name in names}, 1, given, said)
         if given.warm:
             for name in (name for name, row in rows.items() if "rounds" in row):
@@ -124,15 +125,15 @@ def _in_groups(
         ready = prepared({Who(task.model, name): (task, caches[name]) for name in group}, said)
         rows |= {who.contender: row for who, (_, row) in ready.items()}
         alive = {who.contender: process for who, (process, _) in ready.items() if process is not None}
-        ours = alive.pop(OURS, ours)
-        times, failed = rounds(({OURS: ours} if ours else {}) | alive, given.rounds, given.seconds)
-        _note(rows, times, failed)
+        ours = alive.pop(given.ours, ours)
+        times, failed = rounds(({given.ours: ours} if ours else {}) | alive, given.rounds, given.seconds)
+        _note(rows, times, failed, given.ours)
         if given.profile:
-            _profile(rows, ({OURS: ours} if ours and not groups else {}) | alive)
+            _profile(rows, ({given.ours: ours} if ours and not groups else {}) | alive)
         for process in alive.values():
             process.end()
         if len(group) > 1:  # beside stepgraph alone it may find the memory it needs
-            groups += [[name] for name in group if name != OURS and MEMORY in rows[name].get("failed", "")]
+            groups += [[name] for name in group if name != given.ours and MEMORY in rows[name].get("failed", "")]
     if ours is not None:
         ours.end()
     return rows
@@ -150,7 +151,7 @@ def together(
             rows[who.model][who.contender] = row
         for model in wanted:
             alive = {who.contender: one for who, (one, _) in ready.items() if one is not None and who.model == model}
-            _note(rows[model], *rounds(alive, given.rounds, given.seconds))
+            _note(rows[model], *rounds(alive, given.rounds, given.seconds), given.ours)
             if given.profile:
                 _profile(rows[model], alive)
             for process in alive.values():
@@ -158,15 +159,15 @@ def together(
             yield model, rows[model]
 
 
-def _note(rows: dict[str, dict[str, Any]], times: dict[str, list[float]], failed: dict[str, str]) -> None:
-    """Adds the times of some rounds to the rows, with stepgraph's of the same rounds."""
+def _note(rows: dict[str, dict[str, Any]], times: dict[str, list[float]], failed: dict[str, str], ours: str) -> None:
+    """Adds the times of some rounds to the rows, with ours of the same rounds."""
     for name, reason in failed.items():
         rows[name]["failed"] = reason
     for name, found in times.items():
-        if name == OURS:
+        if name == ours:
             rows[name]["rounds"] = rows[name].get("rounds", []) + found
         else:
-            rows[name] |= {"rounds": found, "ours": times.get(OURS, [])}
+            rows[name] |= {"rounds": found, "ours": times.get(ours, [])}
 
 
 def _profile(rows: dict[str, dict[str, Any]], processes: dict[str, Process]) -> None:
@@ -225,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows |= {one: {"failed": problem} for one, problem in wanted[name].problems.items() if problem}
         where = next((row.pop("where") for row in rows.values() if "where" in row), {"device": "unknown"})
         report = {"program": "real", **where, **report}
-        result = summed_up(model, rows, report["device"])
+        result = summed_up(model, rows, report["device"], given.ours)
         facts = {"batch_size": model.batch_size, "parameters": model.parameter_count, "flops": model.flops}
         settings = {"command": command, "at_once": count, "minutes": round(minutes, 2)}
         report["models"][name] = {**facts, **settings, **result, "rows": rows}

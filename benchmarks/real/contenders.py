@@ -361,6 +361,7 @@ class Row(NamedTuple):
 
 
 OURS, EAGER = "stepgraph", "eager"
+OURSELVES = (OURS, "unfused", "imported", "transformers")
 TRANSFORMERS = ("gpt2", "llama", "bert", "vit")
 CONTENDERS: dict[str, Row] = {
     OURS: Row(Stepgraph),

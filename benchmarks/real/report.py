@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.real.contenders import EAGER, OURS
+from benchmarks.real.contenders import EAGER, OURS, OURSELVES
 from benchmarks.real.models import Model
 
 SHEETS = {  # dense operations a second in bfloat16, by PyTorch's name of the device
@@ -14,7 +14,6 @@ SHEETS = {  # dense operations a second in bfloat16, by PyTorch's name of the de
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
 }
-OURSELVES = (OURS, "unfused", "imported", "transformers")
 GIB = 2**30
 FAR = 0.02  # relative distance between losses that rounding does not explain
 
@@ -34,16 +33,17 @@ def distance(losses: list[float], others: list[float]) -> float:
     return max((abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False)), default=0.0)
 
 
-def summed_up(model: Model, rows: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
+def summed_up(model: Model, rows: dict[str, dict[str, Any]], device: str, ours: str = OURS) -> dict[str, Any]:
     """What follows from the rows of a model: per contender, and the ratios to the best peer.
 
     Args:
         model: what was trained.
-        rows: what each contender said, with its times and stepgraph's of the same rounds.
+        rows: what each contender said, with its times and ours of the same rounds.
         device: PyTorch's name of it.
+        ours: the contender that peers are compared with.
     """
     flops, sheet = model.flops, SHEETS.get(device)
-    reference = rows.get(EAGER, {}).get("losses") or rows.get(OURS, {}).get("losses", [])
+    reference = rows.get(EAGER, {}).get("losses") or rows.get(ours, {}).get("losses", [])
     found = dict[str, dict[str, Any]]()
     for name, row in rows.items():
         if "rounds" not in row:
@@ -59,20 +59,20 @@ def summed_up(model: Model, rows: dict[str, dict[str, Any]], device: str) -> dic
         if row.get("ours"):
             ratios = [a / b for a, b in zip(row["rounds"], row["ours"], strict=True)]
             found[name]["ratio"] = [round(one, 3) for one in quartiles(ratios)]
-    return {"contenders": found, **_best(rows, found)}
+    return {"ours": ours, "contenders": found, **_best(rows, found, ours)}
 
 
-def _best(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The fastest peer and the one with the least memory, with what stepgraph takes for each of theirs."""
+def _best(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]], ours: str) -> dict[str, Any]:
+    """The fastest peer and the one with the least memory, with what we take for each of theirs."""
     peers = [name for name in found if name not in OURSELVES and "ratio" in found[name]]
-    if OURS not in found or not peers:
+    if ours not in found or not peers:
         return {}
     fastest = min(peers, key=lambda name: found[name]["ratio"][1])
     best: dict[str, Any] = {"fastest_peer": fastest, "ratio_to_fastest": found[fastest]["ratio"]}
-    sizes = {name: rows[name]["peak"]["allocated"] for name in (OURS, *peers) if rows[name].get("peak")}
-    if len(sizes) > 1 and OURS in sizes:
-        smallest = min((name for name in sizes if name != OURS), key=lambda name: sizes[name])
-        best |= {"smallest_peer": smallest, "memory_to_smallest": round(sizes[OURS] / sizes[smallest], 3)}
+    sizes = {name: rows[name]["peak"]["allocated"] for name in (ours, *peers) if rows[name].get("peak")}
+    if len(sizes) > 1 and ours in sizes:
+        smallest = min((name for name in sizes if name != ours), key=lambda name: sizes[name])
+        best |= {"smallest_peer": smallest, "memory_to_smallest": round(sizes[ours] / sizes[smallest], 3)}
     return best
 
 
