@@ -117,7 +117,9 @@ def test_operators_are_defined_by_modules_that_are_imported_where_code_is_fused(
     program = "import sys, stepgraph.compiler.fusion; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     imported = set(done.stdout.split())
-    files = {".".join(("stepgraph", *file.relative_to(ROOT).with_suffix("").parts)): file for file in ROOT.rglob("*.py")}
+    files = {
+        ".".join(("stepgraph", *file.relative_to(ROOT).with_suffix("").parts)): file for file in ROOT.rglob("*.py")
+    }
     defining = {name for name, file in files.items() if defines_operators(file)} - {"stepgraph.compiler.launch"}
     assert len(defining) > 15
     late = defining - imported - ELSEWHERE
