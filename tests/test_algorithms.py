@@ -1,4 +1,4 @@
-"""Convolutions are run once ahead, each kind in a thread of its own."""
+"""Convolutions are run ahead, each kind once in another thread, and once in the one that steps."""
 
 import threading
 
@@ -24,8 +24,10 @@ def part() -> Part:
     return Part(make_fx(function, tracing_mode="fake")(*given), (), ())
 
 
-def test_each_kind_of_convolution_runs_once_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_each_kind_of_convolution_runs_ahead(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Algorithms are loaded in another thread, and chosen in this one before a step fills the memory."""
+    seen: list[tuple[int, int]] = []
     run = algorithms._run
 
     def noted(convolutions: list[fx.Node], device: torch.device) -> None:
@@ -33,10 +35,9 @@ def test_each_kind_of_convolution_runs_once_in_another_thread(monkeypatch: pytes
         run(convolutions, device)
 
     monkeypatch.setattr(algorithms, "_run", noted)
-    algorithms.load(part(), torch.device("cpu"))
-    ((count, thread),) = seen
-    assert thread != threading.get_ident()
-    assert count == 2 + 2
+    algorithms.load(part(), torch.device("cpu"), is_fused)
+    assert [count for count, _ in seen] == [2 + 2] * (1 if is_fused else 2)
+    assert [thread == threading.get_ident() for _, thread in seen] == [False, True][: len(seen)]
 
 
 def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

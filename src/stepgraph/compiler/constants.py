@@ -10,7 +10,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import is_view, mutates, storages, writes
+from stepgraph.compiler.program import is_view, mutates, replace_uses, storages, writes
 from stepgraph.system import torch_private
 
 
@@ -33,7 +33,7 @@ def compute_once(graph: fx.Graph) -> None:
     for node in _computed(find(graph)):
         first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if first is not node:
-            node.replace_all_uses_with(first)
+            replace_uses(node, first)
             graph.erase_node(node)
     graph.lint()
 

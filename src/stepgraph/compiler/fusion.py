@@ -19,6 +19,7 @@ from torch import fx
 
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
+from stepgraph.compiler.launch import define_operators
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes
@@ -111,6 +112,7 @@ def _fused(part: Part, step: Step) -> Fused:
     arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
+    define_operators(step.device)
     with recording, torch.no_grad():
         known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(arrays), _lowered(step))
         kept = fused_cache.load(known, arrays)

@@ -1,12 +1,16 @@
 """Kernels in Triton's language: where they run, how they are launched, and as operators of PyTorch.
 
 Triton compiles a kernel when it is launched for the first time, and caches it for later runs. It comes with PyTorch's
-CUDA builds for Linux, so modules named `…_kernels` are imported only where `run_on` allows it.
+CUDA builds for Linux, so modules named `…_kernels` are imported only where `run_on` allows it. Their operators exist
+from then on: code that an earlier process compiled calls them by name, and imports nothing.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Collection
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +33,20 @@ def operator(function: Callable[..., Any]) -> Any:
     made = torch.library.custom_op(f"stepgraph::{function.__name__}", function, mutates_args=())
     made.register_fake(function)
     return made
+
+
+def define_operators(device: torch.device) -> None:
+    """Defines all operators that fused code for a device may call, whether or not a pass has asked for them."""
+    if run_on(device):
+        _import_kernels()
+
+
+@cache
+def _import_kernels() -> None:
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if one.name.endswith("_kernels"):
+            importlib.import_module(one.name)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: int) -> None:

@@ -12,21 +12,23 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.program import Part, Phase, fake, fakes, has_notes, mutates, notes, storage, storages
+from stepgraph.compiler.program import Part, Phase, fake, fakes, has_notes, is_view, mutates, notes, storage, storages
 from stepgraph.compiler.step import Key
 
 ORDER = {phase: index for index, phase in enumerate(Phase)}
 
 
-def check(part: Part, like: Mapping[Key, torch.Tensor] | None = None) -> None:
+def check(part: Part, like: Mapping[Key, torch.Tensor] | None = None, is_fused: bool = False) -> None:
     """Raises an `AssertionError` that names each broken invariant and its operator.
 
     Args:
         part: the output of a pass.
         like: the results before the pass, which must keep their shapes and types.
+        is_fused: whether a compiler gets the operators, which plans its own memory.
     """
     part.module.graph.lint()
     broken = [*_unknown(part), *_dead(part), *_disordered(part), *_overwritten(part), *_overlapping(part)]
+    broken += [] if is_fused else _detached(part)
     broken += _changed(part, like) if like is not None else []
     assert not broken, "\n".join(broken)
 
@@ -68,6 +70,16 @@ def _overwritten(part: Part) -> Iterator[str]:
             former = node.args[0]
             assert isinstance(former, fx.Node)
             gone[storage(former)] = node
+
+
+def _detached(part: Part) -> Iterator[str]:
+    """A view has the memory of what it views: the memory plan and operators that write in place rely on that."""
+    for node in part.nodes:
+        source = node.args[0] if node.target is getitem or is_view(node) else None
+        if isinstance(source, fx.Node) and node.target is not torch.ops.aten.reshape.default:  # which may copy
+            for one in storages(node):
+                if one not in storages(source):
+                    yield f"{_named(node)} has other memory than {_named(source)}, which it is a view of"
 
 
 def _overlapping(part: Part) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import note_workspace
-from stepgraph.compiler.program import Part, Phase, call, mutates, note, notes, storage, writes
+from stepgraph.compiler.program import Part, Phase, call, mutates, note, notes, replace_uses, storage, writes
 
 ours = torch.ops.stepgraph
 
@@ -48,9 +48,9 @@ def _join(gradient: fx.Node) -> None:
         found, new = (call(gradient, getitem, (both, index)) for index in range(2))
     note_workspace(both)
     _delay(readers, gradient)
-    gradient.replace_all_uses_with(found)
+    replace_uses(gradient, found)
     for one in values:
-        one.replace_all_uses_with(new)
+        replace_uses(one, new)
     for old in (gradient, kept, *values, losses):
         assert isinstance(old, fx.Node)
         gradient.graph.erase_node(old)

@@ -33,6 +33,7 @@ from stepgraph.compiler import (
     layout,
     memory,
     operators,
+    pool_indices,
     recompute,
     recompute_fused,
     simplification,
@@ -140,6 +141,10 @@ def _on_cuda(step: Step, part: PartName | None) -> bool:
     return step.device.type == "cuda"
 
 
+def _trains_on_cuda(step: Step, part: PartName | None) -> bool:
+    return _on_cuda(step, part) and part in TRAINING
+
+
 def _exchanges(step: Step, part: PartName | None) -> bool:
     return step.ownership is not None and part == PartName.LAST
 
@@ -230,12 +235,14 @@ TABLE: tuple[Pass, ...] = (
     Pass("update from half precision", PART, lambda part, step: read_half(part), _on_cuda),
     Pass("merge updates of statistics", PART, lambda part, step: merge_statistics(part), _on_cuda),
     Pass("exchange gradients with other ranks", PART, exchange_gradients, _exchanges),
+    Pass("keep indices of pools narrow", PART, lambda part, step: pool_indices.keep_narrow(part), _trains_on_cuda),
     Pass("recompute to fit the memory limit", PART, _fit, _is_limited),
     Pass("write in place", PART, lambda part, step: in_place.in_place(part), _always),
     Pass("merge updates", PART, lambda part, step: merge_updates(part), _merges_updates),
     Pass("gather what ranks update", PART, gather_updates, _gathers),
     Pass("keep memory between steps", PART, lambda part, step: held.hold(part), _holds),
     Pass("write out of place", FUSED, _graph(in_place.out_of_place), _always),
+    Pass("restore indices of pools", FUSED, _graph(pool_indices.restore), _on_cuda),
     Pass("pool by rows", FUSED, _graph(pool_by_rows), _on_cuda),
     Pass("convolve few channels", FUSED, _graph(convolve_few_channels), _on_cuda),
     *(_fused(row) for row in MANIFEST if row.run is not None),

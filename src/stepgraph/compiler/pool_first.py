@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import call, fake, set_fake
+from stepgraph.compiler.program import call, fake, replace_uses, set_fake
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _exchange(relu: fx.Node, pool: fx.Node) -> None:
     result = _call(relu, RELU, (maxima,), after=maxima)
     for gradient in gradients:
         _exchange_gradients(gradient, relu.args[0], result, places)
-    results[0].replace_all_uses_with(result)
+    replace_uses(results[0], result)
 
 
 def _exchange_gradients(old: fx.Node, source: Any, result: fx.Node, places: fx.Node) -> None:
@@ -54,7 +54,7 @@ def _exchange_gradients(old: fx.Node, source: Any, result: fx.Node, places: fx.N
     (turned,) = _readers(old)
     masked = _call(turned, RELU_GRADIENT, (old.args[0], result, turned.args[2]), after=old)
     spread = _call(old, POOL_GRADIENT, (masked, source, *old.args[2:-1], places), after=masked)
-    turned.replace_all_uses_with(spread)
+    replace_uses(turned, spread)
 
 
 def _sum_pooled(node: fx.Node) -> None:
@@ -64,7 +64,7 @@ def _sum_pooled(node: fx.Node) -> None:
     biases = [user for user in node.users if user.args[1] == 2]
     if mask[2] and biases:
         total = _call(node, aten.sum.dim_IntList, (spread.args[0], [0, 2, 3]), after=spread)
-        biases[0].replace_all_uses_with(total)
+        replace_uses(biases[0], total)
         node.graph.erase_node(biases[0])
         node.update_arg(len(node.args) - 1, [*mask[:2], False])
         set_fake(node, (*fake(node)[:2], None))

@@ -173,6 +173,21 @@ def update_views(node: fx.Node) -> None:
             update_views(user)
 
 
+def replace_uses(node: fx.Node, other: fx.Node) -> None:
+    """Lets everything that reads a result read another with the same layout."""
+    node.replace_all_uses_with(other)
+    share_memory(other)
+
+
+def share_memory(node: fx.Node) -> None:
+    """Gives the views of a result its memory: they may have been recorded as views of another."""
+    for user in node.users:
+        if is_view(user) and user.args[0] is node and not set(storages(user)) <= set(storages(node)):
+            with fakes(node)[0].fake_mode:  # type: ignore[attr-defined]
+                set_fake(user, user.target(*fx.map_arg(user.args, fake), **user.kwargs))  # type: ignore[operator]
+            share_memory(user)
+
+
 def storages(node: fx.Node) -> list[int]:
     """Identities of the memory behind all of an operator's results."""
     return [torch_private.identity(array.untyped_storage()) for array in fakes(node)]

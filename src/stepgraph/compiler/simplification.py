@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, mutates, writes
+from stepgraph.compiler.program import fake, mutates, share_memory, storage, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -32,9 +32,11 @@ def simplify(module: fx.GraphModule) -> None:
         elif isinstance(fake(node), torch.Tensor) and len(changed := writes(node)) == 1:
             # Reading an array after an in-place change reads the array itself, in any phase.
             stands_in[node] = changed[0]
-    for node in reversed(stands_in):
+    for node, other in reversed(stands_in.items()):
         if not mutates(node):
             graph.erase_node(node)
+            if storage(node) != storage(other):
+                share_memory(other)
 
 
 def _alias(node: fx.Node) -> fx.Node | None:

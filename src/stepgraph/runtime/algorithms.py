@@ -1,8 +1,11 @@
-"""cuDNN's algorithms, loaded before they are timed.
+"""cuDNN's algorithms, loaded before they are timed, and timed before a step needs memory.
 
 PyTorch lets cuDNN try its algorithms once per shape and keeps the fastest. The first use of an algorithm also loads
 it, which makes it look slow. The choice is kept per thread, but loaded algorithms are shared by all threads: if the
 convolutions have already run in another thread, their timing is accurate.
+
+While it tries them, cuDNN needs more memory than any of its choices. In the middle of a step, that would come on top
+of all that the step holds, so the thread that steps tries them before.
 """
 
 from __future__ import annotations
@@ -20,13 +23,18 @@ aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
-def load(part: Part, device: torch.device) -> None:
-    """Runs each kind of convolution once, in a temporary thread."""
+def load(part: Part, device: torch.device, is_fused: bool = False) -> None:
+    """Runs each kind of convolution once in a temporary thread, then in this one.
+
+    Fused steps may have convolutions of other kinds, so theirs are tried in the step.
+    """
     kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
     if kinds:
         thread = threading.Thread(target=_run, args=(list(kinds.values()), device), name="stepgraph convolutions")
         thread.start()
         thread.join()
+        if not is_fused:
+            _run(list(kinds.values()), device)
 
 
 @torch.inference_mode()

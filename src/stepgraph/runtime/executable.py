@@ -443,7 +443,7 @@ class _Capture:
         self._note(binding, others)
         with self.executable.settings():
             if self.executable.tries:
-                algorithms.load(self.executable.part, self.executable.step.device)
+                algorithms.load(self.executable.part, self.executable.step.device, self.executable.is_fused)
             images = [key for key in self.executable.images if key in others]
             unfit = [key for key in images if not self.executable.fits(key, others[key])]
             fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}
