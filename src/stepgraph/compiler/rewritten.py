@@ -26,6 +26,7 @@ from stepgraph.compiler.absorbed import (
     may_repeat,
     users_of,
 )
+from stepgraph.compiler.convolution_gradients import needing, separate
 from stepgraph.compiler.program import call, fake, fakes, is_view
 from stepgraph.system import torch_private
 
@@ -77,13 +78,32 @@ def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
         return set()
     order, kernels = levels(graph), _kernels(graph)
     budget, found = SHARE * _work(graph), set[fx.Node]()
+    costs = dict[fx.Node, int]()
     for node in [one for one in order if one in kept and may_repeat(one) and _lowers_peak(one, order, kept)]:
         sources = _sources(node, order, kept)
-        cost = 0 if sources is None else fake(node).nbytes + _read_for(node, sources, kernels)
-        if 0 < cost <= budget:
+        if sources is not None and all(_waits(one, node, kept, kernels) for one in sources):
+            costs[node] = fake(node).nbytes + _read_for(node, sources, kernels)
+    for node in sorted(costs, key=lambda one: costs[one] / fake(one).nbytes):  # of equal ones, the first
+        if costs[node] <= budget:
             found.add(node)
-            budget -= cost
+            budget -= costs[node]
     return found
+
+
+def write_late(graph: fx.Graph, written: Set[fx.Node]) -> None:
+    """Moves products that read what is written again behind kernels that can write it, as they read its sources."""
+    order = levels(graph)
+    for node in [one for one in order if one in written]:
+        sources = _sources(node, order, set()) or set()
+        like = _alike(node, sources)
+        if like is not None:
+            separate(node, like)
+        products = [user for user in users_of(node) if is_gradient(user) and not is_absorbed(user)]
+        kernels = _kernels(graph)
+        readers = set[fx.Node]().union(*(_readers(one, kernels) for one in sources))
+        for product in sorted(products, reverse=True):
+            _postpone(product, readers)
+    graph.lint()
 
 
 def read_beside(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
@@ -104,6 +124,38 @@ def _meets_source(node: fx.Node, order: dict[fx.Node, int], kernels: Set[fx.Node
     (source,) = sources
     met, readers = _behind(_readers(source, kernels, without=node), kernels), _readers(node, kernels)
     return bool(readers) and not any(met.isdisjoint(_behind({one}, kernels)) for one in readers)
+
+
+def _waits(source: fx.Node, node: fx.Node, kept: Set[fx.Node], kernels: Set[fx.Node]) -> bool:
+    """Whether an array waits for the gradient pass anyway, not only for a result to be recomputed from it."""
+    return source.op == "placeholder" or source in kept or bool(_readers(source, kernels, without=node))
+
+
+def _alike(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node | None:
+    """The first source of the same shape, type and layout as what is computed from it."""
+    return min((one for one in sources if _form(one) == _form(node)), default=None)
+
+
+def _form(node: fx.Node) -> Any:
+    array = fake(node)
+    return (array.shape, array.dtype, array.stride()) if isinstance(array, torch.Tensor) else None
+
+
+def _postpone(product: fx.Node, readers: Set[fx.Node]) -> None:
+    """Moves a product, with what is computed from it, behind those of the readers that run before the next product."""
+    passed, behind, last = list[fx.Node](), {product}, 0
+    node = product.next
+    while node.op == "call_function" and not (last and is_gradient(node) and not is_absorbed(node)):
+        passed.append(node)
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        elif node in readers:
+            last = len(passed)
+        node = node.next
+    place = passed[last - 1] if last else product
+    for one in [product, *(node for node in passed[:last] if node in behind)] if last else ():
+        place.append(one)
+        place = one
 
 
 def _lowers_peak(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> bool:
@@ -151,7 +203,10 @@ def _kernels(graph: fx.Graph) -> set[fx.Node]:
 
 def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) -> int:
     """Bytes that are read only to recompute a result: of sources that no kernel reads at that time anyway."""
-    later = _behind({user for user in users_of(node) if is_gradient(user) and not is_absorbed(user)})
+    products = {user for user in users_of(node) if is_gradient(user) and not is_absorbed(user)}
+    if _alike(node, sources) is not None:
+        products = set[fx.Node]().union(*(needing(user, node) for user in products))
+    later = _behind(products)
     return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
 
 
