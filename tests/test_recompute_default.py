@@ -167,12 +167,27 @@ def test_products_are_kept_with_their_biases() -> None:
     assert stored.args[0].target is aten.addmm.default
 
 
-def test_work_is_what_products_move_and_compute() -> None:
+def test_work_is_what_products_and_kernels_move_and_compute() -> None:
     step = recorded(perceptron, *BLOCKS[:4])
     products = [node for node in step.graph.nodes if node.target is aten.mm.default]
     moved = sum(fake(one).nbytes for node in products for one in (node, *node.all_input_nodes))
     operations = len(products) * 2 * ROWS * WIDTH * WIDTH
-    assert rewritten._work(step.graph) == moved + operations / rewritten.OPERATIONS
+    by_kernels = 4 * SIZE  # x and y, then dy and dx; that x is read again, only recomputation decides
+    assert rewritten._work(step.graph) == moved + operations / rewritten.OPERATIONS + by_kernels
+
+
+def centered(a: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
+    """Columns without their means."""
+    x = a @ w
+    y = x - x.mean(0)
+    z = y @ w
+    yield
+    yield [y.t() @ (g * z)]
+
+
+def test_what_is_computed_with_sums_over_rows_reads_the_rows_again() -> None:
+    step = recorded(centered, drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(ROWS, WIDTH))
+    assert rewritten._moved_by_kernels(step.graph) == 6 * SIZE  # x twice and y, then g, z and their product
 
 
 def converted(a: torch.Tensor, g: torch.Tensor, *weights: torch.Tensor) -> Any:
@@ -233,7 +248,7 @@ def test_products_wait_for_kernels_that_read_the_source_of_what_is_written_again
     readers = sorted((user for node in again for user in absorbed.users_of(node)), key=list(after.nodes).index)
     assert len(again) == 2 and [node.target for node in readers] == [aten.gt.Scalar, aten.mm.default]
     products = after.find_nodes(op="call_function", target=aten.mm.default)
-    assert products.index(readers[1]) == len(products) - 2  # only that of the first layer comes later
+    assert readers[1] is products[-1]  # behind the kernel of the sum, and the product that is next
 
 
 def convolved(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:

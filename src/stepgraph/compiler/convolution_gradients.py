@@ -7,7 +7,7 @@ read what the activation is computed from, write the activation, too; then the g
 
 from __future__ import annotations
 
-from operator import getitem
+from typing import cast
 
 import torch
 from torch import fx
@@ -25,18 +25,25 @@ def needing(user: fx.Node, source: fx.Node) -> set[fx.Node]:
     """What an operator that reads a source computes from its values, not only from its shape."""
     if not _reads(user, source):
         return {user}
-    if user.target is ONE:
-        return set() if user.args[10] == SOURCE else {user}
-    return {one for one in user.users if one.args[1] != SOURCE}
+    if user.target is BOTH:
+        return {one for one in user.users if one.args[1] != SOURCE}
+    return set() if _wanted(user)[SOURCE] else {user}
 
 
 def separate(source: fx.Node, like: fx.Node) -> None:
     """Lets gradients of a source read its shape from another array, and those of filters be computed apart."""
     for user in [one for one in source.users if _reads(one, source)]:
-        if user.target is BOTH:
+        wanted = _wanted(user)
+        if wanted[SOURCE] and any(wanted[1:]):
             _separate(user, like)
-        elif user.args[10] == SOURCE:
+        elif wanted[SOURCE]:
             user.update_arg(1, like)
+
+
+def _wanted(node: fx.Node) -> list[bool]:
+    """Which gradients an operator computes: of source, filters and biases."""
+    which = node.args[10]
+    return list(cast("list[bool]", which)) if node.target is BOTH else [which == index for index in range(3)]
 
 
 def _reads(user: fx.Node, source: fx.Node) -> bool:
@@ -46,16 +53,10 @@ def _reads(user: fx.Node, source: fx.Node) -> bool:
 
 def _separate(node: fx.Node, like: fx.Node) -> None:
     """Replaces one operator with two, of which the first computes the gradient of the source."""
-    gradient, source, filters, *settings, mask = node.args
-    assert isinstance(mask, list)
-    first = [mask[0], False, False], like
-    others = [False, *mask[1:]], source
-    for wanted, given in (first, others):
-        results = [one for one in node.users if wanted[one.args[1]]]  # type: ignore[call-overload]
-        if not results:
-            continue
-        with node.graph.inserting_before(node):
-            new = call(node, BOTH, (gradient, given, filters, *settings, wanted))
-            for one in results:
-                one.replace_all_uses_with(call(one, getitem, (new, one.args[1])))
-    node.graph.eliminate_dead_code()
+    gradient, source, filters, *settings, _ = node.args
+    with node.graph.inserting_before(node):
+        first = call(node, BOTH, (gradient, like, filters, *settings, [True, False, False]))
+        others = call(node, BOTH, (gradient, source, filters, *settings, [False, *_wanted(node)[1:]]))
+    for one in list(node.users):  # `getitem`, one per gradient
+        one.update_arg(0, first if one.args[1] == SOURCE else others)
+    node.graph.erase_node(node)

@@ -92,7 +92,7 @@ def recompute_by_default(graph: fx.Graph) -> None:
     kept = kept_for_products(graph)
     read_from_concatenations(graph, kept)
     written = affordable(graph, kept)
-    write_late(graph, written)
+    write_late(graph, written, kept)
     order, inside = levels(graph), computed_inside(graph)
     many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
     read = read_beside(graph, kept - many)
