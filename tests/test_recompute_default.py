@@ -167,19 +167,95 @@ def test_products_are_kept_with_their_biases() -> None:
     assert stored.args[0].target is aten.addmm.default
 
 
-def test_work_is_what_products_move_and_compute() -> None:
+def test_work_is_what_products_and_kernels_move_and_compute() -> None:
     step = recorded(perceptron, *BLOCKS[:4])
     products = [node for node in step.graph.nodes if node.target is aten.mm.default]
     moved = sum(fake(one).nbytes for node in products for one in (node, *node.all_input_nodes))
     operations = len(products) * 2 * ROWS * WIDTH * WIDTH
-    assert rewritten._work(step.graph) == moved + operations / rewritten.OPERATIONS
+    by_kernels = 4 * SIZE  # x and y, then dy and dx; that x is read again, only recomputation decides
+    assert rewritten._work(step.graph) == moved + operations / rewritten.OPERATIONS + by_kernels
+
+
+def centered(a: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
+    """Columns without their means."""
+    x = a @ w
+    y = x - x.mean(0)
+    z = y @ w
+    yield
+    yield [y.t() @ (g * z)]
+
+
+def test_what_is_computed_with_sums_over_rows_reads_the_rows_again() -> None:
+    step = recorded(centered, drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(ROWS, WIDTH))
+    assert rewritten._moved_by_kernels(step.graph) == 6 * SIZE  # x twice and y, then g, z and their product
+
+
+def converted(a: torch.Tensor, g: torch.Tensor, *weights: torch.Tensor) -> Any:
+    """The same, from an input in float32."""
+    return perceptron(a.to(HALF), g, *weights)
+
+
+def test_what_costs_least_for_its_bytes_is_written_again_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converted input comes first, but takes a read in float32."""
+    step = recorded(converted, BLOCKS[0].float(), *BLOCKS[1:])
+    monkeypatch.setattr(rewritten, "SHARE", 1.0)
+    kept = rewritten.kept_for_products(step.graph)
+    inputs = {node for node in kept if node.args[0].op == "placeholder"}
+    for budget, count, whether in ((2 * SIZE, 2, False), (5 * SIZE - 1, 2, False), (5 * SIZE, 3, True)):
+        monkeypatch.setattr(rewritten, "_work", lambda graph, budget=budget: budget)
+        found = rewritten.affordable(step.graph, kept)
+        assert len(found) == count and (inputs <= found) is whether
+
+
+def rectified(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
+    """A ReLU whose gradient reads only its result."""
+    y = (a @ w).relu()
+    z = (y @ v) @ v
+    yield
+    dy = (g @ z.t() @ z) @ v.t()
+    yield [y.t() @ g, ((y > 0) * dy) @ w.t()]
+
+
+def test_nothing_is_written_again_from_an_array_that_would_wait_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    step = recorded(rectified, drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), drawn(WIDTH, WIDTH), drawn(ROWS, WIDTH))
+    kept = rewritten.kept_for_products(step.graph)
+    assert any(node.target is aten.relu.default for node in kept)
+    assert not rewritten.affordable(step.graph, kept)
+
+
+def normalized(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor, scale: torch.Tensor) -> Any:
+    """A ReLU whose gradient reads its source, too, as behind a normalization, and then two products."""
+    x = a @ w
+    y = (x * scale).relu()
+    z = (y @ v @ v).sin()
+    yield
+    du, g = z.t() @ g, g @ v.t()
+    dv = y.t() @ g
+    dx = (y > 0) * (g @ v.t())
+    yield [du, dv, (dx * x).sum(0), dx @ w.t()]
+
+
+def test_products_wait_for_kernels_that_read_the_source_of_what_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They also compute for themselves where a ReLU was 0, and do not read it."""
+    arrays = [drawn(ROWS, WIDTH), *(drawn(WIDTH, WIDTH) for _ in range(2)), drawn(ROWS, WIDTH), drawn(1, WIDTH)]
+    step = recorded(normalized, *arrays)
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    after = changed(step, recompute_by_default, *arrays)
+    again = [node for node in after.find_nodes(op="call_function", target=aten.relu.default) if notes(node).recomputed]
+    readers = sorted((user for node in again for user in absorbed.users_of(node)), key=list(after.nodes).index)
+    assert len(again) == 2 and [node.target for node in readers] == [aten.gt.Scalar, aten.mm.default]
+    products = after.find_nodes(op="call_function", target=aten.mm.default)
+    assert readers[1] is products[-1]  # behind the kernel of the sum, and the product that is next
 
 
 def convolved(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
     """Convolutions with ReLU after the first; one operator computes both gradients of each."""
     settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     first = aten.convolution(x, w, None, *settings)
-    y = first.relu()
+    y = first.relu().to(v.dtype)
     read, found = [y], []
     for _ in range(2):
         read.append(aten.convolution(read[-1], v, None, *settings))
@@ -190,15 +266,36 @@ def convolved(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor
     yield [*found, g * first.sigmoid()]
 
 
-def test_sources_that_no_kernel_reads_at_that_time_cost_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = [drawn(2, 8, 8, 8, dtype=torch.float32), *(drawn(8, 8, 3, 3, dtype=torch.float32) for _ in range(2))]
-    arrays.append(arrays[0].clone())
+def images(kind: torch.dtype) -> list[torch.Tensor]:
+    x, w, v = drawn(2, 8, 8, 8, dtype=torch.float32), *(drawn(8, 8, 3, 3, dtype=torch.float32) for _ in range(2))
+    return [x, w, v.to(kind), x.to(kind)]
+
+
+@pytest.mark.parametrize(("kind", "cost"), [(torch.float32, 1), (torch.float64, 3)])
+def test_sources_that_no_kernel_reads_at_that_time_cost_a_read(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, cost: int
+) -> None:
+    """If a gradient cannot read a shape from a source, because that has another type, kernels have to wait for it."""
+    arrays = images(kind)
     step = recorded(convolved, *arrays)
     monkeypatch.setattr(rewritten, "SHARE", 1.0)
-    size = arrays[0].nbytes
-    for budget, chosen in ((size, 0), (2 * size - 1, 0), (2 * size, 1)):
+    for budget, chosen in ((cost * arrays[0].nbytes - 1, 0), (cost * arrays[0].nbytes, 1)):
         monkeypatch.setattr(rewritten, "_work", lambda graph, budget=budget: budget)
         assert len(rewritten.affordable(step.graph, rewritten.kept_for_products(step.graph))) == chosen
+
+
+def test_gradients_of_filters_are_computed_behind_kernels_that_write_their_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = recorded(convolved, *images(torch.float32))
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    after = changed(step, recompute_by_default, *images(torch.float32))
+    *whole, source, filters = after.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    assert [node.args[-1] for node in whole] == [[True, True, False]] * 2  # what they read is not recomputed
+    assert (source.args[-1], filters.args[-1]) == ([True, False, False], [False, True, False])
+    assert source.args[1].target is aten.convolution.default and notes(filters.args[1]).recomputed
+    (kernel,) = after.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert source < kernel < filters
 
 
 def residual(a: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:

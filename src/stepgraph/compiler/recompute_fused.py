@@ -36,7 +36,13 @@ from stepgraph.compiler.absorbed import (
 )
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
 from stepgraph.compiler.program import fake, inherit, is_view, notes
-from stepgraph.compiler.rewritten import affordable, kept_for_products, read_beside, read_from_concatenations
+from stepgraph.compiler.rewritten import (
+    affordable,
+    kept_for_products,
+    read_beside,
+    read_from_concatenations,
+    write_late,
+)
 from stepgraph.compiler.stored import store
 
 aten = torch.ops.aten
@@ -85,10 +91,12 @@ def recompute_by_default(graph: fx.Graph) -> None:
         return
     kept = kept_for_products(graph)
     read_from_concatenations(graph, kept)
-    order, inside, written = levels(graph), computed_inside(graph), affordable(graph, kept)
+    written = affordable(graph, kept)
+    write_late(graph, written, kept)
+    order, inside = levels(graph), computed_inside(graph)
     many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
     read = read_beside(graph, kept - many)
-    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), many - written, read))
+    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), many - written, read, written & read))
 
 
 def _recompute(graph: fx.Graph, cut: _Cut) -> None:
@@ -99,7 +107,9 @@ def _recompute(graph: fx.Graph, cut: _Cut) -> None:
     for node in [one for one in graph.nodes if is_gradient(one)]:
         for source in node.all_input_nodes:
             if source in repeated and cut.may_replace(source, node):
-                node.replace_input_with(source, again.copy(source, node, repeated))
+                copy = again.copy(source, node, repeated)
+                alone = source in cut.apart and node in cut.inside
+                node.replace_input_with(source, again.alone(source, node) if alone else copy)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -120,6 +130,7 @@ class _Cut:
         staying: arrays that are in memory anyway. Operators outside of generated kernels read these as they are.
         refused: results that are not recomputed.
         read: those that are in memory anyway, but cost their bytes: reading them costs more than computing them.
+        apart: results that are recomputed twice: written for products, and inside kernels, which need not read that.
         price: how many times cheaper it is to keep what is in memory anyway.
     """
 
@@ -128,6 +139,7 @@ class _Cut:
     staying: Set[fx.Node]
     refused: Set[fx.Node] = frozenset()
     read: Set[fx.Node] = frozenset()
+    apart: Set[fx.Node] = frozenset()
     price: int = UNLIMITED
 
     def may_replace(self, source: fx.Node, user: fx.Node) -> bool:
@@ -187,6 +199,7 @@ class _Again:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.inner: dict[fx.Node, fx.Node] = {}
         self.barriers: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.products = _products_before(graph)
         self.written = {one for node in graph.nodes if node.target is aten.copy_.default for one in node.args[:1]}
@@ -207,6 +220,14 @@ class _Again:
                     twin = self.graph.node_copy(current, sources.__getitem__)
                 self.copies[current] = inherit(twin, current, phase=notes(user).phase, recomputed=True)
         return self.copies[node]
+
+    def alone(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """A third `node`, for kernels alone: PyTorch's compiler writes the second, because products read that."""
+        if node not in self.inner:
+            second = self.copies[node]
+            with self.graph.inserting_before(user):
+                self.inner[node] = inherit(self.graph.node_copy(second), second)
+        return self.inner[node]
 
     def _source(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """What a copy reads; one large array that comes later is enough to hold a whole kernel back."""

@@ -2,8 +2,9 @@
 
 A product of the gradient pass reads some element-wise results of the forward pass: the gradient of a layer's weights
 reads the activation before it. Such an array waits in memory for as long as anything does. Recomputing it takes one
-more write, in a kernel that reads its sources anyway, or an additional kernel. Bytes that are moved so are limited to a
-share of what a step moves and computes; a step that keeps little recomputes nothing of this kind.
+more write, in a kernel that reads its sources anyway, or an additional kernel. The product runs behind that kernel.
+Bytes that are moved so are limited to a share of what a step moves and computes; a step that keeps little recomputes
+nothing of this kind.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from stepgraph.compiler.absorbed import (
     levels,
     made,
     may_repeat,
+    sums_rows,
     users_of,
 )
+from stepgraph.compiler.convolution_gradients import needing, separate
 from stepgraph.compiler.program import call, fake, fakes, is_view
 from stepgraph.system import torch_private
 
@@ -71,19 +74,41 @@ def _read_part(whole: fx.Node, axis: Any, bounds: tuple[int, int], part: fx.Node
 def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
     """Those of the results kept for products that the gradient pass can write again within its share of the step.
 
-    The first ones are recomputed last, when the most memory has been freed.
+    Those that cost least for their bytes are chosen; of equal ones the first, which are recomputed last, when the most
+    memory has been freed.
     """
     if sum(fake(one).nbytes for one in kept) < ENOUGH:
         return set()
     order, kernels = levels(graph), _kernels(graph)
     budget, found = SHARE * _work(graph), set[fx.Node]()
+    costs = dict[fx.Node, int]()
     for node in [one for one in order if one in kept and may_repeat(one) and _lowers_peak(one, order, kept)]:
         sources = _sources(node, order, kept)
-        cost = 0 if sources is None else fake(node).nbytes + _read_for(node, sources, kernels)
-        if 0 < cost <= budget:
+        if sources is not None and all(_waits(one, node, kept, kernels) for one in sources):
+            costs[node] = fake(node).nbytes + _read_for(node, sources, kernels)
+    for node in sorted(costs, key=lambda one: costs[one] / fake(one).nbytes):
+        if costs[node] <= budget:
             found.add(node)
-            budget -= cost
+            budget -= costs[node]
     return found
+
+
+def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> None:
+    """Moves products that read what is written again behind kernels that can write it, as they read its sources.
+
+    In graph order, products come first. What they read would have to be written by a kernel of its own.
+    """
+    order = levels(graph)
+    for node in [one for one in order if one in written]:
+        sources = _sources(node, order, kept - written) or set()
+        like = _alike(node, sources)
+        if like is not None:
+            separate(node, like)
+        kernels = _kernels(graph)
+        readers = set[fx.Node]().union(*(_readers(one, kernels) for one in sources))
+        for product in sorted(_products(node), reverse=True):
+            _postpone(product, readers)
+    graph.lint()
 
 
 def read_beside(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
@@ -104,6 +129,42 @@ def _meets_source(node: fx.Node, order: dict[fx.Node, int], kernels: Set[fx.Node
     (source,) = sources
     met, readers = _behind(_readers(source, kernels, without=node), kernels), _readers(node, kernels)
     return bool(readers) and not any(met.isdisjoint(_behind({one}, kernels)) for one in readers)
+
+
+def _waits(source: fx.Node, node: fx.Node, kept: Set[fx.Node], kernels: Set[fx.Node]) -> bool:
+    """Whether an array waits for the gradient pass anyway, not only for a result to be recomputed from it."""
+    return source.op == "placeholder" or source in kept or bool(_readers(source, kernels, without=node))
+
+
+def _alike(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node | None:
+    """The first source of the same shape, type and layout as what is computed from it."""
+    return min((one for one in sources if _form(one) == _form(node)), default=None)
+
+
+def _form(node: fx.Node) -> Any:
+    array = fake(node)
+    return (array.shape, array.dtype, array.stride()) if isinstance(array, torch.Tensor) else None
+
+
+def _postpone(product: fx.Node, readers: Set[fx.Node]) -> None:
+    """Moves a product, with what is computed from it, behind the next readers, and behind the products after these.
+
+    So it is the last product before the kernels that follow. What these recompute waits for it (`later`), which keeps
+    it in its place: PyTorch's compiler moves operators to what reads their results, here to the update.
+    """
+    passed, behind, last, met, left = list[fx.Node](), {product}, 0, False, False
+    node = product.next
+    while node.op == "call_function" and (_is_product(node) or not left):
+        passed.append(node)
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        elif node in readers or (met and _is_product(node)):
+            met, left, last = True, _is_product(node), len(passed)
+        node = node.next
+    place = passed[last - 1] if last else product
+    for one in [product, *(node for node in passed[:last] if node in behind)] if last else ():
+        place.append(one)
+        place = one
 
 
 def _lowers_peak(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> bool:
@@ -151,8 +212,20 @@ def _kernels(graph: fx.Graph) -> set[fx.Node]:
 
 def _read_for(node: fx.Node, sources: Iterable[fx.Node], kernels: Set[fx.Node]) -> int:
     """Bytes that are read only to recompute a result: of sources that no kernel reads at that time anyway."""
-    later = _behind({user for user in users_of(node) if is_gradient(user) and not is_absorbed(user)})
+    products = _products(node)
+    if _alike(node, sources) is not None:
+        products = set[fx.Node]().union(*(needing(user, node) for user in products))
+    later = _behind(products)
     return sum(fake(one).nbytes for one in sources if not _readers(one, kernels) - later)
+
+
+def _products(node: fx.Node) -> set[fx.Node]:
+    """The operators of the gradient pass outside of generated kernels that read a result."""
+    return set(filter(_is_product, users_of(node)))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return is_gradient(node) and not is_absorbed(node)
 
 
 def _readers(node: fx.Node, kernels: Set[fx.Node], without: fx.Node | None = None) -> set[fx.Node]:
@@ -183,13 +256,32 @@ def _behind(first: Set[fx.Node], among: Set[fx.Node] | None = None) -> set[fx.No
 
 
 def _work(graph: fx.Graph) -> float:
-    """The time of the operators outside of generated kernels, in bytes that could be moved meanwhile."""
-    found = 0.0
+    """The time of a step, in bytes that could be moved meanwhile."""
+    found = float(_moved_by_kernels(graph))
     for node in graph.nodes:
         if node.op == "call_function" and not is_absorbed(node):
             moved = {one: array.nbytes for one in (node, *node.all_input_nodes) for array in fakes(one)}
             found += sum(moved.values()) + _operations(node) / OPERATIONS
     return found
+
+
+def _moved_by_kernels(graph: fx.Graph) -> int:
+    """Bytes that generated kernels at least read of what is in memory for products, and write there."""
+    absorbed = {node for node in graph.nodes if node.op == "call_function" and is_absorbed(node)}
+    passes = {node for node in absorbed if is_gradient(node)}, {node for node in absorbed if not is_gradient(node)}
+    found = 0
+    for node in [one for one in graph.nodes if isinstance(fake(one), torch.Tensor) and not is_view(one)]:
+        users = users_of(node)
+        if node in absorbed and users <= absorbed:
+            continue  # need not be in memory
+        read = sum(_reads(users & kernels, kernels) for kernels in passes)
+        found += fake(node).nbytes * (read + (node in absorbed))
+    return found
+
+
+def _reads(readers: Set[fx.Node], kernels: Set[fx.Node]) -> int:
+    """How often a pass reads an array: whatever is computed with sums over its rows is in a second kernel."""
+    return bool(readers) + any(map(sums_rows, _behind(readers, kernels)))
 
 
 def _operations(node: fx.Node) -> int:
