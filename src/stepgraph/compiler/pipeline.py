@@ -262,6 +262,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("sum rows where they are written", LOWERED, _graph(sum_rows_where_written), _on_cuda),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
+    Pass("store factors of channels", LOWERED, _graph(stored.store_factors), _on_gpu),
     Pass("store numbers that are looked up", LOWERED, _graph(stored.store_numbers), _on_gpu),
     Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),
 )
