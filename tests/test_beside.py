@@ -16,9 +16,10 @@ from stepgraph.compiler import beside, fusion, pipeline
 from stepgraph.compiler.kernels.update import BY_KERNEL, TOGETHER, named, reference, update
 from stepgraph.compiler.kernels.update_kernel import Update
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import Part
+from stepgraph.compiler.program import Part, set_fake
 from stepgraph.graphs import compilation
 
+aten = torch.ops.aten
 KERNELS = sys.modules[update.__module__]
 ROW = "pass optimizer buffers beside the compiler"
 NAMES = ("x", "p0", "p1", "g0", "g1", "s0", "s1", "t0", "t1", "c0", "c1", "numbers")
@@ -83,6 +84,50 @@ def test_an_update_without_visible_effect_stays() -> None:
     graph = updating(read=())
     beside.pass_beside(graph)
     assert left(graph) == list(NAMES) and len(graph.find_nodes(op="call_function", target=BY_KERNEL)) == 1
+
+
+def multiplying(*, between: bool) -> tuple[fx.Graph, fx.Node]:
+    """A graph whose products read a weight before its update; after it, one reads the others, or only the last."""
+    graph = fx.Graph()
+    x, w, g, s, numbers = (graph.placeholder(name) for name in ("x", "w", "g", "s", "numbers"))
+    turned = graph.call_function(aten.t.default, (w,))
+    first = graph.call_function(aten.mm.default, (x, turned))
+    second = graph.call_function(aten.mm.default, (first, w)) if between else first
+    update = graph.call_function(BY_KERNEL, ([w], [g], [s], [], numbers, None, None, KERNEL))
+    last = graph.call_function(aten.relu.default, (graph.call_function(aten.view.default, (second, [-1])),))
+    graph.output([last])
+    for node in (x, w, g, s, turned, first, second, last):
+        set_fake(node, torch.empty(4, 4, device="meta"))
+    beside.pass_beside(graph)
+    return second, update
+
+
+def test_updates_come_after_products_that_are_needed_later() -> None:
+    for between in (False, True):
+        last, update = multiplying(between=between)
+        assert update.target is torch.ops.stepgraph.update_beside_.default
+        assert update.args[-1] == [last]  # the first of two products is not needed any more
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_the_compiler_makes_no_copies_of_what_updates_change(launched: list[Any]) -> None:
+    """Without the product as an argument, it moves the product behind the update, which then needs a copy of `w`."""
+    from torch._inductor.utils import run_and_get_code
+
+    def step(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, numbers: torch.Tensor, hold: bool) -> Any:
+        y = x @ w
+        given = [w], [g], numbers, None, None, [beside.SEEN, 0], 0, KERNEL, [y] if hold else []
+        torch.ops.stepgraph.update_beside_(*given)
+        return g @ g, y.relu() @ g
+
+    arrays = *(torch.ones(64, 64) for _ in range(3)), torch.ones(4)
+    for hold in (False, True):
+        torch.compiler.reset()
+        with beside.passing([torch.ones(64, 64)]):
+            _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), *arrays, hold)
+        assert ("clone" in code) is not hold
+    assert len(launched) == 2
 
 
 def test_arrays_of_a_call_are_forgotten() -> None:

@@ -29,6 +29,7 @@ def trained(device: str, head: int, **settings: Any) -> tuple[list[float], dict[
     y = rng.integers(0, CLASSES, (SHAPE[0], *SHAPE[2:]))
     given, labels, graph = sg.Tensor(x.shape), sg.Tensor(y.shape, "int64"), sg.Graph()
     down = graph.relu(graph.node(layer(8, 32, 3), given))
+    down = graph.node(sg.BatchNormalizationLayer.create(32), down)
     inner = graph.relu(graph.node(layer(32, 64, 3), graph.max_pooling(down, 2)))
     up = graph.node(layer(64, 32, 2, type=sg.ConvolutionType.TRANSPOSED, strides=2), inner)
     last = graph.relu(graph.node(layer(64, 32, 3), graph.concatenate([down, up])))

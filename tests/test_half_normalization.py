@@ -131,11 +131,34 @@ def test_statistics_of_a_batch_from_sums_agree_with_float64(shape: tuple[int, ..
     assert not y.any() and (mean == 7).all() and inverse.isfinite().all()
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(64, 5), (8, 3, 50), (8, 5, 6, 7), (2, 3, 4, 5, 6)])
+def test_gradients_by_factors_agree_with_float64(shape: tuple[int, ...], affine: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    channels, axes = shape[1], [axis for axis in range(len(shape)) if axis != 1]
+    means = 50 * torch.rand(1, channels, *[1] * (len(shape) - 2), generator=generator)  # larger than deviations
+    x = (3 * torch.randn(shape, generator=generator) + means).bfloat16()
+    dy = torch.randn(shape, generator=generator).bfloat16()
+    leaves = [x.double().requires_grad_(), *(torch.rand(2, channels, generator=generator).double())]
+    gamma, beta = (one.requires_grad_() for one in leaves[1:]) if affine else (None, None)
+    expected = torch.nn.functional.batch_norm(leaves[0], None, None, gamma, beta, training=True, eps=1e-5)
+    wanted = torch.autograd.grad(expected, [leaves[0], *([gamma, beta] if affine else [])], dy.double())
+    mean, inverse = x.double().mean(axes), torch.rsqrt(x.double().var(axes, correction=0) + 1e-5)
+    weights = None if gamma is None else gamma.detach().float()
+    given = weights, None, None, mean.float(), inverse.float(), True, 1e-5, [True, affine, affine]
+    found = batch_norm.gradient_by_factors(dy, x, *given)
+    assert found[0].dtype is torch.bfloat16 and found[0].stride() == x.stride()
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=0.005, atol=1e-4 * float(wanted[0].abs().max()))
+    for ours_, theirs in zip(found[1:], wanted[1:], strict=False):
+        torch.testing.assert_close(ours_.double(), theirs, rtol=1e-4, atol=1e-3)
+
+
 def test_only_batches_in_half_precision_are_summed(everywhere: None) -> None:
     for kind, count in (("bfloat16", 1), (None, 0)):
         graph = images_network(kind=kind).compilation.programs.program(6).module.graph  # type: ignore[arg-type]
         batch_norm.expand_batch_norms(graph)
-        assert [node.target for node in graph.nodes].count(batch_norm.normalized_by_sums) == count
+        targets = [node.target for node in graph.nodes]
+        assert targets.count(batch_norm.normalized_by_sums) == targets.count(batch_norm.gradient_by_factors) == count
 
 
 def test_rows_too_long_for_the_kernel_stay_in_float32() -> None:

@@ -39,6 +39,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(label_losses, "BLOCK", 512)
 
 
+AT_ONCE = label_losses.formula_with_gradient, label_losses.run_with_gradient
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -110,9 +111,10 @@ def test_losses_and_gradients_are_those_in_float64(
     over = y.clone()
     assert label_losses.run_gradient_in_place(over, t, g, kept, IGNORED, smoothing) is over
     assert torch.equal(over, got)
-    both, values = label_losses.run_with_gradient(y, t, g, IGNORED, smoothing)
-    torch.testing.assert_close(values.double(), wanted, rtol=1e-5, atol=1e-5)
-    assert_gradient(both, gradient, y)
+    for run in AT_ONCE if samples else AT_ONCE[1:]:
+        both, values = run(y, t, g, IGNORED, smoothing)
+        torch.testing.assert_close(values.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert_gradient(both, gradient, y)
     over = y.clone()
     assert label_losses.run_with_gradient_in_place(over, t, g, IGNORED, smoothing)[0] is over
     assert torch.equal(over, both)
@@ -171,9 +173,10 @@ def test_masked_and_broken_predictions_are_as_in_pytorch(dtype: torch.dtype, cla
     (gradient,) = torch.autograd.grad(wanted, leaf, g)
     got = label_losses.run_gradient(y, t, g, kept, IGNORED, 0.0)
     torch.testing.assert_close(got, gradient.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
-    both, values = label_losses.run_with_gradient(y, t, g, IGNORED, 0.0)
-    torch.testing.assert_close(values, wanted.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(both, gradient.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+    for run in AT_ONCE:
+        both, values = run(y, t, g, IGNORED, 0.0)
+        torch.testing.assert_close(values, wanted.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(both, gradient.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
 
 
 @ON_BOTH
@@ -186,9 +189,10 @@ def test_predictions_far_below_zero(classes: int, device: str) -> None:
     losses, kept = label_losses.run(y, t, IGNORED, 0.0)
     torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
     assert_gradient(label_losses.run_gradient(y, t, g, kept, IGNORED, 0.0), gradient, y)
-    both, losses = label_losses.run_with_gradient(y, t, g, IGNORED, 0.0)
-    torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
-    assert_gradient(both, gradient, y)
+    for run in AT_ONCE:
+        both, losses = run(y, t, g, IGNORED, 0.0)
+        torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert_gradient(both, gradient, y)
 
 
 @ON_BOTH
@@ -199,9 +203,10 @@ def test_huge_predictions_and_gradients(device: str) -> None:
     found, kept = label_losses.run(y, t, IGNORED, 0.0)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
     assert_gradient(label_losses.run_gradient(y, t, g, kept, IGNORED, 0.0), gradient, y)
-    both, values = label_losses.run_with_gradient(y, t, g, IGNORED, 0.0)
-    torch.testing.assert_close(values.double(), wanted, rtol=1e-6, atol=1e-6)
-    assert_gradient(both, gradient, y)
+    for run in AT_ONCE:
+        both, values = run(y, t, g, IGNORED, 0.0)
+        torch.testing.assert_close(values.double(), wanted, rtol=1e-6, atol=1e-6)
+        assert_gradient(both, gradient, y)
     overflowing = label_losses.run_gradient(y.clamp(-6e4, 6e4).half(), t, g, kept, IGNORED, 0.0)
     assert overflowing[1].isinf().any() and overflowing[0].isfinite().all()  # the loss scale is too large
 

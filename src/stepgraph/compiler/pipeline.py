@@ -53,6 +53,7 @@ from stepgraph.compiler.merge_updates import merge_updates
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.pad_channels import pad_channels
 from stepgraph.compiler.pad_classes import pad_classes
+from stepgraph.compiler.pad_predictions import pad_predictions
 from stepgraph.compiler.pool_first import pool_first
 from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
 from stepgraph.compiler.separate_windows import multiply_windows
@@ -250,6 +251,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("merge products", FUSED, _graph(join.join_products), _always),
     Pass("hide miscompiled operators", FUSED, _graph(hide), _on_gpu),
     Pass("pad classes", FUSED, _graph(pad_classes), _on_gpu),
+    Pass("pad classes of pixels", FUSED, _graph(pad_predictions), _on_cuda),
     Pass("expand cross entropies", FUSED, _graph(label_losses.expand), _always),
     Pass("expand GELU", FUSED, _graph(kernels.expand_gelu), _on_gpu),
     Pass("expand normalization", FUSED, _graph(kernels.expand_layer_norms), _on_gpu),
@@ -267,6 +269,7 @@ TABLE: tuple[Pass, ...] = (
     Pass("sum rows where they are written", LOWERED, _graph(sum_rows_where_written), _on_cuda),
     Pass("store constants", LOWERED, _graph(stored.store_constants), _always),
     Pass("store what several operators copy", LOWERED, _graph(stored.store_sources), _always),
+    Pass("store factors of channels", LOWERED, _graph(stored.store_factors), _on_gpu),
     Pass("store numbers that are looked up", LOWERED, _graph(stored.store_numbers), _on_gpu),
     Pass("write the parts of concatenations to their places", LOWERED, _graph(concatenations.store_parts), _on_gpu),
 )

@@ -1,9 +1,11 @@
 """Results that a fused step writes to memory once, where PyTorch's compiler would compute or copy them repeatedly.
 
-The compiler computes elementwise results inside every kernel that reads them. Three kinds are cheaper to read:
+The compiler computes elementwise results inside every kernel that reads them. Four kinds are cheaper to read:
 constants such as tables of sines; what operators outside of its kernels read repeatedly, such as attention and its
-gradient, because it makes a copy for each of their arguments; and numbers that are looked up, such as whether all
-indices are in range, because a kernel would wait for memory twice, for the place and for what is there.
+gradient, because it makes a copy for each of their arguments; numbers that are looked up, such as whether all
+indices are in range, because a kernel would wait for memory twice, for the place and for what is there; and numbers
+per channel that come from sums over a batch, because a kernel would read those sums for every element, and combine
+them for every element.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Mapping, Set
 import torch
 from torch import fx
 
+from stepgraph.compiler.absorbed import is_absorbed, is_combined, is_reduction, is_small, made, sums_rows, users_of
 from stepgraph.compiler.constants import find
 from stepgraph.compiler.program import fake, fakes, inherit, is_view
 from stepgraph.system import torch_private
@@ -84,6 +87,14 @@ def store_numbers(graph: fx.Graph) -> None:
     graph.lint()
 
 
+def store_factors(graph: fx.Graph) -> None:
+    """Stores numbers per channel that combine sums over a batch with other numbers, if large results read them."""
+    for node in list(graph.nodes):
+        if is_inlined(node) and is_combined(node) and _scales(node) and _comes_from_sums(node):
+            write_once(node)
+    graph.lint()
+
+
 def store(graph: fx.Graph, chosen: Set[fx.Node]) -> None:
     """Lets everything that reads these results read them from memory, where they are laid out as recorded."""
     for node in [one for one in graph.nodes if one in chosen]:
@@ -122,6 +133,28 @@ def is_inlined(node: fx.Node) -> bool:
 def size(node: fx.Node) -> int:
     """The elements of all results of an operator."""
     return sum(array.numel() for array in fakes(node))
+
+
+def _scales(node: fx.Node) -> bool:
+    """Whether generated kernels compute large results with a small one."""
+    return any(is_absorbed(user) and not is_small(user) for user in users_of(node))
+
+
+def _comes_from_sums(node: fx.Node) -> bool:
+    """Whether a small result is computed from sums of whole rows of memory, and not from sums along rows.
+
+    What is computed from the latter stays in their kernel, which has the rows too.
+    """
+    sums, pending = False, [node]
+    while pending:
+        for source in map(made, pending.pop().all_input_nodes):
+            if is_reduction(source):
+                if not sums_rows(source):
+                    return False
+                sums = True
+            elif is_inlined(source) and is_small(source):
+                pending.append(source)
+    return sums
 
 
 def _is_number(node: fx.Node) -> bool:

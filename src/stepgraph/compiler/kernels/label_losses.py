@@ -18,11 +18,11 @@ at a time. A compiler that fuses gets the formula for all rows, unless rows are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from stepgraph.compiler.launch import run_on
@@ -32,6 +32,7 @@ Array = torch.Tensor
 LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing
 BLOCK, SHARE = 1 << 20, 32  # without kernels, so many numbers are in float32 at a time, or this part of all
 WIDE = 1024  # classes up to which a compiler that fuses reads a row at once, and needs no kernels of ours
+LOG2E = 1 / math.log(2)
 
 
 # Operators
@@ -253,12 +254,6 @@ def _new(y: Array, *numbers: int) -> Array:
 
 def formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array]:
     """`label_losses`, as operators that a compiler fuses."""
-    losses, *kept = _formula(y, t, left_out, smoothing)
-    return losses, torch.stack(kept)
-
-
-def _formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array, Array, Array]:
-    """By row: the loss, the greatest prediction, and the logarithm of the sum of `exp(y - greatest)`."""
     classes, counts = _classes(t, left_out)
     greatest = y.amax(1).float()
     base = torch.where(greatest == -torch.inf, 0.0, greatest)  # a row of nothing but -∞ gives NaN, as in PyTorch
@@ -267,7 +262,7 @@ def _formula(y: Array, t: Array, left_out: int, smoothing: float) -> tuple[Array
     losses = base - y.gather(1, classes).squeeze(1).float()
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing * (base - y.mean(1, dtype=torch.float32))
-    return torch.where(counts, losses + logarithm, 0.0), base, logarithm
+    return torch.where(counts, losses + logarithm, 0.0), torch.stack([base, logarithm])
 
 
 def formula_of_gradient(y: Array, t: Array, g: Array, kept: Iterable[Array], left_out: int, smoothing: float) -> Array:
@@ -283,12 +278,27 @@ def formula_of_gradient(y: Array, t: Array, g: Array, kept: Iterable[Array], lef
 def formula_with_gradient(
     y: Array, t: Array, g: Array, left_out: int, smoothing: float, classes: int | None = None
 ) -> tuple[Array, Array]:
-    """`label_losses_with_gradient`, as operators that a compiler fuses."""
-    real = y if classes is None else y[:, :classes]
-    losses, *kept = _formula(real, t, left_out, smoothing)  # as one array, they would be written to memory
-    gradient = formula_of_gradient(real, t, g, kept, left_out, smoothing)
-    more = y.shape[1] - real.shape[1]
-    return F.pad(gradient, (0, 0, 0, more)) if more else gradient, losses
+    """`label_losses_with_gradient`, as operators that a compiler fuses into one kernel.
+
+    It reads a row once: losses and gradient share the exponentials, and the label's prediction is a sum too.
+    """
+    count = y.shape[1] if classes is None else classes
+    labels, counts = _classes(t, left_out)
+    at = torch.arange(y.shape[1], dtype=torch.int32, device=y.device)[:, None]
+    is_label, is_class = at == labels.to(torch.int32), at < count
+    wide = y.float() if count == y.shape[1] else torch.where(is_class, y.float(), -torch.inf)
+    greatest = wide.amax(1, keepdim=True)
+    below = wide - torch.where(greatest == -torch.inf, 0.0, greatest)  # a row of -∞ gives NaN, as in PyTorch
+    powers = torch.exp2(below * LOG2E)
+    total, factors = powers.sum(1), torch.where(counts, g, 0.0)
+    losses = -torch.where(is_label, below, 0.0).sum(1)
+    gradient = powers * (factors / total).unsqueeze(1)
+    gradient = gradient - torch.where(is_label, ((1 - smoothing) * factors).unsqueeze(1), 0.0)
+    if smoothing:
+        share = smoothing / count
+        losses = (1 - smoothing) * losses - share * torch.where(is_class, below, 0.0).sum(1)
+        gradient = gradient - torch.where(is_class, (share * factors).unsqueeze(1), 0.0)
+    return gradient.to(y.dtype), torch.where(counts, losses + total.log(), 0.0)
 
 
 def _classes(t: Array, left_out: int) -> tuple[Array, Array]:
