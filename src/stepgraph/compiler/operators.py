@@ -32,10 +32,16 @@ class Out(NamedTuple):
     """The out-variant of an operator, and the keyword that takes the memory.
 
     With several results, all of them arrays, the keyword takes a list with None for those without memory.
+
+    Args:
+        function: the variant.
+        keyword: the keyword.
+        is_for_tiny: whether it is used in tiny steps only, where it saves the time to create an array.
     """
 
     function: Callable[..., Any]
     keyword: str = "out"
+    is_for_tiny: bool = False
 
 
 class Prepared(NamedTuple):
@@ -135,8 +141,13 @@ TABLE: dict[Any, Operator] = {
     torch_private.flash_attention.default: Operator(is_costly=True),
     torch_private.flash_attention_gradient.default: Operator(workspace=_of_flash_attention),
     torch_private.flash_attention_on_cpu.default: Operator(is_costly=True),
+    torch_private.log_softmax.default: Operator(out=Out(torch_private.log_softmax.out, is_for_tiny=True)),
+    torch_private.log_softmax_gradient.default: Operator(
+        out=Out(torch_private.log_softmax_gradient.out, is_for_tiny=True)
+    ),
     torch_private.softmax.default: Operator(out=Out(torch_private.softmax.out)),
     aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),
+    aten.sum.dim_IntList: Operator(out=Out(aten.sum.IntList_out, is_for_tiny=True)),
     aten.tanh.default: Operator(in_place=aten.tanh_.default),
     aten.threshold_backward.default: Operator(
         out=Out(aten.threshold_backward.grad_input, "grad_input"), in_place=_threshold_backward
@@ -203,4 +214,6 @@ def call_directly(graph: fx.Graph) -> None:
     """Calls operators by the function that does so fastest: our own behind them, or that of PyTorch's Python API."""
     for node in graph.nodes:
         if node.op == "call_function":
+            if node.target is aten.view.default and node.args[1]:
+                node.args = (node.args[0], *node.args[1])  # one by one, the extents are parsed in half the time
             node.target = operator(node).direct or IN_PYTHON.get(node.target, node.target)
