@@ -5,6 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
+from stepgraph.compiler.kernels.update import PreparedUpdate
+from stepgraph.compiler.operators import Count
 from stepgraph.compiler.program import PartName, operators
 from stepgraph.runtime import steady_views
 
@@ -37,6 +39,22 @@ def test_a_step_creates_no_views_of_what_stays() -> None:
     before = binding.views
     training.execute(DATA, LABELS)
     assert training.session.bound(PartName.STEP, 3).views is before
+
+
+def test_updates_and_the_step_count_are_prepared_once() -> None:
+    training, weights = _training()
+    training.execute(DATA, LABELS)
+    assert training.session is not None and training.optimizer is not None
+    binding = training.session.bound(PartName.STEP, 3)
+    prepared = [one for one in binding.views or () if not isinstance(one, torch.Tensor)]
+    assert [type(one) for one in prepared] == [PreparedUpdate, Count]
+    training.execute(DATA, LABELS)
+    state = training.session.state
+    assert state is not None and state.next_update == training.optimizer.time_step == 3
+    before = np.array(weights.numpy())
+    training.optimizer.learning_rate = 0.0  # what is prepared reads the numbers in every call
+    training.execute(DATA, LABELS)
+    np.testing.assert_array_equal(weights.numpy(), before)
 
 
 def test_a_parameter_in_other_memory_gets_other_views() -> None:

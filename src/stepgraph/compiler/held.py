@@ -45,7 +45,7 @@ class _Life(NamedTuple):
 
 def hold(part: Part) -> Part:
     """The part with offsets for results, unless that would need noticeably more memory."""
-    lives = _candidates(part)
+    lives = _candidates(part) if all(map(_is_known, part.nodes)) else []
     enough = math.inf if part.is_tiny else WORTH * memory.peak(part)
     if not lives or (not part.is_tiny and sum(life.size for life in lives) < LEAST):
         return part
@@ -71,6 +71,12 @@ def _candidates(part: Part) -> list[_Life]:
         if inside and size >= large and _has_out(node, part.is_tiny) and _by_storage(node)[one].is_contiguous():
             found.append(_Life(node, one, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
     return sorted(found, key=lambda life: -life.size)[:MOST]
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a view was recorded as a view of its source; of others, it is not known how long memory is read."""
+    known = {one for source in node.all_input_nodes for one in storages(source)}
+    return not is_view(node) or known.issuperset(storages(node))
 
 
 def _has_out(node: fx.Node, is_tiny: bool) -> bool:

@@ -62,7 +62,8 @@ class Count:
     """Adds to one number in memory: PyTorch's operator takes ten times as long."""
 
     def __init__(self, number: torch.Tensor, added: float) -> None:
-        self._cell, self._added = memoryview(number.numpy()), added
+        self._cell: Any = number.numpy().data
+        self._added = added
 
     def __call__(self) -> None:
         self._cell[()] += self._added

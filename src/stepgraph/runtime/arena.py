@@ -23,7 +23,7 @@ class Arena:
         if self.memory is None or len(self.memory) < size:
             self.release()  # so that the old and the new memory never exist at once
             with torch.inference_mode():  # operators that overwrite such arrays have less to note
-                self.memory = torch.empty(size, dtype=torch.uint8)
+                self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self.memory
 
     def release(self) -> None:

@@ -272,7 +272,7 @@ class PreparedUpdate:
     ) -> None:
         self._parameters, self._slots = parameters, _slots(states, len(parameters))
         self._kernel, self._names = FUSED[rule], _split(names)
-        self._numbers = memoryview(numbers.numpy())
+        self._numbers = numbers.numpy().data
         self._clipping, self._regularization = clipping, regularization
         self._limit = "gradient_clip_max" if clipping == GradientClippingType.BY_VALUE else "maximum_clipping_norm"
         self._penalizes = regularization == RegularizationType.L1
@@ -286,7 +286,8 @@ class PreparedUpdate:
     def __call__(self, gradients: Arrays, norm: torch.Tensor | None, finite: torch.Tensor | None) -> None:
         if finite is not None and not finite:
             return
-        n = SimpleNamespace(**dict(zip(self._names, self._numbers.tolist(), strict=True)), **self._fixed)
+        n = SimpleNamespace(**self._fixed)
+        vars(n).update(zip(self._names, self._numbers.tolist(), strict=True))
         n.decay = n.regularization_scale if self._decays else 0.0
         if self._penalizes or n.gradient_rescale != 1 or math.isfinite(getattr(n, self._limit)):
             pairs = zip(self._parameters, gradients, strict=True)
