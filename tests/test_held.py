@@ -1,4 +1,4 @@
-"""Memory held for large results: two of them never overlap, numbers stay, and the plan knows of it."""
+"""Memory held for results: two of them never overlap, numbers stay, and the plan knows of it."""
 
 import weakref
 from types import SimpleNamespace
@@ -160,3 +160,63 @@ def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.Mo
     assert bytes_held(training) == 0
     nodes = training.compilation.programs.executable(PartName.STEP, BATCH).part.nodes
     assert not any(notes(node).offsets for node in nodes)
+
+
+def tiny(rows: int) -> tuple[sg.TrainingGraph, tuple[sg.Tensor, ...], tuple[dict[str, Any], dict[str, Any]]]:
+    """A perceptron of few numbers, its parameters, and a batch."""
+    sg.set_seed(1)
+    x, y = sg.Tensor((rows, 5)), sg.Tensor((rows,), "int64")
+    layers = sg.FullyConnectedLayer.create(5, 6), sg.FullyConnectedLayer.create(6, 3)
+    graph = sg.Graph()
+    graph.node(layers[1], graph.node(sg.ActivationLayer.relu(), graph.node(layers[0], x)))
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu")
+    generator = np.random.default_rng(0)
+    data = {"x": generator.standard_normal((rows, 5), np.float32)}, {"y": generator.integers(0, 3, rows)}
+    return training, tuple(one for layer in layers for one in layer.parameters.values()), data
+
+
+def learned(rows: int) -> tuple[list[float], list[np.ndarray], int]:
+    training, parameters, data = tiny(rows)
+    losses = [training.execute(*data).loss for _ in range(6)]
+    return losses, [parameter.numpy().copy() for parameter in parameters], bytes_held(training, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_tiny_step_is_in_it_and_computes_the_same(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    losses, parameters, held_bytes = learned(rows)
+    assert held_bytes > 0
+    monkeypatch.setattr(held, "hold", lambda part: part)
+    plain_losses, plain_parameters, nothing = learned(rows)
+    assert nothing == 0 and losses == plain_losses and losses[-1] < losses[0]
+    for one, other in zip(parameters, plain_parameters, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_passes_of_a_tiny_step_compute_the_same_without_it() -> None:
+    (whole, parameters, data), (passes, others, _) = tiny(7), tiny(7)
+    for _ in range(3):
+        assert whole.execute(*data).loss == passes.execute_forward(*data).loss
+        passes.execute_gradient()
+        passes.execute_optimizer_update()
+    for one, other in zip(parameters, others, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_views_of_what_is_in_it_are_created_once() -> None:
+    training, _, data = tiny(7)
+    training.execute(*data)
+    executable = training.compilation.programs.executable(PartName.STEP, 7)
+    transposed = [node.name for node in executable.part.nodes if node.target is torch.ops.aten.t.default]
+    assert transposed and all(f"{name} = torch.t(" not in executable._code.source for name in transposed)
+    views = [like for like, _ in executable._code.allocations.values() if not like.is_contiguous()]
+    assert views  # transposed gradients
+
+
+def test_results_of_a_tiny_step_are_not_in_it() -> None:
+    training, _, data = tiny(7)
+    executions = [training.execute(*data) for _ in range(3)]
+    before = [execution.loss for execution in executions]
+    training.execute(*data)
+    assert [execution.loss for execution in executions] == before and len(set(before)) == 3

@@ -52,13 +52,17 @@ ARGUMENTS: dict[Any, Callable[[], tuple[Any, ...]]] = {
     aten.sub.Tensor: lambda: (_matrix(), 1.0),
     aten.sub_.Tensor: lambda: (_matrix(), _matrix()),
     aten.sum.dim_IntList: lambda: (_matrix(), [0], True),
+    aten.sum.IntList_out: lambda: (_matrix(), [0], True),
     aten.transpose.int: lambda: (_matrix(), 0, 1),
     aten.unsqueeze.default: lambda: (_matrix(), 1),
     aten.view.default: lambda: (_matrix(), [9]),
     aten.where.self: lambda: (_matrix() > 4, _matrix(), -_matrix()),
     torch_private.softmax.default: lambda: (_matrix(), 1, False),
+    torch_private.softmax.out: lambda: (_matrix(), 1, False),
     torch_private.log_softmax.default: lambda: (_matrix(), 1, False),
+    torch_private.log_softmax.out: lambda: (_matrix(), 1, False),
     torch_private.log_softmax_gradient.default: lambda: (_matrix(), -_matrix(), 1, torch.float32),
+    torch_private.log_softmax_gradient.out: lambda: (_matrix(), -_matrix(), 1, torch.float32),
 }
 # Those recorded with keywords.
 KEYWORDS: dict[Any, tuple[dict[str, Any], ...]] = {
@@ -94,4 +98,4 @@ def test_a_function_calls_exactly_its_operator(operator: Any) -> None:
 
 
 def _memory(operator: Any) -> dict[str, torch.Tensor]:
-    return {"out": torch.empty(0)} if operator.name().endswith(".out") else {}
+    return {"out": torch.empty(0)} if operator.name().endswith("out") else {}

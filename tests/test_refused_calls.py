@@ -261,7 +261,7 @@ def test_freezing_between_two_passes_goes_on_after_the_first() -> None:
 
 
 def test_what_the_limit_refuses_names_the_call() -> None:
-    free = Network().compiled()
+    free = Network(memory_limit=2**30).compiled()  # planned like the other: without an arena
     network = Network(memory_limit=free.training.memory_plan.total).compiled()
     with pytest.raises(sg.MemoryLimitError, match=r"add_outputs: with these outputs the step needs"):
         network.training.add_outputs({"hidden": network.hidden, "dropped": network.dropped})

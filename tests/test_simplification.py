@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.program import operators
+from stepgraph.compiler.program import operators, storage
 from stepgraph.compiler.simplification import simplify
 
 
@@ -19,3 +19,17 @@ def test_a_sum_of_one_summand_each_is_the_summand() -> None:
     assert len(operators(traced.graph)) == 3
     for found, expected in zip(traced(*given), step(*given), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_views_of_a_summand_are_known_as_such() -> None:
+    """Otherwise the memory of the summand could be reused while a view of it is still read."""
+
+    def step(one: torch.Tensor) -> list[torch.Tensor]:
+        made = one * 2
+        return [made.sum([0], keepdim=True).view(2).view(2, 1) + 1, made + 1]
+
+    traced = make_fx(step, tracing_mode="fake")(torch.tensor([[1.0, 2.0]]))
+    simplify(traced)
+    made, first, second = operators(traced.graph)[:3]
+    assert first.args[0] is made and second.args[0] is first
+    assert storage(first) == storage(second) == storage(made)

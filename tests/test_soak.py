@@ -44,7 +44,8 @@ def test_graphs_that_are_dropped_leave_nothing_behind() -> None:
 def test_batch_sizes_that_are_given_up_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepgraph.runtime.programs.MOST", 2)
     training = small()
-    assert not _left(lambda: [steps(training, 2, rows) for rows in (3, 4, 5, 6)], times=2, warm=1)
+    # In the first round the arena grows, and what was in the smaller one is created again when it is needed.
+    assert not _left(lambda: [steps(training, 2, rows) for rows in (3, 4, 5, 6)], times=2, warm=2)
 
 
 # A little for each step or compilation would be seen: 64 bytes for each of 18,000 steps are 1.1 MiB, 28 KiB for each of

@@ -5,6 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
+from stepgraph.compiler.kernels.update import PreparedUpdate
+from stepgraph.compiler.operators import Count
 from stepgraph.compiler.program import PartName, operators
 from stepgraph.runtime import steady_views
 
@@ -30,12 +32,29 @@ def test_a_step_creates_no_views_of_what_stays() -> None:
     binding = training.session.bound(PartName.STEP, 3)
     assert binding.views is not None
     memory = {array.untyped_storage().data_ptr() for array in binding.arrays if array is not None}
-    own = [array for array in binding.views if array.untyped_storage().data_ptr() not in memory]
-    assert len(own) < len(binding.views)  # the transposed weights, and the step count
+    views = [one for one in binding.views if isinstance(one, torch.Tensor)]
+    own = [array for array in views if array.untyped_storage().data_ptr() not in memory]
+    assert len(own) < len(views)  # the transposed weights
     assert [array.item() for array in own] == [1]  # the gradient of the loss with respect to itself
     before = binding.views
     training.execute(DATA, LABELS)
     assert training.session.bound(PartName.STEP, 3).views is before
+
+
+def test_updates_and_the_step_count_are_prepared_once() -> None:
+    training, weights = _training()
+    training.execute(DATA, LABELS)
+    assert training.session is not None and training.optimizer is not None
+    binding = training.session.bound(PartName.STEP, 3)
+    prepared = [one for one in binding.views or () if not isinstance(one, torch.Tensor)]
+    assert [type(one) for one in prepared] == [PreparedUpdate, Count]
+    training.execute(DATA, LABELS)
+    state = training.session.state
+    assert state is not None and state.next_update == training.optimizer.time_step == 3
+    before = np.array(weights.numpy())
+    training.optimizer.learning_rate = 0.0  # what is prepared reads the numbers in every call
+    training.execute(DATA, LABELS)
+    np.testing.assert_array_equal(weights.numpy(), before)
 
 
 def test_a_parameter_in_other_memory_gets_other_views() -> None:

@@ -1,23 +1,25 @@
-"""Memory for large results, laid out once and kept between steps on the CPU.
+"""Memory for results, laid out once and kept between steps on the CPU: for large ones, and for all of a tiny step.
 
 An allocator returns memory that is free for some milliseconds to the system and gets it back page by page. In long
-steps this takes as long as many an operator. Results that only the step itself reads, from operators with an
+steps this takes as long as many an operator. In a tiny step, creating an array takes as long as computing it, and
+views of arrays that stay need not be created either. Results that only the step itself reads, from operators with an
 out-variant, share one arena: each has an offset in it, and two overlap only if one is dead before the other
 is created.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from stepgraph.compiler import memory
 from stepgraph.compiler.operators import operator
-from stepgraph.compiler.program import EXCHANGE, Part, fake, fakes, note, notes, storages
+from stepgraph.compiler.program import EXCHANGE, Part, fake, fakes, is_view, note, notes, storages
 
 LARGE = 1 << 18  # bytes; allocators cache smaller blocks
 MOST = 512  # results, the largest ones: assigning offsets takes quadratic time
@@ -27,7 +29,7 @@ WORTH = 1.05  # how much more memory a step may need with an arena
 
 
 class Allocation(NamedTuple):
-    """An array in the arena: its shape and type, as an array without data, and its offset in bytes."""
+    """An array in the arena: its layout and type, as an array without data, and where its memory begins, in bytes."""
 
     like: torch.Tensor
     offset: int
@@ -42,9 +44,10 @@ class _Life(NamedTuple):
 
 
 def hold(part: Part) -> Part:
-    """The part with offsets for large results, unless that would need noticeably more memory."""
-    lives, enough = _candidates(part), WORTH * memory.peak(part)
-    if sum(life.size for life in lives) < LEAST:
+    """The part with offsets for results, unless that would need noticeably more memory."""
+    lives = _candidates(part) if all(map(_is_known, part.nodes)) else []
+    enough = math.inf if part.is_tiny else WORTH * memory.peak(part)
+    if not lives or (not part.is_tiny and sum(life.size for life in lives) < LEAST):
         return part
     offsets = _offsets(lives)
     for life, offset in zip(lives, offsets, strict=True):
@@ -59,15 +62,26 @@ def hold(part: Part) -> Part:
 
 def _candidates(part: Part) -> list[_Life]:
     """The largest results that stay inside, with their lifetimes; not what other ranks read, at their own time."""
-    nodes = list(part.module.graph.nodes)
+    nodes, large = list(part.module.graph.nodes), 1 if part.is_tiny else LARGE
     births, deaths = memory.lifetimes(part)
     found = []
     for one, (birth, size, _) in births.items():
         node = nodes[birth]
         inside = deaths[one] < len(nodes) - 1 and notes(node).layer != EXCHANGE
-        if inside and size >= LARGE and operator(node).out is not None and _by_storage(node)[one].is_contiguous():
+        if inside and size >= large and _has_out(node, part.is_tiny) and _by_storage(node)[one].is_contiguous():
             found.append(_Life(node, one, birth, deaths[one], -(-size // ALIGNED) * ALIGNED))
     return sorted(found, key=lambda life: -life.size)[:MOST]
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a view was recorded as a view of its source; of others, it is not known how long memory is read."""
+    known = {one for source in node.all_input_nodes for one in storages(source)}
+    return not is_view(node) or known.issuperset(storages(node))
+
+
+def _has_out(node: fx.Node, is_tiny: bool) -> bool:
+    out = operator(node).out
+    return out is not None and (is_tiny or not out.is_for_tiny)
 
 
 def _offsets(lives: Sequence[_Life]) -> list[int]:
@@ -89,20 +103,43 @@ def _overlap(one: _Life, other: _Life) -> bool:
 
 
 def write_into_arena(graph: fx.Graph) -> dict[str, Allocation]:
-    """Makes operators write into the arena; returns the allocations by attribute name."""
+    """Makes operators write into the arena; returns the allocations by attribute name.
+
+    What reads a result takes it from the arena, and so does what reads a view of it.
+    """
     names: dict[str, Allocation] = {}
     for node in list(graph.nodes):
-        if not notes(node).offsets:
-            continue
-        given: list[fx.Node | None] = []
-        for one, array in zip(storages(node), fakes(node), strict=True):
-            offset = notes(node).offsets.get(one)
-            given.append(None if offset is None else _name(node, Allocation(array, offset), names))
-        out = operator(node).out
-        assert out is not None
-        there = given if isinstance(fake(node), tuple | list) else given[0]
-        node.target, node.kwargs = out.function, node.kwargs | {out.keyword: there}
+        if notes(node).offsets:
+            _write_into_arena(node, names)
+        elif isinstance(fake(node), torch.Tensor) and node.args and _is_held(node.args[0], names):
+            _take_from_arena(node, node.args[0], names)
     return names
+
+
+def _write_into_arena(node: fx.Node, names: dict[str, Allocation]) -> None:
+    given: list[fx.Node | None] = []
+    for one, array in zip(storages(node), fakes(node), strict=True):
+        offset = notes(node).offsets.get(one)
+        given.append(None if offset is None else _name(node, Allocation(array, offset), names))
+    out = operator(node).out
+    assert out is not None
+    there = given if isinstance(fake(node), tuple | list) else given[0]
+    node.target, node.kwargs = out.function, node.kwargs | {out.keyword: there}
+    if isinstance(there, fx.Node):
+        node.replace_all_uses_with(there)
+
+
+def _is_held(source: Any, names: Mapping[str, Allocation]) -> bool:
+    return isinstance(source, fx.Node) and source.op == "get_attr" and source.target in names
+
+
+def _take_from_arena(node: fx.Node, source: fx.Node, names: dict[str, Allocation]) -> None:
+    """Replaces what is a view of an array in the arena, or was written in its place."""
+    if notes(node).in_place:
+        node.replace_all_uses_with(source)
+    elif is_view(node) and fake(node).dtype is names[str(source.target)].like.dtype:
+        node.replace_all_uses_with(_name(node, Allocation(fake(node), names[str(source.target)].offset), names))
+        node.graph.erase_node(node)
 
 
 def _name(node: fx.Node, allocation: Allocation, names: dict[str, Allocation]) -> fx.Node:

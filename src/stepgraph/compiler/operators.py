@@ -16,7 +16,7 @@ from torch import fx
 from stepgraph.compiler.kernels import label_losses, layer_norm, statistics
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
-from stepgraph.compiler.kernels.update import update_by_rule, update_on_cpu, workspace
+from stepgraph.compiler.kernels.update import PreparedUpdate, update_by_rule, update_on_cpu, workspace
 from stepgraph.compiler.program import fake, fakes, note
 from stepgraph.compiler.python_api import IN_PYTHON
 from stepgraph.compiler.tuned import MANIFEST
@@ -32,10 +32,48 @@ class Out(NamedTuple):
     """The out-variant of an operator, and the keyword that takes the memory.
 
     With several results, all of them arrays, the keyword takes a list with None for those without memory.
+
+    Args:
+        function: the variant.
+        keyword: the keyword.
+        is_for_tiny: whether it is used in tiny steps only, where it saves the time to create an array.
     """
 
     function: Callable[..., Any]
     keyword: str = "out"
+    is_for_tiny: bool = False
+
+
+class Prepared(NamedTuple):
+    """How an operator is prepared for arrays that are the same in every call.
+
+    Args:
+        function: takes these arrays and the constants, and returns a function of what each call brings.
+        brought: the positions of the arguments that each call brings.
+        applies: whether an operator can be prepared.
+    """
+
+    function: Callable[..., Callable[..., None]]
+    brought: tuple[int, ...]
+    applies: Callable[[fx.Node], bool]
+
+
+class Count:
+    """Adds to one number in memory: PyTorch's operator takes ten times as long."""
+
+    def __init__(self, number: torch.Tensor, added: float) -> None:
+        self._cell: Any = number.numpy().data
+        self._added = added
+
+    def __call__(self) -> None:
+        self._cell[()] += self._added
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether an operator adds a constant to one number, in the type of Python's own, on the CPU."""
+    array, added = fake(node), node.args[1]
+    counts = isinstance(added, float) and array.ndim == 0 and array.dtype is torch.float64 and not node.kwargs
+    return counts and array.device.type == "cpu" and not node.users
 
 
 @dataclass(frozen=True)
@@ -49,6 +87,7 @@ class Operator:
         is_costly: whether it is recomputed only if recomputing everything else is not enough.
         direct: for our own operators, the Python function behind them. A compiled step calls it without PyTorch's
             dispatcher, which would take longer than most of them.
+        prepared: how it is prepared for arrays that stay between calls; it returns nothing.
     """
 
     out: Out | None = None
@@ -56,10 +95,14 @@ class Operator:
     workspace: Workspace | None = None
     is_costly: bool = False
     direct: Callable[..., Any] | None = None
+    prepared: Prepared | None = None
+
+
+_threshold_into = aten.threshold_backward.grad_input.op  # without a Python wrapper
 
 
 def _threshold_backward(g: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
-    return aten.threshold_backward.grad_input(g, x, threshold, grad_input=g)
+    return _threshold_into(g, x, threshold, grad_input=g)
 
 
 def _like(position: int) -> Workspace:
@@ -99,12 +142,18 @@ TABLE: dict[Any, Operator] = {
     torch_private.flash_attention.default: Operator(is_costly=True),
     torch_private.flash_attention_gradient.default: Operator(workspace=_of_flash_attention),
     torch_private.flash_attention_on_cpu.default: Operator(is_costly=True),
+    torch_private.log_softmax.default: Operator(out=Out(torch_private.log_softmax.out, is_for_tiny=True)),
+    torch_private.log_softmax_gradient.default: Operator(
+        out=Out(torch_private.log_softmax_gradient.out, is_for_tiny=True)
+    ),
     torch_private.softmax.default: Operator(out=Out(torch_private.softmax.out)),
     aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),
+    aten.sum.dim_IntList: Operator(out=Out(aten.sum.IntList_out, is_for_tiny=True)),
     aten.tanh.default: Operator(in_place=aten.tanh_.default),
     aten.threshold_backward.default: Operator(
         out=Out(aten.threshold_backward.grad_input, "grad_input"), in_place=_threshold_backward
     ),
+    aten.add_.Tensor: Operator(prepared=Prepared(Count, (), _counts)),
     # Our own
     ours.keep_mask.default: Operator(direct=draw_mask),
     ours.uniform.default: Operator(direct=draw_uniform),
@@ -112,7 +161,9 @@ TABLE: dict[Any, Operator] = {
     ours.layer_norm.default: Operator(direct=layer_norm.layer_norm),
     ours.layer_norm_gradient.default: Operator(direct=layer_norm.layer_norm_gradient, workspace=layer_norm.workspace),
     ours.track_.default: Operator(direct=statistics.track),
-    ours.update_.default: Operator(direct=update_on_cpu),
+    ours.update_.default: Operator(
+        direct=update_on_cpu, prepared=Prepared(PreparedUpdate, (1, 4, 5), lambda node: True)
+    ),
     ours.update_by_rule_.default: Operator(direct=update_by_rule, workspace=workspace),
     # transposed weights
     ours.lstm.default: Operator(out=Out(lstm_kernel.run), workspace=_like(2), is_costly=True),
@@ -164,4 +215,6 @@ def call_directly(graph: fx.Graph) -> None:
     """Calls operators by the function that does so fastest: our own behind them, or that of PyTorch's Python API."""
     for node in graph.nodes:
         if node.op == "call_function":
+            if node.target is aten.view.default and node.args[1]:
+                node.args = (node.args[0], *node.args[1])  # one by one, the extents are parsed in half the time
             node.target = operator(node).direct or IN_PYTHON.get(node.target, node.target)

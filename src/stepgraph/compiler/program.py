@@ -158,6 +158,12 @@ def call(like: fx.Node, target: Any, arguments: tuple[Any, ...], **settings: Any
     return node
 
 
+def refresh(node: fx.Node) -> None:
+    """Computes the fake of an operator again, from those of its arguments."""
+    with fakes(node.all_input_nodes[0])[0].fake_mode:  # type: ignore[attr-defined]
+        set_fake(node, node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake)))  # type: ignore[operator]
+
+
 def set_fake(node: fx.Node, value: Any) -> None:
     """Sets the fake of an operator."""
     node.meta[_FAKE] = value

@@ -59,6 +59,7 @@ IN_PYTHON: dict[torch_private.OpOverload, Callable[..., Any]] = {
     aten.sub.Tensor: torch.sub,
     aten.sub_.Tensor: Tensor.sub_,
     aten.sum.dim_IntList: torch.sum,
+    aten.sum.IntList_out: torch.sum,
     aten.t.default: torch.t,
     aten.tanh.default: torch.tanh,
     aten.tanh_.default: torch.tanh_,
@@ -67,6 +68,9 @@ IN_PYTHON: dict[torch_private.OpOverload, Callable[..., Any]] = {
     aten.view.default: Tensor.view,
     aten.where.self: torch.where,
     torch_private.log_softmax.default: torch_private.log_softmax_in_python,
+    torch_private.log_softmax.out: torch_private.log_softmax_in_python,
     torch_private.log_softmax_gradient.default: torch_private.log_softmax_gradient_in_python,
+    torch_private.log_softmax_gradient.out: torch_private.log_softmax_gradient_in_python,
     torch_private.softmax.default: torch_private.softmax_in_python,
+    torch_private.softmax.out: torch_private.softmax_in_python,
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, mutates, share_memory, storage, writes
+from stepgraph.compiler.program import fake, is_view, mutates, refresh, storages, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -20,10 +20,17 @@ def simplify(module: fx.GraphModule) -> None:
     """Applies `RULES` to every operator, in order. Each is visited once, so the time is linear."""
     graph = module.graph
     stands_in: dict[fx.Node, fx.Node] = {}
+    elsewhere: set[fx.Node] = set()  # views that are of other memory than when they were recorded
     for node in list(graph.nodes):
         if any(one in stands_in for one in node.all_input_nodes):
             node.args = fx.map_arg(node.args, lambda one: stands_in.get(one, one))
             node.kwargs = fx.map_arg(node.kwargs, lambda one: stands_in.get(one, one))
+            if _is_of_other_memory(node):
+                elsewhere.add(node)
+        elif is_view(node) and any(one in elsewhere for one in node.all_input_nodes):
+            elsewhere.add(node)
+        if node in elsewhere:
+            refresh(node)
         if node.op != "call_function":
             continue
         found = next(filter(None, (find(node) for find in RULES)), None)
@@ -32,11 +39,15 @@ def simplify(module: fx.GraphModule) -> None:
         elif isinstance(fake(node), torch.Tensor) and len(changed := writes(node)) == 1:
             # Reading an array after an in-place change reads the array itself, in any phase.
             stands_in[node] = changed[0]
-    for node, other in reversed(stands_in.items()):
+    for node in reversed(stands_in):
         if not mutates(node):
             graph.erase_node(node)
-            if storage(node) != storage(other):
-                share_memory(other)
+
+
+def _is_of_other_memory(node: fx.Node) -> bool:
+    """Whether a view was recorded for another source: the lifetime of memory includes what is read through views."""
+    sources = node.all_input_nodes
+    return is_view(node) and len(sources) == 1 and storages(node) != storages(sources[0])
 
 
 def _alias(node: fx.Node) -> fx.Node | None:

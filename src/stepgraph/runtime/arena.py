@@ -15,21 +15,22 @@ class Arena:
     """One piece of memory for all batch sizes, since only one step runs at a time; it grows if necessary."""
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
         self.users: weakref.WeakSet[ArenaViews] = weakref.WeakSet()
 
     def of(self, size: int) -> torch.Tensor:
         """At least `size` bytes, the same memory as long as it suffices."""
-        if self._memory is None or len(self._memory) < size:
+        if self.memory is None or len(self.memory) < size:
             self.release()  # so that the old and the new memory never exist at once
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory
+            with torch.inference_mode():  # operators that overwrite such arrays have less to note
+                self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self.memory
 
     def release(self) -> None:
         """Releases the memory until the next call."""
         for user in self.users:
             user.forget()
-        self._memory = None
+        self.memory = None
 
 
 class ArenaViews:
@@ -48,9 +49,12 @@ class ArenaViews:
 
     def prepare(self) -> None:
         """Creates the attributes, again if the arena has grown."""
-        memory = self._arena.of(self._size)
-        if memory is self._memory:
+        if self._memory is not None and self._memory is self._arena.memory:
             return
-        for name, (like, offset) in self._allocations.items():
-            setattr(self._module, name, memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape))
+        memory = self._arena.of(self._size)
+        with torch.inference_mode():
+            for name, (like, offset) in self._allocations.items():
+                base = memory[offset : offset + like.untyped_storage().nbytes()].view(like.dtype)
+                place = base.storage_offset() + like.storage_offset()
+                setattr(self._module, name, base.as_strided(like.shape, like.stride(), place))
         self._memory = memory

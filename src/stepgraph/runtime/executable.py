@@ -50,7 +50,7 @@ class Binding(NamedTuple):
     executable: Executable
     arrays: list[torch.Tensor | None]
     opened: tuple[tuple[int, Key], ...]
-    views: Sequence[torch.Tensor] | None  # of the arrays, if all that have views are there
+    views: Sequence[Any] | None  # of the arrays and what was prepared for them, if all that have any are there
 
     def filled(self, others: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """All arrays of one call."""
@@ -296,7 +296,7 @@ class Executable:
         now = self.is_fused or self.step.fusion is not Fusion.LATER
         return now and self.step.chooses_kernels and self.step.measures_kernels
 
-    def run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
+    def run(self, given: Sequence[torch.Tensor], views: Sequence[Any] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
         if self._views is not None:
             self._views.prepare()
@@ -307,7 +307,7 @@ class Executable:
                 return self._run(given, views)
         return self._run(given, views)
 
-    def _run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def _run(self, given: Sequence[torch.Tensor], views: Sequence[Any] | None) -> Sequence[torch.Tensor]:
         with _InferenceMode(True):
             if self.is_fused:
                 return self._function(*given)
@@ -358,7 +358,7 @@ class _Code:
         exec(compile(source, _FILE, "exec"), names)
         return partial(names["forward"], part.module)
 
-    def views(self, given: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+    def views(self, given: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """The views that the code reads, of the inputs that stay; the others may be missing."""
         with _InferenceMode(True):
             return self.create_views(*given)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 
-import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
@@ -26,6 +25,7 @@ from stepgraph.tensors.buffers import TensorData
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
 Buffer = torch.Tensor | Sliced
+_UNKNOWN = None, memoryview(b"")
 FIRST_SCALE = 2.0**16  # the largest for float16; halved until gradients are finite
 
 
@@ -68,7 +68,7 @@ class TrainingState:
         self._seen = (-1, -1)
         self._seen_groups = 0
         self._updates = 0
-        self._counted: tuple[torch.Tensor | None, np.ndarray] = None, np.empty(0)  # live numbers, and their step counts
+        self._counted: tuple[object, memoryview] = _UNKNOWN  # the arrays, and the step counts in them
         self.is_averaged = False  # whether parameters and averages are exchanged
         self.averages_version = 0  # another number after everything that may have changed averages, alike on all ranks
         # Parameters, while they hold averages of which ranks have slices.
@@ -149,6 +149,7 @@ class TrainingState:
             columns = len(optimizer.columns)
             shape = (1 + len(optimizer.groups), columns) if optimizer.groups else (columns,)
             self.arrays[NUMBERS] = torch.zeros(shape, dtype=number_type(device), device=device)
+            self._counted = _UNKNOWN
             self.optimizer, self._seen, self._updates = optimizer, (-1, -1), 0
             self._groups = optimizer.groups
         for tensor in slots:
@@ -331,10 +332,11 @@ class TrainingState:
     @property
     def next_update(self) -> int:
         """The number of the next update, where the device is the host: read from the memory that a step counts in."""
-        numbers = self.arrays[NUMBERS]
-        if self._counted[0] is not numbers:
-            self._counted = numbers, self._steps.numpy()
-        return int(self._counted[1][0])
+        arrays, counts = self._counted
+        if arrays is not self.arrays:
+            counts = self._steps.numpy().data
+            self._counted = self.arrays, counts
+        return int(counts[0])
 
     @property
     def loss_factors(self) -> torch.Tensor:

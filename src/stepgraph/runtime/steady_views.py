@@ -1,17 +1,20 @@
-"""Views of arrays that stay between calls, and numbers that never change, created once instead of in every call.
+"""What calls have in common, created once: views of arrays that stay, numbers that never change, prepared updates.
 
 A transposed weight or one of the optimizer's numbers refers to the same memory in every call; the gradient of a loss
-with respect to itself is always one. Creating such an array takes as long as computing with few numbers.
+with respect to itself is always one. Creating such an array takes as long as computing with few numbers, and so does
+finding the arrays and settings of an update.
 """
 
 from __future__ import annotations
 
+import operator as python
 from collections.abc import Collection
 from itertools import pairwise
 
 import torch
 from torch import fx
 
+from stepgraph.compiler.operators import operator
 from stepgraph.compiler.program import Part, fake, mutates, operators, storage, storages, writes
 from stepgraph.compiler.step import Key, KeyKind, Step
 
@@ -30,17 +33,22 @@ def staying(part: Part, step: Step) -> frozenset[Key]:
 def move_out(graph: fx.Graph, inputs: Collection[int]) -> fx.Graph:
     """Moves views of some inputs, by their indices, into a graph of their own, and takes them as further inputs.
 
+    Operators that can be prepared for these inputs are divided: the other graph prepares them.
+
     Returns:
         The graph that creates these views from all inputs.
     """
     given = graph.find_nodes(op="placeholder")
     changed = _changed(graph)
-    known = {given[index] for index in inputs}
+    known: set[fx.Node] = {given[index] for index in inputs}
     moved: list[fx.Node] = []
     for node in operators(graph):
         if (_is_view(node) and node.all_input_nodes[0] in known) or _is_steady(node, changed):
             known.add(node)
             moved.append(node)
+        elif (made := _prepared(node, known)) is not None:
+            known.add(made)
+            moved.append(made)
     before = fx.Graph()
     copies = {node: before.placeholder(node.name) for node in given}
     for node in moved:
@@ -55,6 +63,22 @@ def move_out(graph: fx.Graph, inputs: Collection[int]) -> fx.Graph:
     for node in reversed(moved):
         graph.erase_node(node)
     return before
+
+
+def _prepared(node: fx.Node, known: set[fx.Node]) -> fx.Node | None:
+    """Divides an operator that can be prepared: returns what prepares it; the rest stays in its place."""
+    row = operator(node).prepared
+    if row is None or not row.applies(node):
+        return None
+    brought = [node.args[position] for position in row.brought]
+    fixed = tuple(one for position, one in enumerate(node.args) if position not in row.brought)
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(row.function, fixed)
+    if not known >= {*made.all_input_nodes}:
+        node.graph.erase_node(made)
+        return None
+    node.target, node.args = python.call, (made, *brought)
+    return made
 
 
 def _is_view(node: fx.Node) -> bool:

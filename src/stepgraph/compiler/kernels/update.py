@@ -175,11 +175,10 @@ def number_type(device: torch.device) -> torch.dtype:
 def _adam(parameters: Arrays, gradients: Arrays, states: Sequence[Arrays], n: SimpleNamespace) -> None:
     # PyTorch adds ε after the bias correction; dividing it by the correction gives our formula.
     correction = 1.0 if n.as_in_torch else math.sqrt(1 - n.beta2**n.time_step)
-    step = torch.scalar_tensor(n.time_step, dtype=torch.float32, device="cpu")
     largest = states[2] if len(states) == 3 else []
     fused, decay = (fused_adamw_, n.regularization_scale) if n.decoupled else (fused_adam_, n.decay)
     fused(
-        parameters, gradients, states[0], states[1], largest, [step] * len(parameters),
+        parameters, gradients, states[0], states[1], largest, n.steps,
         lr=n.learning_rate, beta1=n.beta1, beta2=n.beta2, weight_decay=decay, eps=n.epsilon / correction,
         amsgrad=bool(largest), maximize=False,
     )  # fmt: skip
@@ -253,22 +252,47 @@ def update_on_cpu(
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     finite: torch.Tensor | None,
-    rule: str,
-    names: str,
-    clipping: int,
-    regularization: int,
+    *settings: Any,
 ) -> None:
-    if finite is not None and not finite:
-        return
-    n = SimpleNamespace(**dict(zip(_split(names), numbers.tolist(), strict=True)))
-    n.decay = n.regularization_scale if regularization == RegularizationType.L2 else 0.0
-    n.decoupled = False
-    n.as_in_torch = rule.endswith(" torch")
-    clips = math.isfinite(n.gradient_clip_max if clipping == GradientClippingType.BY_VALUE else n.maximum_clipping_norm)
-    if clips or n.gradient_rescale != 1 or regularization == RegularizationType.L1:
-        pairs = zip(parameters, gradients, strict=True)
-        gradients = [_prepared(p, g, norm, n, clipping, regularization) for p, g in pairs]
-    FUSED[rule](parameters, gradients, _slots(states, len(parameters)), n)
+    PreparedUpdate(parameters, states, numbers, *settings)(gradients, norm, finite)
+
+
+class PreparedUpdate:
+    """An update of the same arrays in every call, which are looked at once: that takes as long as a small update."""
+
+    def __init__(
+        self,
+        parameters: Arrays,
+        states: Arrays,
+        numbers: torch.Tensor,
+        rule: str,
+        names: str,
+        clipping: int,
+        regularization: int,
+    ) -> None:
+        self._parameters, self._slots = parameters, _slots(states, len(parameters))
+        self._kernel, self._names = FUSED[rule], _split(names)
+        self._numbers = numbers.numpy().data
+        self._clipping, self._regularization = clipping, regularization
+        self._limit = "gradient_clip_max" if clipping == GradientClippingType.BY_VALUE else "maximum_clipping_norm"
+        self._penalizes = regularization == RegularizationType.L1
+        self._decays = regularization == RegularizationType.L2
+        self._fixed = {
+            "steps": [numbers[self._names.index("time_step")]] * len(parameters),
+            "decoupled": False,
+            "as_in_torch": rule.endswith(" torch"),
+        }
+
+    def __call__(self, gradients: Arrays, norm: torch.Tensor | None, finite: torch.Tensor | None) -> None:
+        if finite is not None and not finite:
+            return
+        n = SimpleNamespace(**self._fixed)
+        vars(n).update(zip(self._names, self._numbers.tolist(), strict=True))
+        n.decay = n.regularization_scale if self._decays else 0.0
+        if self._penalizes or n.gradient_rescale != 1 or math.isfinite(getattr(n, self._limit)):
+            pairs = zip(self._parameters, gradients, strict=True)
+            gradients = [_prepared(p, g, norm, n, self._clipping, self._regularization) for p, g in pairs]
+        self._kernel(self._parameters, gradients, self._slots, n)
 
 
 @torch.library.register_fake("stepgraph::update_", lib=_library)
