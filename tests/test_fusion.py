@@ -264,7 +264,7 @@ def test_the_fused_function_is_taken_between_two_steps(
 
     plan = MemoryPlan(activations=7)
 
-    def slow(part: object, step: object) -> fusion.Fused:
+    def slow(*_: object) -> fusion.Fused:
         ready.wait(10)
         return fusion.Fused(lambda *arrays: calls.append(1) or unfused(*arrays, *executable._code.views(arrays)), plan)
 
@@ -283,7 +283,7 @@ def test_the_fused_function_is_taken_between_two_steps(
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: object, step: object) -> fusion.Fused:
+    def broken(*_: object) -> fusion.Fused:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fusion, "fuse", broken)
@@ -434,7 +434,7 @@ def test_many_parameters_keep_their_update_kernel(monkeypatch: pytest.MonkeyPatc
     kernels = sys.modules[update.__module__]
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - g;"] * len(arrays.parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, *_: ["P = p - g;"] * len(arrays.parameters))
 
     def targets(most: int) -> list[Any]:
         monkeypatch.setattr(kernels, "MANY", most)
@@ -463,7 +463,7 @@ def test_a_fused_step_calls_update_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
     monkeypatch.setattr(kernels, "MANY", 3)
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - 0.1f * g;"] * len(arrays.parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, *_: ["P = p - 0.1f * g;"] * len(arrays.parameters))
     monkeypatch.setattr(kernels, "launch", launch)
     found = []
     for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):
