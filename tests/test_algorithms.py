@@ -1,10 +1,11 @@
 """Convolutions are run once ahead, each kind in a thread of its own."""
 
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler.program import Part
@@ -24,19 +25,35 @@ def part() -> Part:
     return Part(make_fx(function, tracing_mode="fake")(*given), (), ())
 
 
+class Noted(algorithms.Loading):
+    """Notes the convolutions that it runs, and in which thread."""
+
+    def __init__(self, part: Part, device: torch.device, most: int = 100) -> None:
+        super().__init__(part, device)
+        self.ran, self.most = list[int](), most
+        for node in self._convolutions:
+            node.target = partial(self._note, node.target)
+
+    def _note(self, target: Any, *given: Any) -> Any:
+        self.ran.append(threading.get_ident())
+        if len(self.ran) == self.most:
+            self.cancel()
+        return target(*given)
+
+
 def test_each_kind_of_convolution_runs_once_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
-    run = algorithms._run
-
-    def noted(convolutions: list[fx.Node], device: torch.device) -> None:
-        seen.append((len(convolutions), threading.get_ident()))
-        run(convolutions, device)
-
-    monkeypatch.setattr(algorithms, "_run", noted)
+    made: list[Noted] = []
+    monkeypatch.setattr(algorithms, "Loading", lambda *given: made.append(Noted(*given)) or made[-1])
     algorithms.load(part(), torch.device("cpu"))
-    ((count, thread),) = seen
-    assert thread != threading.get_ident()
-    assert count == 2 + 2
+    (loading,) = made
+    assert len(loading.ran) == 2 + 2 and threading.get_ident() not in loading.ran
+
+
+def test_loading_can_be_cancelled() -> None:
+    loading = Noted(part(), torch.device("cpu"), most=1)
+    loading.start()
+    loading.join()
+    assert len(loading.ran) == 1
 
 
 def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +63,7 @@ def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPa
         asked.append(1)
         raise torch.OutOfMemoryError("no more")
 
-    convolutions = [node for node in part().nodes if node.target in algorithms.CONVOLUTIONS]
+    loading = Noted(part(), torch.device("cpu"))
     monkeypatch.setattr(torch, "empty_strided", full)
-    algorithms._run(convolutions, torch.device("cpu"))
-    assert len(asked) == 1 < len(convolutions)  # the others would not fit either
+    loading.run()
+    assert len(asked) == 1 and not loading.ran  # the others would not fit either

@@ -4,6 +4,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.program import Phase, note, set_fake
 from stepgraph.compiler.step import Fusion
 from stepgraph.compiler.trace import recording
+from stepgraph.runtime import algorithms
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
 
@@ -329,9 +331,19 @@ def printed(training: sg.TrainingGraph) -> str:
     return line
 
 
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to cuDNN's algorithms."""
+    found: list[str] = []
+    names = ("start", "join", "cancel")
+    noting = SimpleNamespace(**{name: partial(found.append, name) for name in names})
+    monkeypatch.setattr(algorithms, "Loading", lambda *_: noting)
+    return found
+
+
 @needs_compiler
 def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
-    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fused_in_the_background()
     assert "steps run faster from now on" in caplog.text
@@ -343,6 +355,7 @@ def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
     assert training.execute(*BATCH).loss == first[0]  # the bits of a fused step
     assert executable.mode == "fused traced" and executable.fusing == "done"
     assert "before the first step" in printed(training)
+    assert loading == ["start", "join"] and executable.has_algorithms
     (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
     assert line.startswith(f"loaded {len(executable.part.nodes)} operators, fused by an earlier run, in ")
     assert [training.execute(*BATCH).loss for _ in range(2)] == first[1:]
@@ -350,7 +363,7 @@ def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
 
 @needs_compiler
 def test_the_first_step_does_not_wait_for_the_compiler(
-    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If PyTorch has lost what it kept, steps run unfused while it compiles again."""
     fused_in_the_background()
@@ -367,6 +380,7 @@ def test_the_first_step_does_not_wait_for_the_compiler(
     (executable,) = training.compilation.programs.executables.values()
     training.execute(*BATCH)
     assert executable.mode == "traced" and executable.fusing == "under way"
+    assert loading == ["start", "cancel", "join"] and not executable.has_algorithms
     executable.fuse_later({})  # once is enough
     may_end.set()
     executable._fusing.result(300)
@@ -410,6 +424,26 @@ def test_a_step_that_nobody_has_fused_does_not_look_for_the_compiler(
     assert executable.mode == "traced" and executable.fusing == "not yet"
 
 
+def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = threading.Event()
+    asked: list[str] = []
+
+    def imported(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(triton_key=hashed.set)
+
+    monkeypatch.setattr(fused_cache, "importlib", SimpleNamespace(import_module=imported))
+    fused_cache._start_hashing.cache_clear()
+    network("cpu")
+    assert not asked  # nothing is kept, so no key will be needed soon
+    fused_cache.keep(KEY, compiled(ENTRY))
+    for _ in range(2):
+        network("cpu")
+        assert hashed.wait(60)
+    assert asked == ["triton.runtime.cache"]
+    fused_cache._start_hashing.cache_clear()
+
+
 @needs_compiler
 def test_what_fails_to_load_leaves_the_step_as_it_was(
     later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -447,7 +481,7 @@ def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = [{name: torch.tensor(array, device="cuda") for name, array in one.items()} for one in BATCH]
-    training = network("cuda")
+    training = network("cuda", tf32=True)  # a setting of the step, not of the process
     (executable,) = training.compilation.programs.executables.values()
     found = [training.execute(*on_gpu).loss for _ in range(10)]
     assert executable.fusing == "under way" and executable.mode == "CUDA graph"
@@ -455,7 +489,7 @@ def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
     training.execute(*on_gpu)
     assert executable.is_fused
     monkeypatch.setattr(fusion, "_compiled", None)
-    again = network("cuda")
+    again = network("cuda", tf32=True)
     (executable,) = again.compilation.programs.executables.values()
     expected = [float(loss) for loss in found[:3]]
     assert [float(again.execute(*on_gpu).loss) for _ in range(3)] == pytest.approx(expected, rel=1e-4)

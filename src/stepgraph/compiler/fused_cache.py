@@ -12,9 +12,11 @@ once whether an earlier run has fused it, without loading PyTorch's compiler.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -142,6 +144,25 @@ def knows(recorded: str) -> bool:
         return found is not None and next(found.glob(f"{recorded}-*.json"), None) is not None
     except OSError:
         return False
+
+
+def read_ahead() -> None:
+    """If anything is kept, lets Triton hash its files in a separate thread, while something else is done.
+
+    Every key contains that hash; hashing takes half a second, without holding Python's lock.
+    """
+    if files():
+        _start_hashing()
+
+
+@cache
+def _start_hashing() -> None:
+    threading.Thread(target=_hash, name="stepgraph hashing", daemon=True).start()
+
+
+def _hash() -> None:
+    with suppress(Exception):  # it only saves time: whoever needs the hash computes it
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:

@@ -37,6 +37,7 @@ from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, surroundings, torch_private
+from stepgraph.system.surroundings import Precision
 
 logger = logging.getLogger("stepgraph")
 # A part is worth fusing if it is called often or works for long: compiling takes longer than either.
@@ -80,7 +81,7 @@ class Executable:
         self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
         self._bound: tuple[list[Any], Binding] | None = None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
-        self.is_fused = self.was_fused_first = False
+        self.is_fused = self.was_fused_first = self.has_algorithms = False
         self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
         self._fusing: Future[Fused] | None = None
         self._searches = step.fusion is Fusion.LATER and step.ownership is None and fused is None  # in its first call
@@ -206,16 +207,36 @@ class Executable:
     def _search(self, given: Mapping[Key, torch.Tensor]) -> None:
         """Takes fused operators that an earlier run has left; if they cannot be used, they are compiled again.
 
-        Another thread loads them: as in the background, nothing there depends on the caller's modes.
+        Another thread loads them: as in the background, nothing there depends on the caller's modes. Meanwhile, cuDNN
+        loads its algorithms.
         """
         self._searches = False
         if self.fusing != "not yet" or not self.part.nodes:
             return
         part = self._ordered(given)
         if fusion.was_fused(part):
-            fusing = self._start_fusing(part)
-            fusing.has_searched.wait()
-            self.was_fused_first = fusing.done()
+            with self._loading_algorithms() as loading:
+                fusing = self._start_fusing(part)
+                fusing.has_searched.wait()
+                self.was_fused_first = self.has_algorithms = fusing.done()
+                if not self.was_fused_first:
+                    loading.cancel()
+
+    @contextmanager
+    def _loading_algorithms(self) -> Iterator[algorithms.Loading]:
+        """Loads cuDNN's algorithms, if it will try them, while something else is done; waits for both."""
+        loading = algorithms.Loading(self.part, self.step.device)
+        if not self._may_try:
+            yield loading
+            return
+        # The setting for products is left alone: the compiler distinguishes by it what it has kept.
+        products = Precision.of(None).products
+        with _settings(self.step, True, self.step.precision._replace(products=products)):
+            loading.start()
+            try:
+                yield loading
+            finally:
+                loading.join()
 
     def _ordered(self, given: Mapping[Key, torch.Tensor]) -> Part:
         """The part for images in the order of these, which fused operators will require."""
@@ -320,13 +341,16 @@ class Executable:
         cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, only after
         fusion, so that training starts immediately.
         """
-        return _settings(self.step, tries=self.tries)
+        return _settings(self.step, self.tries, self.step.precision)
 
     @property
     def tries(self) -> bool:
         """Whether cuDNN tries its algorithms now."""
-        now = self.is_fused or self.step.fusion is not Fusion.LATER
-        return now and self.step.chooses_kernels and self.step.measures_kernels
+        return self._may_try and (self.is_fused or self.step.fusion is not Fusion.LATER)
+
+    @property
+    def _may_try(self) -> bool:
+        return self.step.chooses_kernels and self.step.measures_kernels
 
     def run(self, given: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
@@ -483,7 +507,7 @@ class _Capture:
         self.graph, self.warm.is_ready = None, True
         self._note(binding, others)
         with self.executable.settings():
-            if self.executable.tries:
+            if self.executable.tries and not self.executable.has_algorithms:
                 algorithms.load(self.executable.part, self.executable.step.device)
             images = [key for key in self.executable.images if key in others]
             unfit = [key for key in images if not self.executable.fits(key, others[key])]
@@ -536,7 +560,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def _settings(step: Step, tries: bool) -> Iterator[None]:
+def _settings(step: Step, tries: bool, precision: Precision) -> Iterator[None]:
     """PyTorch reads its settings when a kernel is launched, including during a capture."""
     if step.device.type != "cuda":
         yield
@@ -545,7 +569,7 @@ def _settings(step: Step, tries: bool) -> Iterator[None]:
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = tries, not (step.chooses_kernels and step.measures_kernels)
     try:
-        with step.precision.applied():
+        with precision.applied():
             yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before
