@@ -3,6 +3,7 @@
 import logging
 import operator
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -483,14 +484,16 @@ def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
     on_gpu = [{name: torch.tensor(array, device="cuda") for name, array in one.items()} for one in BATCH]
     training = network("cuda", tf32=True)  # a setting of the step, not of the process
     (executable,) = training.compilation.programs.executables.values()
-    found = [training.execute(*on_gpu).loss for _ in range(10)]
-    assert executable.fusing == "under way" and executable.mode == "CUDA graph"
-    executable._fusing.result(300)
-    training.execute(*on_gpu)
-    assert executable.is_fused
+    found = [float(training.execute(*on_gpu).loss) for _ in range(3)]
+    until = time.monotonic() + 300
+    while not executable.is_fused and time.monotonic() < until:
+        training.execute(*on_gpu)
+        time.sleep(0.01)
+    assert executable.is_fused and "in the background" in printed(training)
     monkeypatch.setattr(fusion, "_compiled", None)
     again = network("cuda", tf32=True)
     (executable,) = again.compilation.programs.executables.values()
-    expected = [float(loss) for loss in found[:3]]
-    assert [float(again.execute(*on_gpu).loss) for _ in range(3)] == pytest.approx(expected, rel=1e-4)
+    # TF32 rounds products; fused ones that are small do without it.
+    assert [float(again.execute(*on_gpu).loss) for _ in range(3)] == pytest.approx(found, rel=5e-3)
+    assert "before the first step" in printed(again)
     assert executable.mode == "fused CUDA graph" and again.memory_plan == training.memory_plan

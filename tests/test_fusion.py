@@ -29,6 +29,7 @@ from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
 from stepgraph.compiler.tuned.replay import Replay
 from stepgraph.compiler.tuned.small_products import expand_small_products
+from stepgraph.runtime import executable as executables
 from stepgraph.system import torch_private
 
 OPTIONS = sg.GraphCompilationOptions
@@ -278,6 +279,25 @@ def test_the_fused_function_is_taken_between_two_steps(
     assert losses(training) == losses(plain)
     assert len(calls) == 20 and executable.is_fused and "fused" in caplog.text
     assert training.memory_plan == plan  # what runs now
+
+
+@pytest.mark.parametrize(("seconds", "started"), [(0.01, 10), (0.2, 7), (0.6, 3), (60.0, 3)])
+def test_fusing_starts_after_some_calls_or_some_time(
+    seconds: float, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU captures its second call; nothing is fused beside that."""
+    calls, starts = 0, list[int]()
+    monkeypatch.setattr(executables, "time", SimpleNamespace(perf_counter=lambda: 100 + calls * seconds))
+    capture = executables._Capture.__new__(executables._Capture)
+    capture.calls, capture.began, capture.waits, capture.graph = 0, 0.0, True, None
+    later = SimpleNamespace(fuse_later=lambda _: starts.append(calls))
+    capture.executable = later  # type: ignore[assignment]
+    for calls in range(1, 13):
+        if capture.waits:
+            capture._count({})
+        if calls == 2:
+            capture.graph = object()  # type: ignore[assignment]
+    assert starts == [started]
 
 
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(

@@ -493,13 +493,17 @@ class _Capture:
         return self.results
 
     def _count(self, others: Mapping[Key, torch.Tensor]) -> None:
-        """Counts a call, and starts fusing if the part is worth it."""
-        if self.calls == 0:
+        """Counts a call, and starts fusing if the part is worth it, but not beside a capture.
+
+        A capture changes settings of the process, by which the compiler distinguishes what it keeps.
+        """
+        self.calls += 1
+        if self.calls == 1:
             self.began = time.perf_counter()
-        elif self.calls + 1 >= FUSES_AT or time.perf_counter() - self.began > FUSES_AFTER:
+        is_long = self.graph is not None and time.perf_counter() - self.began > FUSES_AFTER
+        if is_long or self.calls >= FUSES_AT:
             self.waits = False
             self.executable.fuse_later(others)
-        self.calls += 1
 
     def _work(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator: real work, and the warm-up that libraries need in a thread before it captures."""
