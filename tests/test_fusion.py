@@ -281,7 +281,7 @@ def test_the_fused_function_is_taken_between_two_steps(
     assert training.memory_plan == plan  # what runs now
 
 
-@pytest.mark.parametrize(("seconds", "started"), [(0.01, 10), (0.2, 7), (0.6, 3), (60.0, 3)])
+@pytest.mark.parametrize(("seconds", "started"), [(0.01, 10), (0.3, 5), (0.6, 3), (60.0, 3)])
 def test_fusing_starts_after_some_calls_or_some_time(
     seconds: float, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
