@@ -149,7 +149,13 @@ class Net:
         return losses, weights
 
     def graph(
-        self, optimizer: sg.Optimizer | None, *, average: float | None = None, compute_type: Any = None, **frozen: bool
+        self,
+        optimizer: sg.Optimizer | None,
+        *,
+        average: float | None = None,
+        compute_type: Any = None,
+        device: sg.Device | None = None,
+        **frozen: bool,
     ) -> sg.TrainingGraph:
         self.inputs, self.labels = sg.Tensor((BATCH, 3)), sg.Tensor((BATCH, 2))
         w1, b1, w2, b2 = self.tensors = [sg.Tensor(w.shape, data=w.copy()) for w in self.start]
@@ -162,7 +168,7 @@ class Net:
         graph.node(self.layers[1], graph.node(sg.ActivationLayer.tanh(), hidden))
         training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), optimizer, average=average)
         training.add_inputs({"x": self.inputs}, {"y": self.labels})
-        training.compile(sg.Device.cpu(), compute_type=compute_type)
+        training.compile(device or sg.Device.cpu(), compute_type=compute_type)
         return training
 
     def stepgraph(

@@ -1,10 +1,11 @@
-"""Convolutions are run ahead, each kind once in another thread, and once in the one that steps."""
+"""Convolutions are run once ahead, each kind in a thread of its own."""
 
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler.program import Part
@@ -24,20 +25,38 @@ def part() -> Part:
     return Part(make_fx(function, tracing_mode="fake")(*given), (), ())
 
 
+class Noted(algorithms.Loading):
+    """Notes the convolutions that it runs, and in which thread."""
+
+    def __init__(self, part: Part, device: torch.device, most: int = 100) -> None:
+        super().__init__(part, device)
+        self.ran, self.most = list[int](), most
+        for node in self._convolutions:
+            node.target = partial(self._note, node.target)
+
+    def _note(self, target: Any, *given: Any) -> Any:
+        self.ran.append(threading.get_ident())
+        if len(self.ran) == self.most:
+            self.cancel()
+        return target(*given)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_each_kind_of_convolution_runs_ahead(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Algorithms are loaded in another thread, and chosen in this one before a step fills the memory."""
-    seen: list[tuple[int, int]] = []
-    run = algorithms._run
-
-    def noted(convolutions: list[fx.Node], device: torch.device) -> None:
-        seen.append((len(convolutions), threading.get_ident()))
-        run(convolutions, device)
-
-    monkeypatch.setattr(algorithms, "_run", noted)
+    made: list[Noted] = []
+    monkeypatch.setattr(algorithms, "Loading", lambda *given: made.append(Noted(*given)) or made[-1])
     algorithms.load(part(), torch.device("cpu"), is_fused)
-    assert [count for count, _ in seen] == [2 + 2] * (1 if is_fused else 2)
-    assert [thread == threading.get_ident() for _, thread in seen] == [False, True][: len(seen)]
+    (loading,) = made
+    here = [thread == threading.get_ident() for thread in loading.ran]
+    assert here == [False] * 4 + [True] * (0 if is_fused else 4)
+
+
+def test_loading_can_be_cancelled() -> None:
+    loading = Noted(part(), torch.device("cpu"), most=1)
+    loading.start()
+    loading.join()
+    assert len(loading.ran) == 1
 
 
 def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +66,7 @@ def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPa
         asked.append(1)
         raise torch.OutOfMemoryError("no more")
 
-    convolutions = [node for node in part().nodes if node.target in algorithms.CONVOLUTIONS]
+    loading = Noted(part(), torch.device("cpu"))
     monkeypatch.setattr(torch, "empty_strided", full)
-    algorithms._run(convolutions, torch.device("cpu"))
-    assert len(asked) == 1 < len(convolutions)  # the others would not fit either
+    loading.run()
+    assert len(asked) == 1 and not loading.ran  # the others would not fit either

@@ -168,7 +168,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[sg.Optimizer]:
     monkeypatch.setattr(KERNELS, "AS_ONE", {"cpu"})
     monkeypatch.setattr(KERNELS, "FUSED", {})
     monkeypatch.setattr(KERNELS, "MANY", 0)
-    monkeypatch.setattr(KERNELS, "_rules", lambda optimizer, arrays, _: ["its code"] * len(arrays.parameters))
+    monkeypatch.setattr(KERNELS, "_rules", lambda optimizer, arrays, *_: ["its code"] * len(arrays.parameters))
     monkeypatch.setattr(KERNELS, "launch", launch)
     monkeypatch.setattr(compilation, "ROUNDED", {"cpu"})
     rows = (replace(row, applies=lambda *_: True) if row.name == ROW else row for row in pipeline.TABLE)

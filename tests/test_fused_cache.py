@@ -2,8 +2,10 @@
 
 import logging
 import operator
-import shutil
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +18,25 @@ from torch._functorch import config as tracing_settings
 from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
-from stepgraph.compiler import fused_cache, fusion
+from stepgraph.compiler import fused_cache, fused_memory, fusion
 from stepgraph.compiler.kernels.update import expanded_update, number_of
+from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.program import Phase, note, set_fake
+from stepgraph.compiler.step import Fusion
+from stepgraph.compiler.trace import recording
+from stepgraph.runtime import algorithms
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
 
 ENTRY = "f" + 51 * "a"
 KEY = 64 * "0"
+LIVE: Timeline = [
+    ("first", Phase.FORWARD, {"activations": 10, "gradients": 0, "workspace": 0}),
+    ("", Phase.UPDATE, {"activations": 0, "gradients": 0, "workspace": 30}),
+]
 OPTIMIZER = sg.SGDOptimizer(0.1)
 aten = torch.ops.aten
+needs_compiler = pytest.mark.skipif(not fusion.has_compiler(), reason="needs a C++ compiler")
 
 
 @pytest.fixture
@@ -132,14 +143,15 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(entry: str, arrays: object) -> Any:
         found.append(entry)
-        return compiled(entry)
+        return compiled(entry).compiled
 
     monkeypatch.setattr(torch_private, "load_compiled", load)
     return found
 
 
-def compiled(entry: str | None) -> Any:
-    return SimpleNamespace(cache_key="", _fx_graph_cache_key=entry)
+def compiled(entry: str | None, live: Timeline | None = LIVE) -> fused_cache.Kept:
+    graph: Any = SimpleNamespace(cache_key="", _fx_graph_cache_key=entry)
+    return fused_cache.Kept(graph, live)
 
 
 def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
@@ -148,8 +160,27 @@ def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
     fused_cache.keep(None, compiled(ENTRY))
     fused_cache.keep(KEY[1:] + "1", compiled(None))
     assert [one.name for one in folder.iterdir()] == [f"{KEY}.json"]
-    assert fused_cache.load(KEY, []) is not None and loaded == [ENTRY]
+    found = fused_cache.load(KEY, [])
+    assert found is not None and found.live == LIVE and loaded == [ENTRY]
     assert fused_cache.load(KEY[1:] + "1", []) is None
+
+
+def test_a_timeline_may_be_unknown_or_too_long(
+    folder: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_cache.keep(KEY, compiled(ENTRY, None))
+    fused_cache.keep(KEY[1:] + "1", compiled(ENTRY, []))
+    monkeypatch.setattr(fused_cache, "LARGEST", 400)
+    fused_cache.keep(KEY[1:] + "2", compiled(ENTRY, 100 * LIVE))
+    for key, live in ((KEY, None), (KEY[1:] + "1", []), (KEY[1:] + "2", None)):
+        found = fused_cache.load(key, [])
+        assert found is not None and found.live == live
+
+
+def test_what_was_kept_is_known_by_the_beginning_of_its_key(folder: Path) -> None:
+    assert not fused_cache.knows("ab")
+    fused_cache.keep(f"ab-{KEY}", compiled(ENTRY))
+    assert fused_cache.knows("ab") and not fused_cache.knows("a") and not fused_cache.knows(KEY)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +193,13 @@ def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
         lambda text: b"[1]",
         lambda text: b"{}",
         lambda text: b'{"entry": 5}',
+        lambda text: text.replace(b"[1,2,0,0,30]", b"[1,2,0,0,31]"),
+        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2, -3]])),
+        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2, "3"]])),  # type: ignore[list-item]
+        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2]])),
+        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[1, 0, 1, 2, 3]])),
         lambda text: bytes(fused_cache.LARGEST + 1),
-        lambda text: fused_cache._text(KEY, "f/../../../../../somewhere/else"),
+        lambda text: fused_cache._text(KEY, "f/../../../../../somewhere/else", None),
     ],
 )
 def test_a_damaged_file_is_removed_with_one_line(
@@ -228,7 +264,7 @@ def test_the_command_counts_and_clears_them(folder: Path, capsys: pytest.Capture
 # Steps
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+@needs_compiler
 def test_a_step_that_is_compiled_again_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_found_again("cpu", folder, monkeypatch)
 
@@ -239,23 +275,225 @@ def test_a_step_on_a_gpu_that_is_compiled_again_is_found(folder: Path, monkeypat
 
 
 def require_found_again(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = losses(device)
+    first, plan = losses(device)
     (file,) = fused_cache.files()
     with monkeypatch.context() as patched:
         patched.setattr(fusion, "_compiled", None)  # the compiler does not start
-        assert losses(device) == first
+        patched.setattr(fused_memory, "timeline", None)  # nor is its code looked at again
+        assert losses(device) == (first, plan)
     file.write_bytes(b"damaged")
-    assert losses(device) == first and [one.name for one in fused_cache.files()] == [file.name]
+    assert losses(device) == (first, plan) and [one.name for one in fused_cache.files()] == [file.name]
 
 
-def losses(device: str) -> list[float]:
-    """A fused step that updates parameters and statistics."""
+def losses(device: str) -> tuple[list[Any], MemoryPlan]:
+    """Those of a fused step, and its plan."""
+    training = network(device, fuse=True)
+    return [training.execute(*BATCH).loss for _ in range(4)], training.memory_plan
+
+
+BATCH = {"x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)}, {"y": np.array([0, 1, 2, 0])}
+
+
+def network(device: str, **settings: Any) -> sg.TrainingGraph:
+    """A step that updates parameters and statistics."""
     sg.set_seed(3)
     x, y = sg.Tensor((4, 6)), sg.Tensor((4,), "int64")
     made = sg.Graph()
     made.dense(made.relu(made.batch_normalization(x)), 3)
     training = sg.TrainingGraph([made], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(learning_rate=1e-2))
     training.add_inputs({"x": x}, {"y": y})
-    training.compile(device, fuse=True)
-    batch = {"x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)}, {"y": np.array([0, 1, 2, 0])}
-    return [training.execute(*batch).loss for _ in range(4)]
+    training.compile(device, **settings)
+    return training
+
+
+# Steps that are fused in the background, as on a GPU
+
+
+@pytest.fixture
+def later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and steps on the CPU that are fused like those on a GPU."""
+    monkeypatch.setattr("stepgraph.graphs.compilation.fusion_of", lambda *_: Fusion.LATER)
+    return folder
+
+
+def fused_in_the_background() -> list[Any]:
+    """The losses of fused steps, which later runs find."""
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    executable.fuse_later({})
+    executable._fusing.result(300)
+    found = [training.execute(*BATCH).loss for _ in range(3)]
+    assert printed(training).endswith("s") and "in the background" in printed(training)
+    return found
+
+
+def printed(training: sg.TrainingGraph) -> str:
+    (line,) = (line.strip() for line in str(training).splitlines() if line.strip().startswith("fused "))
+    return line
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to cuDNN's algorithms."""
+    found: list[str] = []
+    names = ("start", "join", "cancel")
+    noting = SimpleNamespace(**{name: partial(found.append, name) for name in names})
+    monkeypatch.setattr(algorithms, "Loading", lambda *_: noting)
+    return found
+
+
+@needs_compiler
+def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
+    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = fused_in_the_background()
+    assert "steps run faster from now on" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(fusion, "_compiled", None)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    assert executable.fusing == "not yet" and training.memory_plan.total > 0
+    assert training.execute(*BATCH).loss == first[0]  # the bits of a fused step
+    assert executable.mode == "fused traced" and executable.fusing == "done"
+    assert "before the first step" in printed(training)
+    assert loading == ["start", "join"] and executable.has_algorithms
+    (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert line.startswith(f"loaded {len(executable.part.nodes)} operators, fused by an earlier run, in ")
+    assert [training.execute(*BATCH).loss for _ in range(2)] == first[1:]
+
+
+@needs_compiler
+def test_the_first_step_does_not_wait_for_the_compiler(
+    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If PyTorch has lost what it kept, steps run unfused while it compiles again."""
+    fused_in_the_background()
+    caplog.clear()
+    may_end, real = threading.Event(), fusion._compiled
+
+    def compiled(*given: Any) -> Any:
+        assert may_end.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(fusion, "_compiled", compiled)
+    monkeypatch.setattr(torch_private, "load_compiled", lambda *_: None)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    training.execute(*BATCH)
+    assert executable.mode == "traced" and executable.fusing == "under way"
+    assert loading == ["start", "cancel", "join"] and not executable.has_algorithms
+    executable.fuse_later({})  # once is enough
+    may_end.set()
+    executable._fusing.result(300)
+    training.execute(*BATCH)
+    assert executable.mode == "fused traced" and "in the background" in printed(training)
+    assert "steps run faster from now on" in caplog.text
+
+
+@needs_compiler
+def test_the_first_step_does_not_wait_while_another_is_compiled(later: Path) -> None:
+    fused_in_the_background()
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    held, may_end = threading.Event(), threading.Event()
+
+    def compile_another() -> None:
+        with recording:
+            held.set()
+            assert may_end.wait(60)
+
+    thread = threading.Thread(target=compile_another)
+    thread.start()
+    assert held.wait(60)
+    training.execute(*BATCH)
+    assert executable.mode == "traced" and executable.fusing == "under way"
+    may_end.set()
+    thread.join()
+    executable._fusing.result(60)
+    training.execute(*BATCH)
+    assert executable.mode == "fused traced"
+
+
+def test_a_step_that_nobody_has_fused_does_not_look_for_the_compiler(
+    later: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_cache.keep(f"{KEY}-{KEY}", compiled(ENTRY))  # of another step
+    monkeypatch.setattr(fusion, "fuse_in_background", None)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    training.execute(*BATCH)
+    assert executable.mode == "traced" and executable.fusing == "not yet"
+
+
+def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = threading.Event()
+    asked: list[str] = []
+
+    def imported(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(triton_key=hashed.set)
+
+    monkeypatch.setattr(fused_cache, "importlib", SimpleNamespace(import_module=imported))
+    fused_cache._start_hashing.cache_clear()
+    network("cpu")
+    assert not asked  # nothing is kept, so no key will be needed soon
+    fused_cache.keep(KEY, compiled(ENTRY))
+    for _ in range(2):
+        network("cpu")
+        assert hashed.wait(60)
+    assert asked == ["triton.runtime.cache"]
+    fused_cache._start_hashing.cache_clear()
+
+
+@needs_compiler
+def test_what_fails_to_load_leaves_the_step_as_it_was(
+    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fused_in_the_background()
+    caplog.clear()
+
+    def broken(*_: object) -> Any:
+        raise fusion.Unusable("no kernel is right")
+
+    monkeypatch.setattr(fusion, "_of_all", broken)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    assert np.isfinite([float(training.execute(*BATCH).loss) for _ in range(3)]).all()
+    assert executable.fusing == "no kernel is right"
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert warnings == ["operators remain unfused: no kernel is right"]
+
+
+@needs_compiler
+def test_steps_that_are_fused_at_a_fixed_step_are_not_fused_before(
+    later: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_in_the_background()
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(later.parents[1]))
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    training.execute(*BATCH)
+    assert fused_cache.files() and not executable.is_fused
+
+
+@pytest.mark.gpu
+def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = [{name: torch.tensor(array, device="cuda") for name, array in one.items()} for one in BATCH]
+    training = network("cuda", tf32=True)  # a setting of the step, not of the process
+    (executable,) = training.compilation.programs.executables.values()
+    found = [float(training.execute(*on_gpu).loss) for _ in range(3)]
+    until = time.monotonic() + 300
+    while not executable.is_fused and time.monotonic() < until:
+        training.execute(*on_gpu)
+        time.sleep(0.01)
+    assert executable.is_fused and "in the background" in printed(training)
+    monkeypatch.setattr(fusion, "_compiled", None)
+    again = network("cuda", tf32=True)
+    (executable,) = again.compilation.programs.executables.values()
+    # TF32 rounds products; fused ones that are small do without it.
+    assert [float(again.execute(*on_gpu).loss) for _ in range(3)] == pytest.approx(found, rel=5e-3)
+    assert "before the first step" in printed(again)
+    assert executable.mode == "fused CUDA graph" and again.memory_plan == training.memory_plan

@@ -266,11 +266,11 @@ def test_code_of_another_kind_leaves_the_plan_as_it_was(
 ) -> None:
     training = blocks()
     training.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
-    part, step = settled(training)
+    part, _ = settled(training)
     monkeypatch.setattr(torch_private, "generated_module", lambda one: one)
     code = generated(tmp_path, "def call(args):\n    return reserve(args)\n")
     arrays = [fake(node) for node in part.placeholders]
-    assert fusion._planned(part, step, part.module, arrays, [code]) is None
+    assert fusion._timeline(part.module, arrays, [code]) is None
     assert "remains that of unfused operators" in caplog.text
 
 
@@ -281,7 +281,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, needed: Callable[[Part], int]) -> t
     """A graph with a limit that its operators meet by recomputation, and a compiler that needs what is asked for."""
     tried: list[Part] = []
 
-    def compiled(part: Part, step: Step) -> fusion.Fused:
+    def compiled(part: Part, step: Step, *_: object) -> fusion.Fused:
         tried.append(part)
         if step.memory_limit is not None and needed(part) > step.memory_limit:
             raise fusion.TooLarge("fused, it would need too much")

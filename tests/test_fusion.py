@@ -29,6 +29,7 @@ from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
 from stepgraph.compiler.tuned.replay import Replay
 from stepgraph.compiler.tuned.small_products import expand_small_products
+from stepgraph.runtime import executable as executables
 from stepgraph.system import torch_private
 
 OPTIONS = sg.GraphCompilationOptions
@@ -264,7 +265,7 @@ def test_the_fused_function_is_taken_between_two_steps(
 
     plan = MemoryPlan(activations=7)
 
-    def slow(part: object, step: object) -> fusion.Fused:
+    def slow(*_: object) -> fusion.Fused:
         ready.wait(10)
         return fusion.Fused(lambda *arrays: calls.append(1) or unfused(*arrays, *executable._code.views(arrays)), plan)
 
@@ -280,10 +281,29 @@ def test_the_fused_function_is_taken_between_two_steps(
     assert training.memory_plan == plan  # what runs now
 
 
+@pytest.mark.parametrize(("seconds", "started"), [(0.01, 10), (0.3, 5), (0.6, 3), (60.0, 3)])
+def test_fusing_starts_after_some_calls_or_some_time(
+    seconds: float, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU captures its second call; nothing is fused beside that."""
+    calls, starts = 0, list[int]()
+    monkeypatch.setattr(executables, "time", SimpleNamespace(perf_counter=lambda: 100 + calls * seconds))
+    capture = executables._Capture.__new__(executables._Capture)
+    capture.calls, capture.began, capture.waits, capture.graph = 0, 0.0, True, None
+    later = SimpleNamespace(fuse_later=lambda _: starts.append(calls))
+    capture.executable = later  # type: ignore[assignment]
+    for calls in range(1, 13):
+        if capture.waits:
+            capture._count({})
+        if calls == 2:
+            capture.graph = object()  # type: ignore[assignment]
+    assert starts == [started]
+
+
 def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: object, step: object) -> fusion.Fused:
+    def broken(*_: object) -> fusion.Fused:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fusion, "fuse", broken)
@@ -434,7 +454,7 @@ def test_many_parameters_keep_their_update_kernel(monkeypatch: pytest.MonkeyPatc
     kernels = sys.modules[update.__module__]
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - g;"] * len(arrays.parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, *_: ["P = p - g;"] * len(arrays.parameters))
 
     def targets(most: int) -> list[Any]:
         monkeypatch.setattr(kernels, "MANY", most)
@@ -463,7 +483,7 @@ def test_a_fused_step_calls_update_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "AS_ONE", {"cpu"})
     monkeypatch.setattr(kernels, "FUSED", {})
     monkeypatch.setattr(kernels, "MANY", 3)
-    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, _: ["P = p - 0.1f * g;"] * len(arrays.parameters))
+    monkeypatch.setattr(kernels, "_rules", lambda optimizer, arrays, *_: ["P = p - 0.1f * g;"] * len(arrays.parameters))
     monkeypatch.setattr(kernels, "launch", launch)
     found = []
     for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):

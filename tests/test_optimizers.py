@@ -9,7 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from stepgraph.compiler.kernels.update import named, reference, update
 from stepgraph.compiler.kernels.update_kernel import Update
 from stepgraph.compiler.operators import note_workspaces
 from stepgraph.compiler.program import notes
+from stepgraph.runtime.state import TrainingState
 from tests.optimizer_rules import GLOBAL, L1, L2, NORM, STATE, STEPS, VALUE, Net, Rule, buffers_of
 from tests.test_memory import measured_peak
 
@@ -683,3 +684,34 @@ def test_a_schedule_cannot_set_a_rate_out_of_range(value: float) -> None:
     with pytest.raises(sg.ArgumentError, match="the schedule returned"):
         sg.fit(training, (rows, rows), schedule=lambda step: value, progress="quiet")
     assert training.optimizer.learning_rate == 0.1  # type: ignore[union-attr]
+
+
+def test_new_buffers_on_a_gpu_are_shown_without_reading_them() -> None:
+    """On a device whose memory cannot be read."""
+    one, other = sg.Tensor((3, 2), fill=1.0), sg.Tensor((4,), fill=1.0)
+    other.bind_optimizer_data([np.full(4, 2, np.float32)])
+    optimizer, slots = sg.SGDOptimizer(0.1, momentum=0.9), {one: ("momentum",), other: ("momentum",)}
+    begun = TrainingState(cast(Any, SimpleNamespace(torch=torch.device("meta"))))
+
+    def attached() -> TrainingState:
+        return begun.attached(optimizer, slots, scaled=False, decay=None, factors=0, guarded=0)
+
+    begun = attached()
+    begun.begin(fresh=True)
+    assert bytes(one.optimizer_data[0].bytes) == bytes(24) and one.optimizer_device_data[0].array.device.type == "meta"
+    assert bytes(other.optimizer_data[0].bytes) == np.full(4, 2, np.float32).tobytes()
+    one.optimizer_data, one.optimizer_device_data = [], []
+    with pytest.raises(NotImplementedError):  # steps may have written to it
+        attached().begin(fresh=False)
+
+
+@pytest.mark.gpu
+def test_a_gpu_shows_its_buffers() -> None:
+    net = Net()
+    training = net.graph(sg.SGDOptimizer(0.1, momentum=0.9), device=sg.Device.gpu())
+    weights = net.tensors[0]
+    assert bytes(weights.optimizer_data[0].bytes) == bytes(60)
+    training.execute({"x": net.x[0]}, {"y": net.y[0]})
+    weights.synchronize_optimizer_data()
+    shown = np.frombuffer(weights.optimizer_data[0].bytes, np.float32).reshape(5, 3)
+    assert shown.any() and np.array_equal(shown, weights.optimizer_device_data[0].array.cpu().numpy())

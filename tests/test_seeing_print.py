@@ -105,7 +105,7 @@ def test_how_far_fusing_has_come_shows() -> None:
     program, executable = programs.program(8), programs.executable(PartName.STEP, 8)
     said = lambda: dict(described(program, executable))["fused"]  # noqa: E731
     object.__setattr__(executable.step, "fusion", Fusion.LATER)
-    assert said() == "nothing yet: fusion starts in the background after 10 steps"
+    assert said() == "nothing yet: fusion starts in the background after 10 steps or 1 s"
     executable._fusing = object()  # type: ignore[assignment]
     assert "being fused in the background" in said()
     executable._fusing, executable.is_fused = None, True

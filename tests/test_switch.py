@@ -19,7 +19,6 @@ import stepgraph as sg
 from stepgraph.compiler import fusion
 from stepgraph.compiler.fusion import Fused
 from stepgraph.compiler.program import Part, PartName
-from stepgraph.compiler.step import Step
 from stepgraph.runtime import switch
 from stepgraph.runtime.switch import Switch
 
@@ -34,7 +33,7 @@ class Compiler:
         self.compiled, self.calls, self.may_end = 0, 0, threading.Event()
         self.may_end.set()
 
-    def fuse(self, part: Part, step: Step) -> Fused:
+    def fuse(self, part: Part, *_: object) -> Fused:
         self.compiled += 1
         assert self.may_end.wait(10)
 
@@ -210,7 +209,7 @@ def test_large_steps_stay_unfused(compiler: Compiler, monkeypatch: pytest.Monkey
 def test_a_compiler_that_fails_is_said_once(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(part: Part, step: Step) -> Fused:
+    def broken(*_: object) -> Fused:
         raise RuntimeError("the headers of Python are missing")
 
     monkeypatch.setattr(fusion, "fuse", broken)

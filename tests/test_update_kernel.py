@@ -6,6 +6,7 @@ Without a GPU the code runs on the host: a C++ compiler reads it with a few defi
 import ctypes
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +32,10 @@ from stepgraph.compiler.kernels.update_kernel import (
     written,
 )
 from stepgraph.optimizers import Optimizer
+from stepgraph.system import torch_private
 from stepgraph.system.torch_private import launch_cuda
 
+update_module = sys.modules[update.__module__]  # the package shows the function under the same name
 COUNTS = [7, 255, 3 * 4096 - 1, *range(300, 395), 4096, 4100]
 ODD = 3
 CLIPPED = {"clip_norm": 0.5, "weight_decay": 0.01}
@@ -262,6 +265,32 @@ def test_matrices_of_muon_run_operator_by_operator() -> None:
     case = Case(sg.MuonOptimizer(1e-3))
     rule = rule_of(case.optimizer, case.names)
     assert written(rule, (8, 6), 1, len(case.names)) is None
+
+
+def test_a_step_writes_the_code_of_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def noting(rule: Any, shape: tuple[int, ...], *rest: Any) -> str | None:
+        shapes.append(shape)
+        return written(rule, shape, *rest)
+
+    monkeypatch.setattr(update_module, "written", noting)
+    case = Case(sg.AdamOptimizer(1e-3))
+    with torch_private.FakeTensorMode():
+        vector, matrix = (torch.empty(shape, device="cuda") for shape in ((3,), (3, 2)))
+    known: dict[Any, Any] = {}
+
+    def rules(*arrays: torch.Tensor, names: list[str] = case.names) -> list[str]:
+        given = Update(arrays, arrays, [arrays, arrays], vector)
+        return update_module._rules(case.optimizer, given, names, known)
+
+    (code,) = rules(vector)
+    assert rules(vector, matrix, vector) == [code] * 3 and shapes == [(3,), (3, 2)]
+    assert rules(matrix) == [code] and len(shapes) == 2
+    rules(vector, names=[*case.names, "another"])
+    assert len(shapes) == 3
+    known[(3, 2), 2, tuple(case.names)] = None  # has no code
+    assert rules(vector, matrix) == []
 
 
 @pytest.mark.gpu

@@ -2,40 +2,55 @@
 
 PyTorch has a cache of its own, but opens it late: it first records, decomposes and simplifies all operators again,
 which takes most of the time of a second run. A file here has the key of an entry of that cache, under a hash of all
-that decides it. It contains no code: a file that is damaged, or stands for something that PyTorch has removed, only
-costs the time to compile.
+that decides it, and what the step allocates. It contains no code: a file that is damaged, or stands for something that
+PyTorch has removed, only costs the time to compile.
+
+Its name begins with a hash of the operators as they were recorded. Before its first call, a step can therefore see at
+once whether an earlier run has fused it, without loading PyTorch's compiler.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.choices import cache_folder, processor
-from stepgraph.compiler.kernels.update import Recorded, expanded_update
-from stepgraph.compiler.program import fakes, notes
+from stepgraph.compiler.kernels.update import UPDATE, Recorded, expanded_update
+from stepgraph.compiler.memory import Timeline
+from stepgraph.compiler.program import Phase, fakes, notes
 from stepgraph.errors import StorageError, reason
 from stepgraph.system import torch_private
 from stepgraph.system.storage import read_regular, replace_file
 
 logger = logging.getLogger("stepgraph")
-FORMAT = 1
-LARGEST = 2**12  # bytes of a file; one has about 250
+FORMAT = 2
+LARGEST = 2**21  # bytes of a file; a kernel takes about 30
 MOST = 1000  # files; with more, the oldest are removed
 KEY = re.compile("f[a-z2-7]{20,100}")  # of an entry of PyTorch's cache, which becomes a path there
 # Operators of others may be composed of further ones, which can change although name and results stay.
 NAMESPACES = {"aten", "prims", "stepgraph"}
 MODULES = ("_operator", "torch", "stepgraph")  # of functions that depend on their arguments alone
+KINDS = ("activations", "gradients", "workspace")
+Rows = tuple[list[str], list[list[int]]]
+
+
+class Kept(NamedTuple):
+    """What was compiled, and the live bytes at each of its kernels, if known."""
+
+    compiled: torch_private.CompiledFxGraph
+    live: Timeline | None
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -60,9 +75,12 @@ def key(graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> st
     if not arrays or not all(map(_is_known, graph.nodes)):
         return None
     under = torch_private.compiled_under(arrays)
-    if under is None:
-        return None
-    found = hashlib.sha256(f"{FORMAT} {fingerprint(graph)} {under} {decided}".encode())
+    return None if under is None else hashlib.sha256(f"{outline(graph)} {under} {decided}".encode()).hexdigest()
+
+
+def outline(graph: fx.Graph) -> str:
+    """A hash of operators, their arguments and results, the machine and our version."""
+    found = hashlib.sha256(f"{FORMAT} {fingerprint(graph)}".encode())
     places = {node: place for place, node in enumerate(graph.nodes)}  # names of inputs differ between processes
     for node in graph.nodes:
         named = () if node.op == "placeholder" else (node.name, _name(node))
@@ -96,7 +114,7 @@ def _is_known(node: fx.Node) -> bool:
 def _decisive(node: fx.Node) -> tuple[Any, ...]:
     """The arguments; of an update, without the number of its optimizer, which each optimizer has its own of."""
     arguments: Any = node.args
-    return Recorded(*arguments).decisive if node.target is expanded_update else node.args
+    return Recorded(*arguments).decisive if node.target in (UPDATE, expanded_update) else node.args
 
 
 def _name(node: fx.Node) -> str:
@@ -119,30 +137,61 @@ def source() -> str:
     return found.hexdigest()
 
 
-def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> torch_private.CompiledFxGraph | None:
+def knows(recorded: str) -> bool:
+    """Whether something was kept whose key begins like this."""
+    found = folder()
+    try:
+        return found is not None and next(found.glob(f"{recorded}-*.json"), None) is not None
+    except OSError:
+        return False
+
+
+def read_ahead() -> None:
+    """If anything is kept, lets Triton hash its files in a separate thread, while something else is done.
+
+    Every key contains that hash; hashing takes half a second, without holding Python's lock.
+    """
+    if files():
+        _start_hashing()
+
+
+@cache
+def _start_hashing() -> None:
+    threading.Thread(target=_hash, name="stepgraph hashing", daemon=True).start()
+
+
+def _hash() -> None:
+    with suppress(Exception):  # it only saves time: whoever needs the hash computes it
+        importlib.import_module("triton.runtime.cache").triton_key()
+
+
+def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:
     """What was compiled under a key, ready to run; None if there is nothing, or it is damaged."""
     file = _file(wanted)
     if wanted is None or file is None or not file.exists():
         return None
     try:
-        compiled = torch_private.load_compiled(_read(file, wanted), arrays)
+        entry, live = _read(file, wanted)
+        compiled = torch_private.load_compiled(entry, arrays)
     except Exception as error:  # whatever a damaged file of PyTorch raises, the step is compiled again
         logger.warning("compiling again instead of using %s: %s", file, reason(error))
         compiled = None
     if compiled is None:
         with suppress(OSError):
             file.unlink(missing_ok=True)
-    return compiled
+        return None
+    return Kept(compiled, live)
 
 
-def keep(wanted: str | None, compiled: torch_private.CompiledFxGraph) -> None:
+def keep(wanted: str | None, kept: Kept) -> None:
     """Lets later runs find what was compiled under a key."""
-    entry, file = torch_private.cache_entry(compiled), _file(wanted)
+    entry, file = torch_private.cache_entry(kept.compiled), _file(wanted)
     if wanted is None or file is None or entry is None:
         return
+    text = _text(wanted, entry, _rows(kept.live))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, _text(wanted, entry))
+        replace_file(file, text if len(text) <= LARGEST else _text(wanted, entry, None))
         for old in sorted(files(), key=_age)[:-MOST]:
             old.unlink(missing_ok=True)
     except (OSError, StorageError) as error:  # if the folder is not writable, the next run compiles again
@@ -169,18 +218,40 @@ def _file(wanted: str | None) -> Path | None:
     return None if found is None or wanted is None else found / f"{wanted}.json"
 
 
-def _text(wanted: str, entry: str) -> bytes:
-    check = hashlib.sha256(f"{FORMAT} {wanted} {entry}".encode()).hexdigest()
-    return json.dumps({"format": FORMAT, "key": wanted, "entry": entry, "sha256": check}).encode() + b"\n"
+def _rows(live: Timeline | None) -> Rows | None:
+    """A timeline as names of layers, and a row of numbers for each kernel."""
+    if live is None:
+        return None
+    names, phases = list(dict.fromkeys(layer for layer, _, _ in live)), list(Phase)
+    places = {name: place for place, name in enumerate(names)}
+    return names, [
+        [places[layer], phases.index(phase), *(kinds.get(kind, 0) for kind in KINDS)] for layer, phase, kinds in live
+    ]
 
 
-def _read(file: Path, wanted: str) -> str:
-    """The key of the entry in PyTorch's cache."""
-    text = read_regular(file, LARGEST, StorageError)
-    entry = json.loads(text)["entry"]
-    if not KEY.fullmatch(entry) or text != _text(wanted, entry):
+def _timeline(rows: Rows | None) -> Timeline | None:
+    if rows is None:
+        return None
+    (names, kernels), phases = rows, list(Phase)
+    if not all(type(number) is int and number >= 0 for row in kernels for number in row):
         raise ValueError("it is damaged")
-    return str(entry)
+    return [(names[layer], phases[phase], dict(zip(KINDS, sizes, strict=True))) for layer, phase, *sizes in kernels]
+
+
+def _text(wanted: str, entry: str, rows: Rows | None) -> bytes:
+    found = {"format": FORMAT, "key": wanted, "entry": entry, "live": rows}
+    check = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return json.dumps({**found, "sha256": check}, separators=(",", ":")).encode() + b"\n"
+
+
+def _read(file: Path, wanted: str) -> tuple[str, Timeline | None]:
+    """The key of the entry in PyTorch's cache, and the live bytes at each kernel."""
+    text = read_regular(file, LARGEST, StorageError)
+    found = json.loads(text)
+    entry, rows = found["entry"], found["live"]
+    if not KEY.fullmatch(entry) or text != _text(wanted, entry, rows):
+        raise ValueError("it is damaged")
+    return entry, _timeline(rows)
 
 
 def _age(file: Path) -> float:

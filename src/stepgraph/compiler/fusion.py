@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import fx
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.launch import define_operators
-from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes
 from stepgraph.compiler.step import Step
@@ -93,36 +94,62 @@ class _Compiled(NamedTuple):
         return cls(lambda *arrays: graph([*arrays]), [graph], True)
 
 
-def fuse(part: Part, step: Step) -> Fused:
+class Fusing(Future[Fused]):
+    """A part that is being fused in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_searched = threading.Event()  # for what earlier runs have left; if there was nothing, it compiles now
+
+
+def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) -> Fused:
     """The part as a compiled function of its arrays; compilation takes seconds to a minute.
 
     A compiled function needs less memory than operators that run one by one, so a part that recomputes results to stay
     within a limit is first compiled without that.
+
+    Args:
+        part: the part.
+        step: what it computes.
+        searched: is called before a wait that is not worth waiting for: no earlier run has compiled it, or another
+            step is being compiled.
     """
-    if part.unlimited is not None:
-        try:
-            return _fused(part.unlimited, step)
-        except TooLarge:
-            pass
-    return _fused(part, step)
+    for one in _candidates(part)[:-1]:
+        with suppress(TooLarge):
+            return _fused(one, step, searched)
+    return _fused(part, step, searched)
 
 
-def _fused(part: Part, step: Step) -> Fused:
+def _candidates(part: Part) -> list[Part]:
+    """What to compile, the best first."""
+    return [part] if part.unlimited is None else [part.unlimited, part]
+
+
+def was_fused(part: Part) -> bool:
+    """Whether an earlier run seems to have fused a part; this takes little time."""
+    outlines = (fused_cache.outline(one.module.graph) for one in _candidates(part))
+    return bool(fused_cache.files()) and any(map(fused_cache.knows, outlines))
+
+
+def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) -> Fused:
     module = _prepared(part, step)
     arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with recording, torch.no_grad():
-        known = fused_cache.key(module.graph, arrays, settings, SMALL, _hardware(arrays), _lowered(step))
+    with _recording(searched), torch.no_grad():
+        known = _key(part, module, arrays, settings, _lowered(step))
         kept = fused_cache.load(known, arrays)
-        made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept)
+        if kept is None:
+            searched()
+        made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept.compiled)
     function, generated, is_alone = made
     if not on_cpu:
         _require_right(generated)
+    live = _timeline(module, arrays, generated) if kept is None or kept.live is None else kept.live
     if kept is None and is_alone:
-        fused_cache.keep(known, generated[0])
-    plan = _planned(part, step, module, arrays, generated)
+        fused_cache.keep(known, fused_cache.Kept(generated[0], live))
+    plan = None if live is None else memory.plan(step, part, live)
     if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
         needed = "an unknown amount of memory" if plan is None else size(plan.total)
         raise TooLarge(f"fused, the step would need {needed}; the limit is {size(step.memory_limit)}")
@@ -131,6 +158,24 @@ def _fused(part: Part, step: Step) -> Fused:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(_of_all(function, part, module), plan)
+
+
+@contextmanager
+def _recording(searched: Callable[[], None]) -> Iterator[None]:
+    """The lock of all recordings; if another step is being compiled, nobody waits for what comes after it."""
+    if not recording.acquire(blocking=False):
+        searched()
+        recording.acquire()
+    try:
+        yield
+    finally:
+        recording.release()
+
+
+def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
+    """Where the compiled function is kept: under the operators as they were recorded, then as they are compiled."""
+    known = fused_cache.key(module.graph, arrays, *decided, SMALL, _hardware(arrays))
+    return None if known is None else f"{fused_cache.outline(part.module.graph)}-{known}"
 
 
 def _prepared(part: Part, step: Step) -> Module:
@@ -212,18 +257,15 @@ def _require_right(generated: Sequence[Any]) -> None:
         raise Miscompiled(f"NVIDIA's assembler would miscompile {', '.join(hopeless)}")
 
 
-def _planned(
-    part: Part, step: Step, module: fx.GraphModule, arrays: Sequence[torch.Tensor], generated: Sequence[Any]
-) -> MemoryPlan | None:
-    """The memory plan of the generated code; None if a new version of PyTorch generates code of another kind."""
+def _timeline(module: fx.GraphModule, arrays: Sequence[torch.Tensor], generated: Sequence[Any]) -> Timeline | None:
+    """What the generated code allocates; None if a new version of PyTorch generates code of another kind."""
     known = {node.name: notes(node) for node in module.graph.nodes}
     codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
     try:
-        live = [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
+        return [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
     except Exception as error:  # code of another kind may raise anything here; the step runs without its plan
         logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
         return None
-    return memory.plan(step, part, live)
 
 
 def _keep_strides(graph: fx.Graph, part: Part) -> None:
@@ -239,21 +281,24 @@ def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def fuse_in_background(part: Part, step: Step) -> Future[Fused]:
+def fuse_in_background(part: Part, step: Step) -> Fusing:
     """The same in a separate thread."""
-    future: Future[Fused] = Future()
+    future = Fusing()
+    searched = future.has_searched.set
 
     def work() -> None:
         try:
             try:
-                fused = fuse(part, step)
+                fused = fuse(part, step, searched)
             except RuntimeError as error:
                 if not captures.met_capture(error):
                     raise
-                fused = fuse(part, step)  # kernels were being measured while another thread captured
+                fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
             future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            searched()
 
     threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()
     return future

@@ -100,6 +100,7 @@ class _Walk:
     waiting: list[Tensor] = field(default_factory=list)
     claimed: set[int] = field(default_factory=set)
     named: dict[int, SimpleNamespace] = field(default_factory=dict)
+    rules: kernels.Rules = field(default_factory=dict)
     changes: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: list[Tensor] = field(default_factory=list)
     drew: bool = False
@@ -389,7 +390,7 @@ class _Walk:
             if ranks is not None:
                 parameters = [ranks.piece(array, t) for array, t in zip(parameters, tensors, strict=True)]
             arrays = kernels.Update(parameters, gradients, states, self._row(group), copies, norm, allowed)
-            kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded)
+            kernels.update(optimizer, arrays, partial(self._numbers, group), expanded=expanded, known=self.rules)
             for tensor, parameter in zip(tensors, parameters, strict=True) if self.step.averages else ():
                 self._average(tensor, parameter, allowed)
 

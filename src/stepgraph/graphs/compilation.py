@@ -178,7 +178,7 @@ class Compilation:
     @property
     def guarded(self) -> dict[Tensor, Limit]:
         """Tensors whose indices a step checks, and what they may be; in the order of its notes."""
-        return self.step(int(self.feeds.batch), False).guarded if self.guards_indices else {}
+        return self.step(int(self.feeds.batch), True).guarded if self.guards_indices else {}
 
     def step(self, batch: int, training: bool) -> Step:
         """What to compute for a batch size."""

@@ -196,7 +196,7 @@ class Session:
             if len(self._indices) >= MOST:
                 self._indices.clear()
             compiled = self.compilation
-            found = self._indices[batch] = Indices(compiled.step(batch, False), self.feeds.titles)
+            found = self._indices[batch] = Indices(compiled.step(batch, True), self.feeds.titles)
             known = compiled.programs.executables.get((compiled.whole, batch))
             if known is not None and known.runs_alone:  # in one thread, an index out of range raises an ordinary error
                 self._raising.add(batch)

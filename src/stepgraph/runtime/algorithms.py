@@ -23,32 +23,45 @@ aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
+class Loading(threading.Thread):
+    """Runs each kind of convolution of a part once, as a temporary thread."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        super().__init__(name="stepgraph convolutions")
+        kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
+        self._convolutions, self._device, self._is_cancelled = list(kinds.values()), device, False
+
+    def cancel(self) -> None:
+        """Ends it behind the current convolution."""
+        self._is_cancelled = True
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        device = self._device
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with on_device, contextlib.suppress(torch.OutOfMemoryError):  # the step itself may need less
+            for node in self._convolutions:
+                if self._is_cancelled:
+                    return
+                cast(Any, node.target)(*fx.map_arg(node.args, self._empty))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+    def _empty(self, node: fx.Node) -> Any:
+        array = fake(node)
+        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=self._device)
+
+
 def load(part: Part, device: torch.device, is_fused: bool = False) -> None:
-    """Runs each kind of convolution once in a temporary thread, then in this one.
+    """Loads them, and waits for it; then runs the convolutions in this thread, too.
 
     Fused steps may have convolutions of other kinds, so theirs are tried in the step.
     """
-    kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
-    if kinds:
-        thread = threading.Thread(target=_run, args=(list(kinds.values()), device), name="stepgraph convolutions")
-        thread.start()
-        thread.join()
-        if not is_fused:
-            _run(list(kinds.values()), device)
-
-
-@torch.inference_mode()
-def _run(convolutions: list[fx.Node], device: torch.device) -> None:
-    def empty(node: fx.Node) -> Any:
-        array = fake(node)
-        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=device)
-
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device, contextlib.suppress(torch.OutOfMemoryError):  # the step itself may need less
-        for node in convolutions:
-            cast(Any, node.target)(*fx.map_arg(node.args, empty))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    loading = Loading(part, device)
+    loading.start()
+    loading.join()
+    if not is_fused:
+        loading.run()
 
 
 def _kind(node: fx.Node) -> Any:

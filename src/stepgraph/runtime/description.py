@@ -7,10 +7,10 @@ from collections import defaultdict
 import torch
 
 from stepgraph.compiler.program import Program, notes
-from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.step import Step
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import switch as fixed
-from stepgraph.runtime.executable import FUSES_AT, Executable
+from stepgraph.runtime.executable import FUSES_AFTER, FUSES_AT, Executable
 from stepgraph.runtime.switch import Switch
 
 WIDTH = 96  # characters per line about kernels
@@ -113,12 +113,12 @@ def _fused(executable: Executable) -> str:
     state, count = executable.fusing, len(executable.part.nodes)
     match state:
         case "done":
-            when = "before the first step" if executable.step.fusion is Fusion.FIRST else "in the background"
+            when = "before the first step" if executable.was_fused_first else "in the background"
             return f"{count} operators, by PyTorch's compiler, {when}, in {executable.fusion_seconds:.1f} s"
         case "under way":
             return f"nothing yet: {count} operators are being fused in the background for later steps"
         case "not yet":
-            return f"nothing yet: fusion starts in the background after {FUSES_AT} steps"
+            return f"nothing yet: fusion starts in the background after {FUSES_AT} steps or {FUSES_AFTER:g} s"
         case "never":
             step = executable.step
             could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None

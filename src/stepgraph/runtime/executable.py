@@ -3,7 +3,8 @@
 On the CPU, the recorded operators run as one Python function. On CUDA, the first call runs the same way and does real
 work; the second call is captured as a CUDA graph. Each later call copies its inputs and replays the graph.
 After some calls PyTorch's compiler starts to fuse the operators in the background; when it is done, the next call
-uses its function and the one after that is captured again.
+uses its function and the one after that is captured again. If an earlier run has fused them, the first call uses what
+it has left.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, surroundings, torch_private
+from stepgraph.system.surroundings import Precision
 
 logger = logging.getLogger("stepgraph")
-FUSES_AT = 10  # calls after which a part is worth fusing
+# A part is worth fusing if it is called often or works for long: compiling takes longer than either.
+FUSES_AT = 10  # calls
+FUSES_AFTER = 1.0  # seconds from its first call on
 _FILE = "<compiled step>"
 END = (object(),)  # marks the end, so that sequences of different lengths differ
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
@@ -76,13 +80,14 @@ class Executable:
         self.images = frozenset(map(value, filters.images(step)))  # inputs whose channels may be first or last
         self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
         self._bound: tuple[list[Any], Binding] | None = None
-        self._capture = _Capture(self) if step.device.type == "cuda" else None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
-        self.is_fused = False
+        self.is_fused = self.was_fused_first = self.has_algorithms = False
         self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
         self._fusing: Future[Fused] | None = None
+        self._searches = step.fusion is Fusion.LATER and step.ownership is None and fused is None  # in its first call
         self.fusion_seconds = 0.0
         self._refused = ""
+        self._capture = _Capture(self) if step.device.type == "cuda" else None
         if fused is not None:
             self._adopt(fused)
         elif step.fusion is Fusion.FIRST and part.nodes:
@@ -125,6 +130,8 @@ class Executable:
 
     def __call__(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Runs once on the bound arrays and the others; results are valid until the next call."""
+        if self._searches:
+            self._search(others)
         if self._fusing is not None and self._fusing.done() and self.step.ownership is None:
             self.take_fused()
         capture = self._capture
@@ -188,11 +195,53 @@ class Executable:
 
     def fuse_later(self, given: Mapping[Key, torch.Tensor]) -> None:
         """Starts fusing operators, for images in the order of these, while calls continue unfused."""
-        if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
-            began = time.perf_counter()
-            self.orders = {key: given[key].stride() for key in self.images if key in given}
-            self._fusing = fusion.fuse_in_background(self.part.reordered(self.orders), self.step)
-            self._fusing.add_done_callback(lambda _: self._note_fusion(began))
+        if self.fusing == "not yet" and self.part.nodes:
+            self._start_fusing(self._ordered(given))
+
+    def _start_fusing(self, part: Part) -> fusion.Fusing:
+        began = time.perf_counter()
+        self._fusing = fusing = fusion.fuse_in_background(part, self.step)
+        fusing.add_done_callback(lambda _: self._note_fusion(began))
+        return fusing
+
+    def _search(self, given: Mapping[Key, torch.Tensor]) -> None:
+        """Takes fused operators that an earlier run has left; if they cannot be used, they are compiled again.
+
+        Another thread loads them: as in the background, nothing there depends on the caller's modes. Meanwhile, cuDNN
+        loads its algorithms.
+        """
+        self._searches = False
+        if self.fusing != "not yet" or not self.part.nodes:
+            return
+        part = self._ordered(given)
+        if fusion.was_fused(part):
+            with self._loading_algorithms() as loading:
+                fusing = self._start_fusing(part)
+                fusing.has_searched.wait()
+                self.was_fused_first = self.has_algorithms = fusing.done()
+                if not self.was_fused_first:
+                    loading.cancel()
+
+    @contextmanager
+    def _loading_algorithms(self) -> Iterator[algorithms.Loading]:
+        """Loads cuDNN's algorithms, if it will try them, while something else is done; waits for both."""
+        loading = algorithms.Loading(self.part, self.step.device)
+        if not self._may_try:
+            yield loading
+            return
+        # The setting for products is left alone: the compiler distinguishes by it what it has kept.
+        products = Precision.of(None).products
+        with _settings(self.step, True, self.step.precision._replace(products=products)):
+            loading.start()
+            try:
+                yield loading
+            finally:
+                loading.join()
+
+    def _ordered(self, given: Mapping[Key, torch.Tensor]) -> Part:
+        """The part for images in the order of these, which fused operators will require."""
+        self.orders = {key: given[key].stride() for key in self.images if key in given}
+        return self.part.reordered(self.orders)
 
     def fits(self, key: Key, image: torch.Tensor) -> bool:
         """Whether operators can read an image in its order; fused ones were compiled for one."""
@@ -213,6 +262,7 @@ class Executable:
         try:
             self._adopt(fusion.fuse(self.part, self.step))
             self._note_fusion(began)
+            self.was_fused_first = True
         except fusion.Unusable as error:  # nothing the caller can change
             self._stay_unfused(error)
 
@@ -249,7 +299,10 @@ class Executable:
         self._adopt(fusing.result())
         self._capture = None if self._capture is None else _Capture(self)
         count, seconds = len(self.part.nodes), self.fusion_seconds
-        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
+        if self.was_fused_first:
+            logger.warning("loaded %d operators, fused by an earlier run, in %.1f s", count, seconds)
+        else:
+            logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
 
     def unfuse(self, reason: str) -> None:
         """Runs unfused from the next call on, whatever the compiler has made."""
@@ -288,13 +341,16 @@ class Executable:
         cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, only after
         fusion, so that training starts immediately.
         """
-        return _settings(self.step, tries=self.tries)
+        return _settings(self.step, self.tries, self.step.precision)
 
     @property
     def tries(self) -> bool:
         """Whether cuDNN tries its algorithms now."""
-        now = self.is_fused or self.step.fusion is not Fusion.LATER
-        return now and self.step.chooses_kernels and self.step.measures_kernels
+        return self._may_try and (self.is_fused or self.step.fusion is not Fusion.LATER)
+
+    @property
+    def _may_try(self) -> bool:
+        return self.step.chooses_kernels and self.step.measures_kernels
 
     def run(self, given: Sequence[torch.Tensor], views: Sequence[Any] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
@@ -401,7 +457,8 @@ class _Capture:
     def __init__(self, executable: Executable) -> None:
         self.executable = executable
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.calls = 0
+        self.calls, self.began = 0, 0.0
+        self.waits = executable.fusing == "not yet"
         self.warm = threading.local()  # libraries have handles for each thread, which cannot be made in a capture
         self.binding: Binding | None = None
         step = executable.step
@@ -415,9 +472,8 @@ class _Capture:
         self.orders: dict[Key, tuple[int, ...]] = {}
 
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.calls += 1
-        if self.calls == FUSES_AT:
-            self.executable.fuse_later(others)
+        if self.waits:
+            self._count(others)
         unfit = [key for key in self.executable.images if key in others and not self._fits(key, others[key])]
         moved = unfit + [key for key, address in self.in_place.items() if others[key].data_ptr() != address]
         if self.orders:
@@ -436,13 +492,26 @@ class _Capture:
         self.graph.replay()
         return self.results
 
+    def _count(self, others: Mapping[Key, torch.Tensor]) -> None:
+        """Counts a call, and starts fusing if the part is worth it, but not beside a capture.
+
+        A capture changes settings of the process, by which the compiler distinguishes what it keeps.
+        """
+        self.calls += 1
+        if self.calls == 1:
+            self.began = time.perf_counter()
+        is_long = self.graph is not None and time.perf_counter() - self.began > FUSES_AFTER
+        if is_long or self.calls >= FUSES_AT:
+            self.waits = False
+            self.executable.fuse_later(others)
+
     def _work(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs operator by operator: real work, and the warm-up that libraries need in a thread before it captures."""
         self.lending.call_in()
         self.graph, self.warm.is_ready = None, True
         self._note(binding, others)
         with self.executable.settings():
-            if self.executable.tries:
+            if self.executable.tries and not self.executable.has_algorithms:
                 algorithms.load(self.executable.part, self.executable.step.device, self.executable.is_fused)
             images = [key for key in self.executable.images if key in others]
             unfit = [key for key in images if not self.executable.fits(key, others[key])]
@@ -495,7 +564,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def _settings(step: Step, tries: bool) -> Iterator[None]:
+def _settings(step: Step, tries: bool, precision: Precision) -> Iterator[None]:
     """PyTorch reads its settings when a kernel is launched, including during a capture."""
     if step.device.type != "cuda":
         yield
@@ -504,7 +573,7 @@ def _settings(step: Step, tries: bool) -> Iterator[None]:
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = tries, not (step.chooses_kernels and step.measures_kernels)
     try:
-        with step.precision.applied():
+        with precision.applied():
             yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before

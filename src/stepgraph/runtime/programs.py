@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from stepgraph.compiler import memory, phases, pipeline
+from stepgraph.compiler import fused_cache, memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
 from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, gradient, value
@@ -87,6 +87,8 @@ class Programs:
             self.is_recording = False
 
     def _recorded(self, step: Step) -> Program:
+        if step.fusion is Fusion.LATER:
+            fused_cache.read_ahead()
         if self.channels_last is None:  # the first program decides for all others
             self.channels_last = pipeline.decided(step).channels_last
         return pipeline.program(replace(step, channels_last=self.channels_last))

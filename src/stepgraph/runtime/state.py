@@ -61,6 +61,7 @@ class TrainingState:
         self.arrays: dict[Key, torch.Tensor] = {STREAM: torch.zeros(2, dtype=torch.int64, device=device.torch)}
         self.optimizer: Optimizer | None = None
         self._slots: Mapping[Tensor, tuple[str, ...]] = {}
+        self._zeros: frozenset[Key] = frozenset()  # buffers that are new and that nothing has written to
         self._buffered: dict[Tensor, int] = {}  # how many buffers tensors have, also those that are frozen now
         self._ownership: Ownership | None = None  # of which buffers this rank has a slice only
         self._world = ALONE
@@ -137,14 +138,15 @@ class TrainingState:
             self.arrays = {key: array for key, array in self.arrays.items() if key.kind != KeyKind.STATE}
             self._buffered = {}
         self._redistribute(ownership, world)
-        device = self.device.torch
+        device, new = self.device.torch, []
         for tensor, own in slots.items():
             shape = tensor.shape if ownership is None else ownership.shape(tensor)
             for i in range(self._buffered.get(tensor, 0), len(own)):
                 if ownership is None or tensor in ownership.owned:
                     self.arrays[state(tensor, i)] = torch.zeros(shape, dtype=tensor.data_type.torch, device=device)
+                    new.append(state(tensor, i))
         self._buffered = self._buffered | {tensor: len(own) for tensor, own in slots.items()}
-        self._slots = slots
+        self._slots, self._zeros = slots, frozenset(new)
         if self.optimizer is not optimizer:
             columns = len(optimizer.columns)
             shape = (1 + len(optimizer.groups), columns) if optimizer.groups else (columns,)
@@ -285,6 +287,7 @@ class TrainingState:
         for tensor in self._slots:
             if not self._shows(tensor):
                 self._publish(tensor, self._buffers(tensor))
+        self._zeros = frozenset()  # from now on, steps write to them
 
     def _buffers(self, tensor: Tensor) -> list[torch.Tensor]:
         """The buffers that a tensor shows: none if they are slices."""
@@ -443,6 +446,7 @@ class TrainingState:
                 bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
                 for own in _pieces(self._ownership, tensor, bound):
                     self.arrays = {**self.arrays, state(tensor, i): own.to(self.device.torch)}
+                    self._zeros -= {state(tensor, i)}
 
     def _check(self, tensor: Tensor) -> None:
         assert self.optimizer is not None
@@ -461,8 +465,16 @@ class TrainingState:
             handle.array = array
         on_host = self.device.torch.type == "cpu"
         if on_host or len(tensor.optimizer_data) != len(arrays):
-            tensor.optimizer_data = [TensorData(array if on_host else array.cpu()) for array in arrays]
+            tensor.optimizer_data = [self._on_host(state(tensor, i), array) for i, array in enumerate(arrays)]
         tensor.optimizer_device_data = list(handles)
+
+    def _on_host(self, key: Key, array: torch.Tensor) -> TensorData:
+        """A buffer as a tensor shows it: the memory in use on the CPU, otherwise a copy."""
+        if self.device.torch.type == "cpu":
+            return TensorData(array)
+        if key in self._zeros:  # the system has zeros at once, and without memory until somebody writes to them
+            return TensorData(np.zeros(array.nbytes, np.uint8))
+        return TensorData(array.cpu())
 
 
 def _slices(ownership: Ownership | None, tensor: Tensor) -> tuple[Slice, ...] | None:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepgraph.system import nvrtc
+
 if TYPE_CHECKING:
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -62,9 +64,15 @@ functional_collectives: Any = torch.ops._c10d_functional
 """Collectives as operators on arrays; their public counterparts write in place, and Python wrappers change names."""
 
 
-def compile_cuda(source: str, name: str, **settings: Any) -> Any:
+def compile_cuda(source: str, name: str, options: Sequence[str] = ()) -> Any:
     """A CUDA kernel from its source, compiled for the current device; publicly that takes a C++ compiler."""
-    return torch.cuda._compile_kernel(source, name, **settings)
+    if torch.version.hip is not None:
+        return torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    target = f"--gpu-architecture=sm_{found.major}{found.minor}"
+    library = torch.cuda._utils._get_gpu_rtc_library()
+    code, lowered = nvrtc.compiled(library, source, name, [target, *options])
+    return torch.cuda._utils._cuda_load_module(code, [lowered])[lowered]  # type: ignore[index]
 
 
 def launch_cuda(kernel: Any, blocks: int, threads: int, table: ctypes.Structure) -> None:

@@ -8,6 +8,7 @@ from stepgraph.compiler.kernels.preferences import preferred
 from stepgraph.compiler.kernels.statistics import expand_statistics
 from stepgraph.compiler.kernels.update import (
     MANY,
+    Rules,
     named,
     number_type,
     expand_updates,
@@ -26,6 +27,7 @@ __all__ = [
     "expand_statistics",
     "expand_updates",
     "preferred",
+    "Rules",
     "Update",
     "update",
 ]

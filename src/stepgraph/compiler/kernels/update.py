@@ -26,6 +26,8 @@ from stepgraph.optimizers import GradientClippingType, Optimizer, Regularization
 from stepgraph.system.torch_private import disable_modes, fused_adam_, fused_adamw_, fused_sgd_
 
 Arrays = list[torch.Tensor]
+# By shape, number of buffers and names of live numbers: a rule as code, or None if it must run operator by operator.
+Rules = dict[tuple[tuple[int, ...], int, tuple[str, ...]], str | None]
 AS_ONE = {"cuda", "mps"}  # where an update is recorded as one operator
 TOGETHER = "together"  # all live numbers in one array
 AT_ONCE = {  # how many parameter-sized temporaries a rule has at its peak
@@ -65,7 +67,12 @@ def number_of(optimizer: Optimizer) -> int:
 
 
 def update(
-    optimizer: Optimizer, arrays: Update, named: Callable[[], SimpleNamespace], *, expanded: bool = False
+    optimizer: Optimizer,
+    arrays: Update,
+    named: Callable[[], SimpleNamespace],
+    *,
+    expanded: bool = False,
+    known: Rules | None = None,
 ) -> None:
     """Updates parameters and states in place, with the fastest implementation for their device.
 
@@ -74,6 +81,7 @@ def update(
         arrays: what it changes and reads, with the live numbers as the optimizer keeps them.
         named: the live numbers by name.
         expanded: whether to use the reference, for a compiler that turns it into a kernel.
+        known: code of the rule from other updates of the same step, to which this one adds its own.
     """
     if arrays.numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
         # The fused kernels traverse memory, not dimensions.
@@ -90,7 +98,7 @@ def update(
     else:
         n = named()
         live = [name for name in vars(n) if name != TOGETHER]
-        rules = _rules(optimizer, arrays, live)
+        rules = _rules(optimizer, arrays, live, {} if known is None else known)
         torch.ops.stepgraph.update_by_rule_(
             arrays.parameters, arrays.gradients, _flat(arrays), list(arrays.copies), getattr(n, TOGETHER),
             arrays.norm, arrays.finite, number_of(optimizer), ",".join(live), rules,
@@ -102,7 +110,7 @@ def _flat(arrays: Update) -> Arrays:
     return [array for slot in arrays.states for array in slot]
 
 
-def _rules(optimizer: Optimizer, arrays: Update, names: Sequence[str]) -> list[str]:
+def _rules(optimizer: Optimizer, arrays: Update, names: Sequence[str], known: Rules) -> list[str]:
     """The update of each parameter as code for a CUDA kernel; empty if it must run operator by operator."""
     given = arrays.parameters if arrays.norm is None else [*arrays.parameters, arrays.norm]
     plain = all(one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in given)
@@ -114,10 +122,11 @@ def _rules(optimizer: Optimizer, arrays: Update, names: Sequence[str]) -> list[s
         new, new_state = optimizer.update(p, optimizer.prepare(p, g, size, n), tuple(state), n)
         return [new, *new_state]
 
+    forms = [(tuple(one.shape), len(arrays.states), tuple(names)) for one in arrays.parameters]
     with disable_modes():  # the rule runs once more, outside of a recording
-        shapes = {tuple(one.shape) for one in arrays.parameters}
-        found = {shape: written(rule, shape, len(arrays.states), len(names)) for shape in shapes}
-    rules = [found[tuple(one.shape)] for one in arrays.parameters]
+        for shape, states, live in (form for form in dict.fromkeys(forms) if form not in known):
+            known[shape, states, live] = written(rule, shape, states, len(live))
+    rules = [known[form] for form in forms]
     return [one for one in rules if one is not None] if None not in rules else []
 
 

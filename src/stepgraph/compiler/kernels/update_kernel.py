@@ -358,7 +358,7 @@ def _compiled(form: Form, device: int) -> Any:
     """A kernel on a device; compiled once, in a fraction of a second."""
     # Without contraction to fused multiply-adds, every operator rounds as it does alone.
     with torch.cuda.device(device):
-        return compile_cuda(kernel(form), "update", nvcc_options=["--fmad=false"])
+        return compile_cuda(kernel(form), "update", ["--fmad=false"])
 
 
 def tables(update: Update, form: Form, norms: Sequence[Array], indices: Sequence[int]) -> Iterator[tuple[Any, int]]:
