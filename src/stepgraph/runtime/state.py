@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 
+import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
