@@ -333,10 +333,11 @@ def _(
 # News about a shard: they leave with its gradients, and are waited for with them
 
 _library.define(
-    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, int rows, int[] met, int[] order, int size, "
-    "str group, str what) -> Tensor"
+    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, Tensor[] notes, int rows, int[] met, int[] order, "
+    "int size, str group, str what) -> Tensor"
 )
 _library.define("finish_news(Tensor(a!) started, int[] shape, str group) -> Tensor")
+_library.define("agreed(Tensor heard) -> Tensor")
 
 
 @torch.library.impl(_library, "start_news", _ANYWHERE)
@@ -344,6 +345,7 @@ def _start_news(
     own: torch.Tensor,
     losses: Arrays,
     statistics: Arrays,
+    notes: Arrays,
     rows: int,
     met: Sequence[int],
     order: Sequence[int],
@@ -353,8 +355,9 @@ def _start_news(
 ) -> torch.Tensor:
     """Starts to tell the others the partial sums of this rank with its last shard.
 
-    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `met` are the sums that it
-    is added to, `order` the sums that are left then, -1 for the new one.
+    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `notes` are those about
+    indices, if there are any. `met` are the sums that it is added to, `order` the sums that are left then, -1 for the
+    new one.
     """
     new = news.weighted(losses, statistics, own[-1, : len(losses)], rows)
     earlier, told = own[1:-1, : len(new)], own[:-1].clone()
@@ -362,6 +365,8 @@ def _start_news(
         new = earlier[place] + new
     for target, place in enumerate(order, start=1):
         told[target, : len(new)] = new if place < 0 else earlier[place]
+    for one in notes:
+        news.tell_notes_(told[0], one)
     return _lines[group].start(what, "all_gather_into_tensor", as_bytes(told), size)
 
 
@@ -372,9 +377,15 @@ def _finish_news(started: torch.Tensor, shape: Sequence[int], group: str) -> tor
     return started.view(news.DTYPE).view([*shape]).clone()
 
 
+@torch.library.impl(_library, "agreed", _ANYWHERE)
+def _agreed(heard: torch.Tensor) -> torch.Tensor:
+    """Whether all ranks can make the update."""
+    return news.agreed(heard)
+
+
 @torch.library.register_fake("stepgraph::start_news", lib=_library)
 def _(own: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return own.new_empty(rest[5] * own[:-1].nbytes, dtype=torch.uint8)
+    return own.new_empty(rest[6] * own[:-1].nbytes, dtype=torch.uint8)
 
 
 @torch.library.register_fake("stepgraph::finish_news", lib=_library)
@@ -382,8 +393,14 @@ def _(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
     return started.new_empty([*shape], dtype=news.DTYPE)
 
 
+@torch.library.register_fake("stepgraph::agreed", lib=_library)
+def _(heard: torch.Tensor) -> torch.Tensor:
+    return heard.new_empty(1, dtype=torch.bool)
+
+
 start_news = torch.ops.stepgraph.start_news.default
 finish_news = torch.ops.stepgraph.finish_news.default
+agreed = torch.ops.stepgraph.agreed.default
 pack = torch.ops.stepgraph.pack.default
 by_rank = torch.ops.stepgraph.by_rank.default
 start_trade = torch.ops.stepgraph.start_trade.default

@@ -36,7 +36,7 @@ from stepgraph.compiler.program import (
 )
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
-from stepgraph.compiler.step import HEARD, NEWS, Key, KeyKind, Step, gradient, partial_sum, total
+from stepgraph.compiler.step import AGREED, HEARD, NEWS, REFUSED, Key, KeyKind, Step, gradient, partial_sum, total
 from stepgraph.tensors.tensor import Tensor
 
 # Gradients
@@ -74,10 +74,14 @@ def exchange_gradients(part: Part, step: Step) -> Part:
         inputs += sums
         started.append(exchange.start(index, bucket, gradients, [*sums.values()], nodes[behind]))
     (end,) = graph.find_nodes(op="output")
-    telling = exchange.tell(made | {key: given[key] for key in told.statistics}, end)
+    written = (*told.statistics, REFUSED) if told.notes else told.statistics
+    telling = exchange.tell(made | {key: given[key] for key in written}, end)
     inputs.append(NEWS)
     found = {total(index): exchange.finish(bucket, started[index], end) for index, bucket in enumerate(groups)}
     found[HEARD] = exchange.hear(telling, end)
+    if step.decides:
+        with graph.inserting_before(end):
+            found[AGREED] = _call(found[HEARD], collectives.agreed, (found[HEARD],))
     end.args = ([*made.values(), *found.values()],)
     graph.lint()
     return replace(part, inputs=tuple(inputs), outputs=(*made, *found))
@@ -168,8 +172,9 @@ class _Exchange:
         met, node = self._climbed
         order = [-1 if one == node else self.earlier.index(one) for one in self.nodes[ranks.rank]]
         losses, statistics = ([values[key] for key in keys] for keys in (self.told.losses, self.told.statistics))
+        notes = [values[REFUSED]] if REFUSED in values else []
         sums = [self.earlier.index(one) for one in met]
-        arguments = (own, losses, statistics, self.step.batch[1], sums, order, ranks.size, ranks.group)
+        arguments = (own, losses, statistics, notes, self.step.batch[1], sums, order, ranks.size, ranks.group)
         with graph.inserting_before(end):
             size = ranks.size * height * width * news.DTYPE.itemsize
             telling = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)

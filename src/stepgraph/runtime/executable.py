@@ -188,7 +188,7 @@ class Executable:
 
     def fuse_later(self, given: Mapping[Key, torch.Tensor]) -> None:
         """Starts fusing operators, for images in the order of these, while calls continue unfused."""
-        if self.step.fusion is Fusion.LATER and not self.is_fused and self.part.nodes:
+        if self.step.fusion is Fusion.LATER and not (self.is_fused or self._refused) and self.part.nodes:
             began = time.perf_counter()
             self.orders = {key: given[key].stride() for key in self.images if key in given}
             self._fusing = fusion.fuse_in_background(self.part.reordered(self.orders), self.step)
