@@ -5,11 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import stepgraph as sg
 from stepgraph.graphs import compilation
 from stepgraph.graphs.shard_update import Update
-from tests.parallel_runs import batch, marks, new, rows, together, trained
+from stepgraph.runtime import world as worlds
+from tests.parallel_runs import NETWORKS, batch, marks, new, rows, together, trained
+from tests.test_parallel_slices import as_torchrun_would
 
 HERE = ("refused", "offsets", "agreed")  # kinds of arrays that only these steps have
 
@@ -179,3 +182,40 @@ def overflowing() -> Any:
 def test_loss_scaling_and_refusals() -> None:
     first, second = together(2, decided, overflowing)
     assert first == second and first[1] < 2.0**24
+
+
+def without_waiting(name: str, exchanges: bool) -> dict[str, Any]:
+    """Trains on one GPU, where nothing between two calls may wait for it, and refuses a batch."""
+    worlds.ALWAYS_EXCHANGES = exchanges
+    sg.set_seed(5)
+    training = NETWORKS[name]()
+    training.compile("cuda", parallel=sg.Parallel(2, timeout=60), tf32=False, fuse=False)
+    given = [[{key: torch.from_numpy(one).cuda() for key, one in part.items()} for part in batch(name, 16, 0)]]
+    given += [[{key: one.clone() for key, one in part.items()} for part in given[0]]]
+    losses = [training.execute(*given[0]).loss for _ in range(6)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        executions = [training.execute(*given[0]) for _ in range(4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses += [one.loss for one in executions]
+    held = lambda: [one.torch().clone() for one in training.require_session("test").compilation.held]  # noqa: E731
+    before, steps = held(), training.optimizer.time_step
+    given[1][1]["y"].view(-1)[-1] = 99
+    wrong = training.execute(*given[1])
+    unseen = all(map(torch.equal, before, held()))
+    error = tried(lambda: wrong.loss)
+    losses += [training.execute(*given[0]).loss for _ in range(2)]
+    counted = training.optimizer.time_step - steps
+    return {"losses": losses, "unchanged": unseen, "error": error, "counted": counted}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_a_gpu_decides_without_waiting_for_the_host(name: str) -> None:
+    found = as_torchrun_would(f"[without_waiting({name!r}, exchanges) for exchanges in (False, True)]", __name__)
+    alone, exchanging = found
+    assert exchanging["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    for one in found:
+        assert one["unchanged"] and one["counted"] == 2 and "row 15" in one["error"] and "99" in one["error"]
+    assert "found by" in exchanging["error"]

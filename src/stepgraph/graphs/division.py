@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -143,8 +143,20 @@ def shares(amounts: list[list[Any]], losses: tuple[Node, ...], device: torch.dev
         losses: the losses.
         device: where the shares are.
     """
-    counted = torch.stack([torch.stack([torch.as_tensor(one).to(device) for one in row]) for row in amounts]).double()
+    counted = torch.stack([torch.stack([_number(one, device) for one in row]) for row in amounts])
     total = counted.sum(0)
     found = counted / torch.where(total == 0, 1, total)  # where nothing counts, there is nothing to divide
-    means = torch.tensor([reduction(node) is ReductionType.MEAN for node in losses], device=device)
+    means = _flags(tuple(reduction(node) is ReductionType.MEAN for node in losses), device)
     return torch.where(means, found, 1.0)
+
+
+def _number(one: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """A number on the device; copying one there would make a GPU wait."""
+    if isinstance(one, torch.Tensor):
+        return one.to(device, torch.float64)
+    return torch.full((), one, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _flags(flags: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(flags, device=device)
