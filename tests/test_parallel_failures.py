@@ -147,6 +147,32 @@ def test_all_ranks_end_when_one_gets_sigterm(tmp_path: Path) -> None:
     assert fitted(str(tmp_path / "stopped"), 2) == fitted(str(tmp_path / "whole"), 2)
 
 
+class SignalledWhileSaving(sg.Callback):
+    """Gets a signal while the first checkpoint is written."""
+
+    def start(self, moment: sg.Moment) -> None:
+        written = os.fsync
+
+        def fsync(*given: Any) -> None:
+            os.fsync = written
+            signal.raise_signal(signal.SIGTERM)
+            written(*given)
+
+        if os.environ["RANK"] == "0":
+            os.fsync = fsync
+
+
+def terminated_while_saving(folder: str) -> None:
+    fitted(folder, 5, save_every=1, network="wide", callbacks=[SignalledWhileSaving()])
+
+
+@DEEP
+def test_sigterm_while_saving_ends_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    assert together(3, terminated_while_saving, str(tmp_path / "stopped")) == ["SystemExit: 143"] * 3
+    settings: dict[str, Any] = {"save_every": 1, "network": "wide"}
+    assert fitted(str(tmp_path / "stopped"), 2, **settings) == fitted(str(tmp_path / "whole"), 2, **settings)
+
+
 # ------------------------------------------------------------------------------------------------- a rank that hangs
 
 

@@ -150,8 +150,9 @@ class _Exchange:
             width = bucket[0].data_type.torch.itemsize
             taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
             given = [len(parts) * size * width for size in sizes]
-            arguments = (sent, taken, given, ranks.group, what)
-            return _sized(like, collectives.start_trade, arguments, sum(taken), torch.uint8)
+            arguments = (sent, taken, given, ranks.rank, ranks.group, what)
+            own = taken[ranks.rank] if collectives.swaps(fake(like).device, ranks.size) else 0
+            return _sized(like, collectives.start_trade, arguments, sum(taken) - own, torch.uint8)
 
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
@@ -196,8 +197,9 @@ class _Exchange:
                 return _call(started, collectives.finish_scatter, (started, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
+            sent, _, given = started.args[:3]
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _sized(started, collectives.finish_trade, (started, *rest), size, dtype)
+            return _sized(started, collectives.finish_trade, (started, sent, given, ranks.rank, *rest), size, dtype)
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
