@@ -189,7 +189,7 @@ class Update:
             try:
                 return self._run(binding, arrays if more is None else arrays | more())
             except ExecutionError:
-                self.session.require_indices(rows, arrays)
+                self.session.require_indices(self.division.batch, self.feeds)  # an error names a row of the batch
                 raise
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
             self.failure = error

@@ -229,7 +229,7 @@ class Shards:
         if self.session.compilation.decides:
             self._let_device_decide(update, heard, verdict)
         else:
-            verdict.require_none()
+            self._require_accepted(update, verdict)
             self._switch(verdict, self._executables(update))
         return exchange.added(heard, division.news, world)
 
@@ -237,6 +237,14 @@ class Shards:
         """Whether an update counts, by what all ranks have told."""
         failure, world = update.failure, self.world  # an update has gradients, which must not be kept
         return Verdict(told, lambda found: failure or disagreement(found, world, self._explained), self._refused)
+
+    def _require_accepted(self, update: Update, verdict: Verdict) -> None:
+        """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
+        try:
+            verdict.require_none()
+        except ExecutionError:
+            self.session.require_indices(update.division.batch, update.feeds)
+            raise
 
     def _explained(self, noted: list[int]) -> DataError:
         """The error for what a rank has noted about indices."""
