@@ -243,7 +243,7 @@ _library.define("start_trade(Tensor sent, int[] taken, int[] given, int rank, st
 _library.define("start_scatter(Tensor sum, int[] sizes, str group, str what) -> Tensor")
 _library.define("finish_scatter(Tensor(a!) started, int size, str group) -> Tensor")
 _library.define(
-    "finish_trade(Tensor(a!) received, Tensor sent, int[] given, int rank, int[] levels, int[] indices, int count, "
+    "finish_trade(Tensor(a!) received, Tensor[] kept, int[] given, int rank, int[] levels, int[] indices, int count, "
     "ScalarType type, str group) -> Tensor"
 )
 
@@ -307,7 +307,7 @@ def _finish_scatter(started: torch.Tensor, size: int, group: str) -> torch.Tenso
 @torch.library.impl(_library, "finish_trade", _ANYWHERE)
 def _finish_trade(
     received: torch.Tensor,
-    sent: torch.Tensor,
+    kept: Arrays,
     given: Sequence[int],
     rank: int,
     levels: Sequence[int],
@@ -316,9 +316,12 @@ def _finish_trade(
     dtype: torch.dtype,
     group: str,
 ) -> torch.Tensor:
-    """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them."""
+    """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them.
+
+    `kept` has what was sent, if that includes the part of this rank itself, which it has not sent.
+    """
     _lines[group].finish(received)
-    parts = _parts(received, sent, given, rank, dtype, len(levels))
+    parts = _parts(received, kept, given, rank, dtype, len(levels))
     if len(levels) == 2:  # whatever the tree, they are added once
         return parts[0] + parts[1]
     found = TreeSum(count)
@@ -328,11 +331,11 @@ def _finish_trade(
 
 
 def _parts(
-    received: torch.Tensor, sent: torch.Tensor, given: Sequence[int], rank: int, dtype: torch.dtype, count: int
+    received: torch.Tensor, kept: Arrays, given: Sequence[int], rank: int, dtype: torch.dtype, count: int
 ) -> Arrays:
     """This rank's part of each of some sums, in the order of the ranks that have added them; may be overwritten."""
     others, own = received.view(dtype), received[:0].view(dtype)
-    if swaps(sent.device, len(given)):
+    for sent in kept:
         start, stop = _own_bytes(given, rank)
         own = as_bytes(sent)[start:stop].view(dtype)
         own = own.clone() if count > 2 else own  # sums of more than two are taken in place
@@ -372,7 +375,7 @@ def _(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
 @torch.library.register_fake("stepgraph::finish_trade", lib=_library)
 def _(
     received: torch.Tensor,
-    sent: torch.Tensor,
+    kept: Arrays,
     given: Sequence[int],
     rank: int,
     levels: Sequence[int],
@@ -381,7 +384,7 @@ def _(
     dtype: torch.dtype,
     group: str,
 ) -> torch.Tensor:
-    size = received.numel() + (given[rank] if swaps(sent.device, len(given)) else 0)
+    size = received.numel() + (given[rank] if kept else 0)
     return received.new_empty(size // dtype.itemsize // len(levels), dtype=dtype)
 
 

@@ -198,8 +198,9 @@ class _Exchange:
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
             sent, _, given = started.args[:3]
+            kept = [sent] if collectives.swaps(fake(started).device, ranks.size) else []
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _sized(started, collectives.finish_trade, (started, sent, given, ranks.rank, *rest), size, dtype)
+            return _sized(started, collectives.finish_trade, (started, kept, given, ranks.rank, *rest), size, dtype)
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
