@@ -251,6 +251,10 @@ def test_who_is_fused_and_when() -> None:
     assert fusion_of(OPTIONS.NONE, torch.device("mps")) is Fusion.NEVER
     assert fusion_of(OPTIONS.NONE, cuda) is Fusion.LATER
     assert fusion_of(OPTIONS.FUSE_LAYERS, cpu) is Fusion.FIRST
+    assert fusion_of(OPTIONS.NONE, cuda, sg.Parallel(2)) is Fusion.NEVER  # time must not decide about bits
+    assert fusion_of(OPTIONS.NONE, cuda, sg.Parallel(2, order="any")) is Fusion.LATER
+    assert fusion_of(OPTIONS.NONE, cpu, sg.Parallel(2, order="any")) is Fusion.NEVER
+    assert fusion_of(OPTIONS.FUSE_LAYERS, cuda, sg.Parallel(2)) is Fusion.FIRST
     for options in (OPTIONS.DISABLE_LAYER_FUSION, OPTIONS.DETERMINISTIC, OPTIONS.FUSE_LAYERS | OPTIONS.DETERMINISTIC):
         assert fusion_of(options, cuda) is Fusion.NEVER
 

@@ -147,6 +147,32 @@ def test_all_ranks_end_when_one_gets_sigterm(tmp_path: Path) -> None:
     assert fitted(str(tmp_path / "stopped"), 2) == fitted(str(tmp_path / "whole"), 2)
 
 
+class SignalledWhileSaving(sg.Callback):
+    """Gets a signal while the first checkpoint is written."""
+
+    def start(self, moment: sg.Moment) -> None:
+        written = os.fsync
+
+        def fsync(*given: Any) -> None:
+            os.fsync = written
+            signal.raise_signal(signal.SIGTERM)
+            written(*given)
+
+        if os.environ["RANK"] == "0":
+            os.fsync = fsync
+
+
+def terminated_while_saving(folder: str) -> None:
+    fitted(folder, 5, save_every=1, network="wide", callbacks=[SignalledWhileSaving()])
+
+
+@DEEP
+def test_sigterm_while_saving_ends_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    assert together(3, terminated_while_saving, str(tmp_path / "stopped")) == ["SystemExit: 143"] * 3
+    settings: dict[str, Any] = {"save_every": 1, "network": "wide"}
+    assert fitted(str(tmp_path / "stopped"), 2, **settings) == fitted(str(tmp_path / "whole"), 2, **settings)
+
+
 # ------------------------------------------------------------------------------------------------- a rank that hangs
 
 
@@ -189,10 +215,15 @@ def test_a_rank_that_does_not_answer_is_named_with_the_gradients_it_holds_up() -
     assert "rank 1     it does not answer; when last heard, it runs" in answer and "in step 2" in answer
 
 
-def waiting_on_a_gpu() -> list[str]:
-    """As where an exchange raises no error: the thread has to notice. Later the second rank comes after all."""
+def waiting_on_a_gpu(replays: bool) -> list[str]:
+    """As where an exchange raises no error: the thread has to notice. Later the second rank comes after all.
+
+    If steps are replayed, exchanges are not counted.
+    """
     training = new("mlp")
     training.execute(*batch("mlp", 13, 0))
+    if replays:
+        Place.start = lambda place, what: place.number  # type: ignore[method-assign]
     heart, logged = training.world.heartbeat, io.StringIO()
     assert heart is not None and heart.alarm is None
     heart.alarm = 1.0
@@ -203,8 +234,9 @@ def waiting_on_a_gpu() -> list[str]:
     return logged.getvalue().splitlines()
 
 
-def test_a_rank_that_others_wait_for_on_a_gpu_is_named() -> None:
-    first, second = together(2, waiting_on_a_gpu)
+@pytest.mark.parametrize("replays", [True, pytest.param(False, marks=DEEP)])
+def test_a_rank_that_others_wait_for_on_a_gpu_is_named(replays: bool) -> None:
+    first, second = together(2, waiting_on_a_gpu, replays)
     assert len(first) == 1 and "rank 0 of 2: rank 1 did not come to exchange" in first[0], first
     assert "in step 2: it runs" in first[0] and second == []
 
@@ -409,6 +441,8 @@ def reported(folder: str) -> tuple[list[dict[str, Any]], str]:
 def test_the_report_has_a_line_per_rank(tmp_path: Path) -> None:
     (ranks, shown), (same, _) = together(2, reported, str(tmp_path))
     assert ranks == same and [one["rank"] for one in ranks] == [0, 1]
+    on_gpus = str(sg.History(ranks=[{**one, "waiting": None} for one in ranks]))  # where it is not measured
+    assert "waiting" not in on_gpus and f"rank 1: {ranks[1]['seconds'] * 1000:.1f} ms per update, " in on_gpus
     for one in ranks:
         assert 0 < one["seconds"] < 60 and 0 <= one["waiting"] <= 1 and one["memory"] > 10_000_000
         assert f"rank {one['rank']}: {one['seconds'] * 1000:.1f} ms per update" in shown

@@ -21,15 +21,18 @@ def fake(part: Part) -> Fused:
     """Stands for what PyTorch's compiler makes: it triples losses, so that they show what has run."""
 
     def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
-        return [found * 3 if found.numel() == 1 else found for found in part.module(*arrays)]
+        every = part.module(*arrays)
+        return [found * 3 if found.numel() == 1 and found.is_floating_point() else found for found in every]
 
     return Fused(function, None)
 
 
-def switched(fails: str) -> tuple[list[int], list[str]]:
+def switched(fails: str, where: str = "host") -> tuple[list[int], list[str]]:
     """In which updates fused operators have run: compilers of two ranks are done at different times, or one fails."""
     rank, started = os.environ["RANK"], []
     patched = pytest.MonkeyPatch()
+    if where == "device":  # that decides about updates; the host reads what ranks have told in the next one
+        patched.setattr("stepgraph.graphs.compilation.DECIDED", {"cpu"})
     patched.setattr("stepgraph.graphs.compilation.fusion_of", lambda *_: Fusion.LATER)
     patched.setattr("stepgraph.graphs.sharded.fusion_of", lambda *_: Fusion.LATER)
 
@@ -40,7 +43,7 @@ def switched(fails: str) -> tuple[list[int], list[str]]:
     patched.setattr(fusion, "fuse_in_background", fuse_in_background)
     training, plain = (new("mlp", parallel={"order": "any"}) for _ in range(2))
     fused = []
-    for update in range(1, 8):
+    for update in range(1, 9):
         expected = plain.execute(*batch("mlp", ROWS, 0)).loss
         found = training.execute(*batch("mlp", ROWS, 0)).loss
         assert expected is not None and found is not None
@@ -56,12 +59,14 @@ def switched(fails: str) -> tuple[list[int], list[str]]:
     return fused, sorted({one.fusing for one in executables.values()})
 
 
-def test_ranks_switch_in_the_same_update() -> None:
-    assert together(2, switched, "") == [([7], ["done"])] * 2
+@pytest.mark.parametrize("where, updates", [("host", [7, 8]), ("device", [8])])
+def test_ranks_switch_in_the_same_update(where: str, updates: list[int]) -> None:
+    assert together(2, switched, "", where) == [(updates, ["done"])] * 2
 
 
-def test_if_one_rank_fails_all_stay_unfused() -> None:
-    first, second = together(2, switched, "1")
+@pytest.mark.parametrize("where", ["host", pytest.param("device", marks=pytest.mark.deep)])
+def test_if_one_rank_fails_all_stay_unfused(where: str) -> None:
+    first, second = together(2, switched, "1", where)
     assert first == ([], ["rank 1 could not fuse its operators"])
     assert second == ([], ["no compiler"])
 

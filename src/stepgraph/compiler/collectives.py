@@ -239,11 +239,12 @@ def _(*_: object) -> None:
 
 _library.define("pack(Tensor[] gradients, int[] bounds) -> Tensor")
 _library.define("by_rank(Tensor[] sums, int[] sizes) -> Tensor")
-_library.define("start_trade(Tensor sent, int[] taken, int[] given, str group, str what) -> Tensor")
+_library.define("start_trade(Tensor sent, int[] taken, int[] given, int rank, str group, str what) -> Tensor")
 _library.define("start_scatter(Tensor sum, int[] sizes, str group, str what) -> Tensor")
 _library.define("finish_scatter(Tensor(a!) started, int size, str group) -> Tensor")
 _library.define(
-    "finish_trade(Tensor(a!) received, int[] levels, int[] indices, int count, ScalarType type, str group) -> Tensor"
+    "finish_trade(Tensor(a!) received, Tensor[] kept, int[] given, int rank, int[] levels, int[] indices, int count, "
+    "ScalarType type, str group) -> Tensor"
 )
 
 
@@ -263,9 +264,29 @@ def _by_rank(sums: Arrays, sizes: Sequence[int]) -> torch.Tensor:
 
 
 @torch.library.impl(_library, "start_trade", _ANYWHERE)
-def _start_trade(sent: torch.Tensor, taken: Sequence[int], given: Sequence[int], group: str, what: str) -> torch.Tensor:
-    """Starts to send each rank its part of an array, and to receive others; both are counted in bytes."""
-    return _lines[group].start(what, "all_to_all_single", as_bytes(sent), [*taken], [*given])
+def _start_trade(
+    sent: torch.Tensor, taken: Sequence[int], given: Sequence[int], rank: int, group: str, what: str
+) -> torch.Tensor:
+    """Starts to send each rank its part of an array, and to receive others; both are counted in bytes.
+
+    Two ranks that swap keep their own parts, of which Gloo would make a copy.
+    """
+    bytes_sent = as_bytes(sent)
+    if swaps(sent.device, len(given)):
+        start, stop = _own_bytes(given, rank)
+        bytes_sent = bytes_sent[stop:] if rank == 0 else bytes_sent[:start]
+        taken, given = _of_others(taken, rank), _of_others(given, rank)
+    return _lines[group].start(what, "all_to_all_single", bytes_sent, [*taken], [*given])
+
+
+def _own_bytes(given: Sequence[int], rank: int) -> tuple[int, int]:
+    """Where the part for this rank itself begins and ends."""
+    start = sum(given[:rank])
+    return start, start + given[rank]
+
+
+def _of_others(counts: Sequence[int], rank: int) -> list[int]:
+    return [0 if other == rank else count for other, count in enumerate(counts)]
 
 
 @torch.library.impl(_library, "start_scatter", _ANYWHERE)
@@ -285,17 +306,44 @@ def _finish_scatter(started: torch.Tensor, size: int, group: str) -> torch.Tenso
 
 @torch.library.impl(_library, "finish_trade", _ANYWHERE)
 def _finish_trade(
-    received: torch.Tensor, levels: Sequence[int], indices: Sequence[int], count: int, dtype: torch.dtype, group: str
+    received: torch.Tensor,
+    kept: Arrays,
+    given: Sequence[int],
+    rank: int,
+    levels: Sequence[int],
+    indices: Sequence[int],
+    count: int,
+    dtype: torch.dtype,
+    group: str,
 ) -> torch.Tensor:
-    """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them."""
+    """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them.
+
+    `kept` has what was sent, if that includes the part of this rank itself, which it has not sent.
+    """
     _lines[group].finish(received)
-    parts = received.view(dtype).view(len(levels), -1)
+    parts = _parts(received, kept, given, rank, dtype, len(levels))
     if len(levels) == 2:  # whatever the tree, they are added once
         return parts[0] + parts[1]
     found = TreeSum(count)
     for node, part in zip(zip(levels, indices, strict=True), parts, strict=True):
         found.add(node, [part])
     return found.total[0].clone()
+
+
+def _parts(
+    received: torch.Tensor, kept: Arrays, given: Sequence[int], rank: int, dtype: torch.dtype, count: int
+) -> Arrays:
+    """This rank's part of each of some sums, in the order of the ranks that have added them; may be overwritten."""
+    others, own = received.view(dtype), received[:0].view(dtype)
+    for sent in kept:
+        start, stop = _own_bytes(given, rank)
+        own = as_bytes(sent)[start:stop].view(dtype)
+        own = own.clone() if count > 2 else own  # sums of more than two are taken in place
+    size = (len(others) + len(own)) // count
+    if not size:  # this rank has nothing of the bucket
+        return [others] * count
+    both = (own, others) if rank == 0 else (others, own)
+    return [part for one in both if len(one) for part in one.split(size)]
 
 
 @torch.library.register_fake("stepgraph::pack", lib=_library)
@@ -309,8 +357,9 @@ def _(sums: Arrays, sizes: object) -> torch.Tensor:
 
 
 @torch.library.register_fake("stepgraph::start_trade", lib=_library)
-def _(sent: torch.Tensor, taken: Sequence[int], given: object, group: str, what: str) -> torch.Tensor:
-    return sent.new_empty(sum(taken), dtype=torch.uint8)
+def _(sent: torch.Tensor, taken: Sequence[int], given: Sequence[int], rank: int, group: str, what: str) -> torch.Tensor:
+    counts = _of_others(taken, rank) if swaps(sent.device, len(given)) else taken
+    return sent.new_empty(sum(counts), dtype=torch.uint8)
 
 
 @torch.library.register_fake("stepgraph::start_scatter", lib=_library)
@@ -325,18 +374,28 @@ def _(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 @torch.library.register_fake("stepgraph::finish_trade", lib=_library)
 def _(
-    received: torch.Tensor, levels: Sequence[int], indices: object, count: int, dtype: torch.dtype, group: str
+    received: torch.Tensor,
+    kept: Arrays,
+    given: Sequence[int],
+    rank: int,
+    levels: Sequence[int],
+    indices: object,
+    count: int,
+    dtype: torch.dtype,
+    group: str,
 ) -> torch.Tensor:
-    return received.new_empty(received.numel() // dtype.itemsize // len(levels), dtype=dtype)
+    size = received.numel() + (given[rank] if kept else 0)
+    return received.new_empty(size // dtype.itemsize // len(levels), dtype=dtype)
 
 
 # News about a shard: they leave with its gradients, and are waited for with them
 
 _library.define(
-    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, int rows, int[] met, int[] order, int size, "
-    "str group, str what) -> Tensor"
+    "start_news(Tensor own, Tensor[] losses, Tensor[] statistics, Tensor[] notes, int rows, int[] met, int[] order, "
+    "int size, str group, str what) -> Tensor"
 )
 _library.define("finish_news(Tensor(a!) started, int[] shape, str group) -> Tensor")
+_library.define("agreed(Tensor heard) -> Tensor")
 
 
 @torch.library.impl(_library, "start_news", _ANYWHERE)
@@ -344,6 +403,7 @@ def _start_news(
     own: torch.Tensor,
     losses: Arrays,
     statistics: Arrays,
+    notes: Arrays,
     rows: int,
     met: Sequence[int],
     order: Sequence[int],
@@ -353,8 +413,9 @@ def _start_news(
 ) -> torch.Tensor:
     """Starts to tell the others the partial sums of this rank with its last shard.
 
-    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `met` are the sums that it
-    is added to, `order` the sums that are left then, -1 for the new one.
+    `own` has a header, the sums of earlier shards, and the shares of this one in its losses. `notes` are those about
+    indices, if there are any. `met` are the sums that it is added to, `order` the sums that are left then, -1 for the
+    new one.
     """
     new = news.weighted(losses, statistics, own[-1, : len(losses)], rows)
     earlier, told = own[1:-1, : len(new)], own[:-1].clone()
@@ -362,6 +423,8 @@ def _start_news(
         new = earlier[place] + new
     for target, place in enumerate(order, start=1):
         told[target, : len(new)] = new if place < 0 else earlier[place]
+    for one in notes:
+        news.tell_notes_(told[0], one)
     return _lines[group].start(what, "all_gather_into_tensor", as_bytes(told), size)
 
 
@@ -372,9 +435,15 @@ def _finish_news(started: torch.Tensor, shape: Sequence[int], group: str) -> tor
     return started.view(news.DTYPE).view([*shape]).clone()
 
 
+@torch.library.impl(_library, "agreed", _ANYWHERE)
+def _agreed(heard: torch.Tensor) -> torch.Tensor:
+    """Whether all ranks can make the update."""
+    return news.agreed(heard)
+
+
 @torch.library.register_fake("stepgraph::start_news", lib=_library)
 def _(own: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return own.new_empty(rest[5] * own[:-1].nbytes, dtype=torch.uint8)
+    return own.new_empty(rest[6] * own[:-1].nbytes, dtype=torch.uint8)
 
 
 @torch.library.register_fake("stepgraph::finish_news", lib=_library)
@@ -382,8 +451,14 @@ def _(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
     return started.new_empty([*shape], dtype=news.DTYPE)
 
 
+@torch.library.register_fake("stepgraph::agreed", lib=_library)
+def _(heard: torch.Tensor) -> torch.Tensor:
+    return heard.new_empty(1, dtype=torch.bool)
+
+
 start_news = torch.ops.stepgraph.start_news.default
 finish_news = torch.ops.stepgraph.finish_news.default
+agreed = torch.ops.stepgraph.agreed.default
 pack = torch.ops.stepgraph.pack.default
 by_rank = torch.ops.stepgraph.by_rank.default
 start_trade = torch.ops.stepgraph.start_trade.default

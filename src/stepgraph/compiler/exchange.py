@@ -36,7 +36,7 @@ from stepgraph.compiler.program import (
 )
 from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
 from stepgraph.compiler.slices import Buckets, Ownership, buckets
-from stepgraph.compiler.step import HEARD, NEWS, Key, KeyKind, Step, gradient, partial_sum, total
+from stepgraph.compiler.step import AGREED, HEARD, NEWS, REFUSED, Key, KeyKind, Step, gradient, partial_sum, total
 from stepgraph.tensors.tensor import Tensor
 
 # Gradients
@@ -74,10 +74,14 @@ def exchange_gradients(part: Part, step: Step) -> Part:
         inputs += sums
         started.append(exchange.start(index, bucket, gradients, [*sums.values()], nodes[behind]))
     (end,) = graph.find_nodes(op="output")
-    telling = exchange.tell(made | {key: given[key] for key in told.statistics}, end)
+    written = (*told.statistics, REFUSED) if told.notes else told.statistics
+    telling = exchange.tell(made | {key: given[key] for key in written}, end)
     inputs.append(NEWS)
     found = {total(index): exchange.finish(bucket, started[index], end) for index, bucket in enumerate(groups)}
     found[HEARD] = exchange.hear(telling, end)
+    if step.decides:
+        with graph.inserting_before(end):
+            found[AGREED] = _call(found[HEARD], collectives.agreed, (found[HEARD],))
     end.args = ([*made.values(), *found.values()],)
     graph.lint()
     return replace(part, inputs=tuple(inputs), outputs=(*made, *found))
@@ -146,8 +150,9 @@ class _Exchange:
             width = bucket[0].data_type.torch.itemsize
             taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
             given = [len(parts) * size * width for size in sizes]
-            arguments = (sent, taken, given, ranks.group, what)
-            return _sized(like, collectives.start_trade, arguments, sum(taken), torch.uint8)
+            arguments = (sent, taken, given, ranks.rank, ranks.group, what)
+            own = taken[ranks.rank] if collectives.swaps(fake(like).device, ranks.size) else 0
+            return _sized(like, collectives.start_trade, arguments, sum(taken) - own, torch.uint8)
 
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
@@ -168,8 +173,9 @@ class _Exchange:
         met, node = self._climbed
         order = [-1 if one == node else self.earlier.index(one) for one in self.nodes[ranks.rank]]
         losses, statistics = ([values[key] for key in keys] for keys in (self.told.losses, self.told.statistics))
+        notes = [values[REFUSED]] if REFUSED in values else []
         sums = [self.earlier.index(one) for one in met]
-        arguments = (own, losses, statistics, self.step.batch[1], sums, order, ranks.size, ranks.group)
+        arguments = (own, losses, statistics, notes, self.step.batch[1], sums, order, ranks.size, ranks.group)
         with graph.inserting_before(end):
             size = ranks.size * height * width * news.DTYPE.itemsize
             telling = _sized(like, collectives.start_news, (*arguments, news.WHAT), size, torch.uint8)
@@ -191,8 +197,10 @@ class _Exchange:
                 return _call(started, collectives.finish_scatter, (started, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
+            sent, _, given = started.args[:3]
+            kept = [sent] if collectives.swaps(fake(started).device, ranks.size) else []
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _sized(started, collectives.finish_trade, (started, *rest), size, dtype)
+            return _sized(started, collectives.finish_trade, (started, kept, given, ranks.rank, *rest), size, dtype)
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:

@@ -42,6 +42,11 @@ def noted(indices: Array, in_range: Array) -> Array:
     return torch.where(left > 0, (place + 1) * _VALUES + (value - LEAST), 0)
 
 
+def moved(notes: Array, places: Array) -> Array:
+    """Notes about a part of an array as notes about the whole, in which the part begins at `places`."""
+    return torch.where(notes == 0, 0, notes + places * _VALUES)
+
+
 def read(note: int) -> tuple[int, int]:
     """The place in the flattened array, and the value, of a note."""
     place, value = divmod(note, _VALUES)

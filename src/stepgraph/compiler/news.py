@@ -1,7 +1,8 @@
 """What ranks tell each other in front of an update: whether all can make it, and small numbers that are added.
 
 Each rank sends one array: a row about itself, then a row for each of its partial sums over shards. A sum has the
-losses, each with its share in the whole, and the statistics, each with its rows.
+losses, each with its share in the whole, and the statistics, each with its rows. What a rank has noted about indices
+out of range (`guard.py`) stands behind the header, as integers with the bits of these numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from functools import cached_property
 
 import torch
 
+from stepgraph.compiler import guard
 from stepgraph.compiler.program import Part
 from stepgraph.compiler.shards import most_nodes
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 
 HEADER = ("failed", "rows", "sample", "readiness")  # the first row
+COMPARED = 3  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
+TOLERANCE = 1e-9  # by which they may differ
 WHAT = "losses and statistics"
 DTYPE = torch.float64
 
@@ -29,11 +33,13 @@ class Layout:
         losses: the losses, in order; of one that is more than a number, it has zeros.
         statistics: what a shard changes.
         shards: the parts of a batch.
+        notes: the tensors whose indices a shard checks.
     """
 
     losses: tuple[Key, ...]
     statistics: tuple[Key, ...]
     shards: int
+    notes: int = 0
 
     @cached_property
     def size(self) -> int:
@@ -43,13 +49,36 @@ class Layout:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the array, for as many partial sums as any rank may have."""
-        return 1 + most_nodes(self.shards), max(self.size, len(HEADER))
+        return 1 + most_nodes(self.shards), max(self.size, self.head)
+
+    @property
+    def head(self) -> int:
+        """The numbers that a rank tells about itself."""
+        return len(HEADER) + self.notes
 
 
 def layout(part: Part, step: Step) -> Layout:
     """What ranks tell each other about a shard."""
     statistics = tuple(key for key in part.written if key.kind == KeyKind.VALUE)
-    return Layout(tuple(value(node.results[0]) for node in step.losses), statistics, step.shards)
+    losses = tuple(value(node.results[0]) for node in step.losses)
+    return Layout(losses, statistics, step.shards, len(step.guarded))
+
+
+def tell_notes_(header: torch.Tensor, notes: torch.Tensor) -> None:
+    """Writes what a rank has noted about indices behind its header; with a note, it cannot make the update."""
+    header[len(HEADER) : len(HEADER) + len(notes)] = notes.view(DTYPE)
+    header[0] = torch.where(guard.accepts(notes), header[0], torch.nan)
+
+
+def notes_of(told: torch.Tensor) -> list[int]:
+    """What a rank has noted, from its header on the host."""
+    return told[len(HEADER) :].view(torch.int64).tolist()
+
+
+def agreed(heard: torch.Tensor) -> torch.Tensor:
+    """Whether all ranks can make the update, with the same batch, as an array on the device."""
+    told = heard[:, 0, :COMPARED]
+    return ((told - told[:1]).abs().amax() < TOLERANCE).reshape(1)  # a NaN is not less
 
 
 def weighted(

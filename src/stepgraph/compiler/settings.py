@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.compiler.parallel import Parallel
+from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError
@@ -169,14 +169,14 @@ def divisible(parallel: Any, options: GraphCompilationOptions) -> Parallel | Non
 def fusion_of(options: GraphCompilationOptions, device: torch.device, parallel: Parallel | None = None) -> Fusion:
     """On CUDA a fused step repays its long compilation, on the CPU a tiny one does; elsewhere it must be requested.
 
-    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. Ranks fuse only on request: if they promise
-    the same bits, the time that compiling takes must not decide which steps are fused.
+    CHECK_NUMERICS is for debugging; on the CPU its steps stay as they are. If ranks promise the same bits, they fuse
+    only on request: the time that compiling takes must not decide which steps are fused.
     """
     if options & (GraphCompilationOptions.DISABLE_LAYER_FUSION | GraphCompilationOptions.DETERMINISTIC):
         return Fusion.NEVER
     if GraphCompilationOptions.FUSE_LAYERS in options:
         return Fusion.FIRST
-    if parallel is not None:
+    if parallel is not None and (parallel.order == TREE or device.type == "cpu"):
         return Fusion.NEVER
     if device.type == "cpu" and GraphCompilationOptions.CHECK_NUMERICS not in options:
         return Fusion.FIXED

@@ -34,6 +34,7 @@ class KeyKind(StrEnum):
     TOTAL = "total"
     NEWS = "news"
     HEARD = "heard"
+    AGREED = "agreed"
     ROUNDED = "rounded"
     SHARE = "share"
     NUMBERS = "numbers"
@@ -41,6 +42,7 @@ class KeyKind(StrEnum):
     SCALE = "scale"
     SEEDS = "seeds"
     REFUSED = "refused"
+    OFFSETS = "offsets"
     HANDED_ON = "handed on"
 
 
@@ -128,11 +130,13 @@ class Limit(NamedTuple):
 
 NEWS = Key(KeyKind.NEWS)  # what this rank tells the others, see `compiler/news.py`, and its shares in the losses
 HEARD = Key(KeyKind.HEARD)  # what all ranks have told
+AGREED = Key(KeyKind.AGREED)  # whether all ranks can make an update, where the device decides it
 NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers
 SHARE = Key(KeyKind.SHARE)  # the weight of new parameters in their moving averages
 STREAM = Key(KeyKind.STREAM)  # [seed, step] of the random stream
 SCALE = Key(KeyKind.SCALE)  # the loss scale, and the finite steps since it last changed
 REFUSED = Key(KeyKind.REFUSED)  # the first index out of range, see `compiler/guard.py`; zeros if there was none
+OFFSETS = Key(KeyKind.OFFSETS)  # what to add to the place of an index in a shard, for its place in the batch
 SEEDS = Key(KeyKind.SEEDS)  # the factor of each loss's gradient: 1, but for parts of a larger batch
 
 
@@ -175,6 +179,8 @@ class Step:
         fusion: when PyTorch's compiler fuses operators.
         guards: whether indices are checked on the device, by the step itself; a call that has one out of range changes
             nothing.
+        decides: whether the device decides, by what ranks have told each other, if an update changes anything;
+            otherwise the host does, before it.
         precision: what a GPU may round float32 factors to.
         memory_limit: bytes that the whole step may need, including parameters and optimizer state.
         names: the names of layers and parameters in profiles and plans.
@@ -205,6 +211,7 @@ class Step:
     channels_last: bool = False
     fusion: Fusion = Fusion.NEVER
     guards: bool = False
+    decides: bool = False
     precision: Precision = FULL
     memory_limit: int | None = None
     names: Mapping[Any, str] = field(default_factory=dict)

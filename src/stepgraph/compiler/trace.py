@@ -22,7 +22,9 @@ from stepgraph.compiler.program import Program, adopt_tags
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.recorder import Unsupported, record
 from stepgraph.compiler.step import (
+    AGREED,
     NUMBERS,
+    OFFSETS,
     REFUSED,
     SCALE,
     SEEDS,
@@ -119,7 +121,7 @@ def input_keys(step: Step) -> list[Key]:
     """What a step reads, in a fixed order."""
     keys = [value(tensor) for tensor in (*step.feeds, *step.held)] + [STREAM]
     if step.guarded:
-        keys.append(REFUSED)
+        keys += [REFUSED, OFFSETS] if step.shards else [REFUSED]
     if step.differentiates:
         keys += [user_gradient(tensor) for tensor in step.seeded]
         if step.optimizer is not None:
@@ -129,6 +131,8 @@ def input_keys(step: Step) -> list[Key]:
             if step.averages:
                 keys += [*map(average, owned), SHARE]
             keys += map(rounded, step.rounded)
+            if step.decides:
+                keys.append(AGREED)
         if step.scales_loss:
             keys.append(SCALE)
         if step.seeds_losses:
@@ -168,8 +172,10 @@ def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) 
             return (1,), torch.float32
         case KeyKind.SCALE:
             return (2,), torch.float32
-        case KeyKind.REFUSED:
+        case KeyKind.REFUSED | KeyKind.OFFSETS:
             return (len(step.guarded),), torch.int64
+        case KeyKind.AGREED:
+            return (1,), torch.bool
         case KeyKind.SEEDS:
             return (len(step.losses),), torch.float32
         case _:

@@ -28,7 +28,9 @@ from stepgraph.compiler.collectives import of_all_ranks, updated_
 from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
 from stepgraph.compiler.step import (
+    AGREED,
     NUMBERS,
+    OFFSETS,
     REFUSED,
     SCALE,
     SEEDS,
@@ -171,8 +173,11 @@ class _Walk:
         if not self.notes:
             return None
         with _tagged("indices", Phase.FORWARD):
-            found = [self.notes[tensor] for tensor in self.step.guarded]
-            notes = guard.kept(self.arrays[REFUSED], torch.cat(found) if len(found) > 1 else found[0])
+            every = [self.notes[tensor] for tensor in self.step.guarded]
+            found = torch.cat(every) if len(every) > 1 else every[0]
+            if self.step.shards:
+                found = guard.moved(found, self.arrays[OFFSETS])
+            notes = guard.kept(self.arrays[REFUSED], found)
             accepted = guard.accepts(notes)
             for key in (value(node.results[0]) for node in self.step.losses):
                 self.found[key] = torch.where(accepted, self.found[key], torch.nan)
@@ -311,12 +316,13 @@ class _Walk:
                 _adapt(self.arrays[SCALE], finite, self._allowed())
 
     def _allowed(self, finite: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Whether an update may change anything: gradients are finite, and no index was out of range."""
-        if not self.notes:
+        """Whether an update may change anything: gradients are finite, no index was out of range, all ranks agree."""
+        if not self.notes and not self.step.decides:
             return finite
         if self.accepted is None:
             # Read from where calls keep it: if passes run separately, any of several forward passes may have noted one.
-            self.accepted = guard.accepts(self.arrays[REFUSED])
+            decides = self.step.decides
+            self.accepted = self.arrays[AGREED][0] if decides else guard.accepts(self.arrays[REFUSED])
         return self.accepted if finite is None else self.accepted & finite
 
     def _finite(self, gradients: Mapping[Tensor, torch.Tensor]) -> torch.Tensor:

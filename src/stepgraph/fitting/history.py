@@ -34,7 +34,8 @@ class History:
         notes: what else there is to know: a loss that was not finite, batches that ran in parts, checkpoints or a
             report that could not be written.
         ranks: for each of several processes that trained together its `rank`, the `seconds` of an update, the share of
-            them spent `waiting` for the others, and its `memory` in bytes: on a GPU, or the peak of the process.
+            them spent `waiting` for the others, which is None on GPUs, and its `memory` in bytes: on a GPU, or the peak
+            of the process.
 
     Example:
         >>> history = History([{"epoch": 1, "step": 10, "loss": 0.5, "rate": 0.1, "seconds": 1.0}])
@@ -121,7 +122,9 @@ class History:
 
 
 def _rank(one: Mapping[str, Any]) -> str:
-    times = f"{one['seconds'] * 1000:.1f} ms per update, {one['waiting']:.0%} of it waiting for other ranks"
+    times = f"{one['seconds'] * 1000:.1f} ms per update"
+    if one["waiting"] is not None:
+        times += f", {one['waiting']:.0%} of it waiting for other ranks"
     return f"rank {one['rank']}: {times}, {draw.size(one['memory'])}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,13 +55,22 @@ class Ranks:
         self.waited += self.world.place.waited - waited
 
     def rows(self) -> list[dict[str, Any]]:
-        """A line per rank, on each of them; none if there is only one."""
+        """A line per rank, on each of them; none if there is only one.
+
+        GPUs wait for each other inside a captured step, where this program cannot see it.
+        """
         if self.world.size == 1:
             return []
         step = self.seconds / max(self.updates, 1)
-        mine = [step, self.waited / max(self.seconds, 1e-9), memory_used(self.device) or 0]
+        waiting = math.nan if self.device.is_cuda else self.waited / max(self.seconds, 1e-9)
+        mine = [step, waiting, memory_used(self.device) or 0]
         found = self.world.gather_numbers(mine, "times of ranks")
         return [
-            {"rank": rank, "seconds": seconds, "waiting": min(waiting, 1.0), "memory": int(memory)}
+            {
+                "rank": rank,
+                "seconds": seconds,
+                "waiting": None if math.isnan(waiting) else min(waiting, 1.0),
+                "memory": int(memory),
+            }
             for rank, (seconds, waiting, memory) in enumerate(found)
         ]

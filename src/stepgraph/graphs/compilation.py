@@ -36,6 +36,7 @@ Arrays = dict[Key, torch.Tensor]
 LARGEST = 1 << 24  # numbers of a prediction up to which a training step keeps it unasked: 64 MiB in float32
 
 ROUNDED = {"cuda"}  # where copies of parameters in the compute type are kept: on the CPU, anyone can write to memory
+DECIDED = {"cuda"}  # where the device decides if ranks can make an update: reading what they have told synchronizes
 GUARDED = {"cuda"}  # where steps check indices: an operator cannot refuse one, and looking at them synchronizes
 
 
@@ -170,10 +171,17 @@ class Compilation:
     def guards_indices(self) -> bool:
         """Whether a step checks indices on the device, and shows in its losses that one is out of range.
 
-        Linked graphs and other ranks would not know it of one another, and a step that is rolled back would forget it.
+        Linked graphs would not know it of one another, and a step that is rolled back would forget it. Ranks tell each
+        other, where the device decides about their update.
         """
-        alone = len(self.group) == 1 and not self.checks_numerics and not self.shards
-        return self.device.torch.type in GUARDED and bool(self.losses) and alone
+        alone = len(self.group) == 1 and not self.checks_numerics
+        tells = not self.shards or self.world.is_alone or self.decides
+        return self.device.torch.type in GUARDED and bool(self.losses) and alone and tells
+
+    @property
+    def decides(self) -> bool:
+        """Whether the device decides if an update counts. A step that may be rolled back is looked at anyway."""
+        return self.device.torch.type in DECIDED and not (self.world.is_alone or self.checks_numerics)
 
     @property
     def guarded(self) -> dict[Tensor, Limit]:
@@ -213,6 +221,7 @@ class Compilation:
             groups=self.groups(),
             shards=self.shards,
             ownership=self.ownership,
+            decides=self.decides,
             averages=declared.optimizer is not None and declared.average is not None,
             rounds=self.device.torch.type in ROUNDED,
             seeded=self.seeded(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Division:
         shares: the share of each shard in each loss, if the number of rows decides it.
         buckets: the gradients that are exchanged.
         news: what ranks tell each other about a shard.
+        offsets: by shard, how many elements of each tensor whose indices it checks are in front of it.
     """
 
     spans: list[tuple[int, int]]
@@ -45,6 +46,7 @@ class Division:
     shares: torch.Tensor | None
     buckets: tuple[Bucket, ...]
     news: Layout
+    offsets: torch.Tensor
 
     @cached_property
     def single(self) -> dict[Key, torch.Tensor]:
@@ -91,7 +93,17 @@ def divided(compiled: Compilation, batch: int, shards: int) -> Division:
             raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
         shapes[key] = shape
     fixed, step = _fixed_shares(compiled, pieces), executable.step
-    return Division(pieces, part, losses, shapes, fixed, _buckets(part, step), layout(part, step))
+    told, offsets = layout(part, step), _offsets(compiled, step, pieces)
+    return Division(pieces, part, losses, shapes, fixed, _buckets(part, step), told, offsets)
+
+
+def _offsets(compiled: Compilation, step: Step, pieces: list[tuple[int, int]]) -> torch.Tensor:
+    """How many elements of each guarded tensor are in front of each shard; what has no rows is passed whole."""
+    rows = pieces[0][1]
+    batched = {tensor for tensor in step.guarded if tensor not in step.fed or compiled.feeds.is_batched(tensor)}
+    each = [step.descriptors[one].element_count // rows if one in batched else 0 for one in step.guarded]
+    found = [[start * count for count in each] for start, _ in pieces]
+    return torch.tensor(found, dtype=torch.int64, device=compiled.device.torch)
 
 
 def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
@@ -131,8 +143,20 @@ def shares(amounts: list[list[Any]], losses: tuple[Node, ...], device: torch.dev
         losses: the losses.
         device: where the shares are.
     """
-    counted = torch.stack([torch.stack([torch.as_tensor(one).to(device) for one in row]) for row in amounts]).double()
+    counted = torch.stack([torch.stack([_number(one, device) for one in row]) for row in amounts])
     total = counted.sum(0)
     found = counted / torch.where(total == 0, 1, total)  # where nothing counts, there is nothing to divide
-    means = torch.tensor([reduction(node) is ReductionType.MEAN for node in losses], device=device)
+    means = _flags(tuple(reduction(node) is ReductionType.MEAN for node in losses), device)
     return torch.where(means, found, 1.0)
+
+
+def _number(one: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """A number on the device; copying one there would make a GPU wait."""
+    if isinstance(one, torch.Tensor):
+        return one.to(device, torch.float64)
+    return torch.full((), one, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _flags(flags: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(flags, device=device)

@@ -53,8 +53,9 @@ def _texts(compilation: Compilation | None) -> list[str]:
         text = "The first call compiles a program for its number of rows; memory_plan_for(rows) plans its memory."
         return [text, _lines(described_step(compilation.step(batch, trains)))]
     program = programs.program(batch, trains)
-    key = compilation.whole, batch
-    executable = programs.in_use(*key) if key in programs.executables else None
+    names = (PartName.LAST, compilation.whole)  # a rank with one shard runs only the last
+    made = [name for name in names if (name, batch) in programs.executables]
+    executable = programs.in_use(made[0], batch) if made else None
     switch = programs.switches.get(batch) if trains else None
     return [str(programs.plan), _lines(described(program, executable, switch))]
 

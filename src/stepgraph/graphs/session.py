@@ -26,7 +26,7 @@ from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import profile
-from stepgraph.runtime.refusal import Refusal, explanation
+from stepgraph.runtime.refusal import Check, Refusal, explanation
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
 from stepgraph.system.interrupts import Uninterrupted
@@ -100,6 +100,7 @@ class Session:
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
         self._refusal = self._new_refusal()
+        self.verdict: Check | None = None  # on the last update of several ranks
         self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
 
     @property
@@ -222,9 +223,14 @@ class Session:
         note = None if self.state is None else self.state.arrays.get(REFUSED)
         if note is None:
             return None
-        return Refusal(note, explanation(self.compilation.guarded, self.feeds.titles), self._refused)
+        return Refusal(note, explanation(self.compilation.guarded, self.feeds.titles), self.refused)
 
-    def _refused(self) -> None:
+    @property
+    def refusal(self) -> Check | None:
+        """What the device notes about indices out of range; None if it checks none."""
+        return self._refusal
+
+    def refused(self) -> None:
         """Continues from before the call that the device has refused; it and those after it changed nothing."""
         assert self.state is not None
         self.state.read_steps()
@@ -232,10 +238,11 @@ class Session:
         self._refusal = self._new_refusal()
 
     def require_accepted(self) -> None:
-        """Raises if the device has refused a call because of an index out of range."""
-        if self._refusal is not None:
-            with executions.turn(self.device):
-                self._refusal.require_none()
+        """Raises if the device has refused a call: an index was out of range, or another rank has failed."""
+        for check in (self.verdict, self._refusal):
+            if check is not None:
+                with executions.turn(self.device):
+                    check.require_none()
 
     def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that has passed all checks."""

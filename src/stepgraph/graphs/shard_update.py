@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from math import nan
 from typing import Any
 
 import torch
 
 from stepgraph.compiler import collectives
-from stepgraph.compiler.news import DTYPE, HEADER, weighted
+from stepgraph.compiler.news import DTYPE, HEADER, tell_notes_, weighted
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.shards import TreeSum
-from stepgraph.compiler.step import HEARD, NEWS, STREAM, Key, gradient, partial_sum, piece, total, value
+from stepgraph.compiler.step import (
+    AGREED,
+    HEARD,
+    NEWS,
+    OFFSETS,
+    REFUSED,
+    STREAM,
+    Key,
+    gradient,
+    partial_sum,
+    piece,
+    total,
+    value,
+)
 from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
@@ -41,6 +55,7 @@ class Update:
         failure: the error of a shard that could not run.
         ran: the executables of its shards.
         heard: what all ranks have told, if the last shard has exchanged it.
+        agreed: whether the update counts, where the device decides it; None if it does.
     """
 
     session: Session
@@ -56,6 +71,7 @@ class Update:
     profiles: list[Profile] = field(default_factory=list)
     ran: set[Executable] = field(default_factory=set)
     heard: torch.Tensor | None = None
+    agreed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -63,6 +79,7 @@ class Update:
         state = self.session.state
         assert state is not None
         self.stream, self.factors = state.arrays[STREAM], state.loss_factors
+        self.notes, self.offsets = state.arrays.get(REFUSED), state.arrays.get(OFFSETS)
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone()
@@ -74,8 +91,12 @@ class Update:
         """
         flat = [array.reshape(-1) for array in self.feeds.values()]
         few = torch.cat([one[:: max(1, len(one) // SAMPLE)].double() for one in flat])
-        found = _header(self.failure is not None, self.division.batch, readiness, few.device).clone()
-        found[HEADER.index("sample")] = few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device))
+        failed = self.failure is not None
+        found = _header(failed, self.division.batch, self.division.news.notes, readiness, few.device).clone()
+        sample = few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device))
+        found[HEADER.index("sample")] = sample.asinh_()  # large ones differ by their ratio
+        if self.notes is not None:
+            tell_notes_(found, self.notes)
         return found
 
     @cached_property
@@ -139,7 +160,7 @@ class Update:
             collectives.finish_all(group)
             device = self.session.device.torch
             return [bucket.zeros(device, rank) for bucket in buckets[:sent]]
-        self.heard = found[HEARD]
+        self.heard, self.agreed = found[HEARD], found.get(AGREED)
         self._keep_rows(found)
         return [found[total(bucket)] for bucket in range(len(buckets))]
 
@@ -159,6 +180,8 @@ class Update:
         rows, arrays = self.division.rows(shard), self._cut(shard)
         try:
             self.factors.copy_(self.shares[shard])
+            if self.offsets is not None:
+                self.offsets.copy_(self.division.offsets[shard])
             self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
             self._restore_statistics()
             binding = self.session.bound(part, rows)
@@ -166,7 +189,7 @@ class Update:
             try:
                 return self._run(binding, arrays if more is None else arrays | more())
             except ExecutionError:
-                self.session.require_indices(rows, arrays)
+                self.session.require_indices(self.division.batch, self.feeds)  # an error names a row of the batch
                 raise
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
             self.failure = error
@@ -193,6 +216,8 @@ class Update:
 
     def losses(self, numbers: torch.Tensor) -> Arrays:
         """The losses that are one number, of the whole batch."""
+        if self.agreed is not None:
+            numbers = torch.where(self.agreed, numbers[: len(self.division.losses)], torch.nan)
         found, single = dict(zip(self.division.losses, numbers, strict=False)), self.division.single
         return {key: found[key].to(like.dtype).reshape(like.shape) for key, like in single.items()}
 
@@ -200,11 +225,12 @@ class Update:
         """Sets statistics to the mean over the rows of all shards, and moves the random stream on."""
         counts = [array.numel() for array in self.statistics.values()]
         means = (numbers[len(self.division.losses) :] / self.division.batch).split(counts)
-        for array, mean in zip(self.statistics.values(), means, strict=True):
-            array.copy_(mean.view(array.shape))
+        for (key, array), mean in zip(self.statistics.items(), means, strict=True):
+            new = mean.view(array.shape)
+            array.copy_(new if self.agreed is None else torch.where(self.agreed, new, self.before[key]))
         self.stream.copy_(self.position)
         if STREAM in self.division.part.written:
-            self.stream[1].add_(1)
+            self.stream[1].add_(1 if self.agreed is None else self.agreed[0])
         self.factors.fill_(1)
 
     def update(self, totals: Mapping[Tensor, torch.Tensor]) -> bool:
@@ -272,7 +298,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _header(failed: bool, rows: int, readiness: float, device: torch.device) -> torch.Tensor:
-    """A header without its sample; copying one to a GPU in every step would wait for it."""
-    numbers = {"failed": failed, "rows": rows, "readiness": readiness}
-    return torch.tensor([float(numbers.get(name, 0)) for name in HEADER], dtype=DTYPE, device=device)
+def _header(failed: bool, rows: int, notes: int, readiness: float, device: torch.device) -> torch.Tensor:
+    """A header without its sample and notes; copying one to a GPU in every step would wait for it."""
+    numbers = {"failed": nan if failed else 0, "rows": rows, "readiness": readiness}
+    return torch.tensor([*(numbers.get(name, 0.0) for name in HEADER), *[0.0] * notes], dtype=DTYPE, device=device)

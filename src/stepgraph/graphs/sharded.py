@@ -4,23 +4,24 @@ A shard is a run of the part `shard`: forward and gradient of some rows, which c
 behind is summed over all of them, in a fixed order: gradients, each weighted by the rows or labels that count; losses;
 the statistics of layers, which start from the same values in each shard. Then the part `update` runs, on every rank.
 A rank that fails says so in the first exchange, so that no other waits for it and all continue from before the call.
+On a GPU, the device decides by what ranks have told whether the update changes anything; the host learns of it later
+(`runtime/verdict.py`), since looking at once would make the GPU wait for the host in every update.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from stepgraph.compiler import guard
 from stepgraph.compiler.exchange import gradient_buckets
-from stepgraph.compiler.news import HEADER
+from stepgraph.compiler.news import HEADER, agreed
 from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.shards import TreeSum, own
 from stepgraph.compiler.slices import Traffic, traffic
-from stepgraph.compiler.step import Fusion, gradient, value
-from stepgraph.errors import ExecutionError, NumericsError
+from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
+from stepgraph.errors import DataError, ExecutionError, NumericsError
 from stepgraph.graphs import fused_together, synchronized
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.division import Division, divided
@@ -29,10 +30,13 @@ from stepgraph.graphs.shard_update import Update
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import exchange
 from stepgraph.runtime.exchange import Pieces
+from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
+from stepgraph.runtime.refusal import explanation
 from stepgraph.runtime.sliced import Sliced
+from stepgraph.runtime.verdict import Verdict, disagreement
 from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
@@ -52,6 +56,7 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        self._last: tuple[Verdict, list[Executable]] | None = None  # on the last update, if the device has decided
         compiled = session.compilation
         self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
         if not world.is_alone:
@@ -81,7 +86,7 @@ class Shards:
         session.check_destinations(outputs_data, division.part, division.shapes)
         session.accept(feeds, batch, options)
         timed = ExecutionOptions.PROFILING in options
-        execution = Execution(session.device, timed, announced=completion is not None)
+        execution = Execution(session.device, timed, announced=completion is not None, refusal=session.refusal)
         with Uninterrupted():
             if not session.compilation.checks_numerics:
                 session.discard_everything()
@@ -109,8 +114,9 @@ class Shards:
             with over_ranks.among(world.gather):
                 for shard in earlier:
                     update.run(shard)
+                self._settle()
                 totals = self._summed(update, last)
-            numbers = self._agreed(update)
+            numbers = self._told(update)
             results = update.losses(numbers) | self._joined(update)
             update.store_statistics(numbers)
             counts = self._applied(update, totals)
@@ -142,11 +148,12 @@ class Shards:
                 synchronized.take_rest(update.division.part)
         if self.world.is_alone and update.failure is not None:
             raise update.failure
-        if len(totals) < len(buckets):
+        in_place = len(totals) == len(buckets)  # where a captured shard leaves them in every update
+        if not in_place:
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
             totals += add(sums, buckets[len(totals) :], self.world, device)
-        if device.type == "cuda":  # a captured update reads gradients where they were the last time
+        if device.type == "cuda" and not in_place:  # a captured update reads gradients where they were the last time
             self._totals = self._totals or [torch.empty_like(one) for one in totals]
             totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]
         found: Pieces = {}
@@ -167,6 +174,9 @@ class Shards:
     def _applied(self, update: Update, totals: Pieces) -> bool:
         """Updates the parameters; returns whether that counts as a step. What one rank rolls back, all do."""
         world = self.world
+        if update.failure is not None:  # the others make their update, in which this rank has a part
+            self._apply_with_others(update, totals)
+            return False
         if world.is_alone or not self.session.compilation.checks_numerics:
             return update.update(totals)
         before, failure, counts = update.copies(), None, False
@@ -180,6 +190,15 @@ class Shards:
         problem = "the part of the update that another rank makes is not finite; nothing has changed"
         raise failure or ExecutionError(f"rank {world.rank} of {world.size}", problem, fix="see the error of that rank")
 
+    @staticmethod
+    def _apply_with_others(update: Update, totals: Pieces) -> None:
+        """An update that all ranks refuse: a rank that has failed exchanges what the others wait for."""
+        try:
+            update.update(totals)
+        except ExecutionError:
+            assert update.failure is not None
+            raise update.failure from None
+
     def _shown(self, division: Division, totals: Pieces) -> Arrays:
         """Whole gradients that are read through tensors."""
         handles, found = self.session.gradients.handles, {}
@@ -192,31 +211,83 @@ class Shards:
                 found[gradient(tensor)] = mine
         return found
 
-    def _agreed(self, update: Update) -> torch.Tensor:
-        """The sum of the small numbers of all shards; raises if any rank has failed, or has another batch."""
+    def _told(self, update: Update) -> torch.Tensor:
+        """The sum of the small numbers of all shards, if all ranks can make the update, with the same batch.
+
+        Otherwise, it raises an error; or the device refuses the update, and an error is raised later.
+        """
         failure, world, division = update.failure, self.world, update.division
         if world.is_alone:  # nothing to compare, and reading a GPU's numbers would synchronize
             if failure is not None:
                 raise failure
+            update.agreed = None if update.notes is None else guard.accepts(update.notes).reshape(1)
             return update.numbers.total[0]
         heard = update.heard
         if heard is None:
             heard = exchange.gathered(update.numbers, update.header(self._readiness(update)), division.news, world)
-        headers = heard[:, 0, : len(HEADER)].tolist()
-        if failure is not None:
-            raise failure
-        where = f"rank {world.rank} of {world.size}"
-        for rank, (failed, rows, sample, _) in enumerate(headers):
-            if failed:
-                problem = f"rank {rank} failed in this step; nothing has changed"
-                raise ExecutionError(where, problem, fix=f"see the error of rank {rank}")
-            if rows != headers[0][1] or not math.isclose(sample, headers[0][2], rel_tol=1e-9, abs_tol=1e-9):
-                problem = f"ranks 0 and {rank} have different batches, of {headers[0][1]:.0f} and {rows:.0f} rows"
-                fix = "pass the whole batch, with its rows in the same order, on every rank; each takes its own rows"
-                raise ExecutionError(where, problem, fix=fix)
-        if self._fuses:
-            fused_together.settle(update.executables, [readiness for *_, readiness in headers])
+        verdict = self._verdict(update, heard[:, 0, : division.news.head])
+        if self.session.compilation.decides:
+            self._let_device_decide(update, heard, verdict)
+        else:
+            self._require_accepted(update, verdict)
+            self._switch(verdict, self._executables(update))
         return exchange.added(heard, division.news, world)
+
+    def _verdict(self, update: Update, told: torch.Tensor) -> Verdict:
+        """Whether an update counts, by what all ranks have told."""
+        failure, world = update.failure, self.world  # an update has gradients, which must not be kept
+        return Verdict(told, lambda found: failure or disagreement(found, world, self._explained), self._refused)
+
+    def _require_accepted(self, update: Update, verdict: Verdict) -> None:
+        """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
+        try:
+            verdict.require_none()
+        except ExecutionError:
+            self.session.require_indices(update.division.batch, update.feeds)
+            raise
+
+    def _explained(self, noted: list[int]) -> DataError:
+        """The error for what a rank has noted about indices."""
+        return explanation(self.session.compilation.guarded, self.session.feeds.titles)(noted)
+
+    def _let_device_decide(self, update: Update, heard: torch.Tensor, verdict: Verdict) -> None:
+        state = self.session.state
+        assert state is not None
+        if update.agreed is None:
+            update.agreed = agreed(heard)
+        state.arrays[AGREED].copy_(update.agreed)
+        update.execution.check(verdict)
+        self.session.verdict, self._last = verdict, (verdict, self._executables(update))
+
+    def _settle(self) -> None:
+        """Takes note of the verdict on the last update, before this rank sends anything: all ranks do so here."""
+        if self._last is not None:
+            verdict, executables = self._last
+            self._last = None
+            verdict.require_none()
+            self._switch(verdict, executables)
+
+    def _executables(self, update: Update) -> list[Executable]:
+        """What this rank runs in an update, and may have fused."""
+        return update.executables if self._fuses else []
+
+    @staticmethod
+    def _switch(verdict: Verdict, executables: list[Executable]) -> None:
+        """Lets this rank run fused operators as soon as all can."""
+        if executables:
+            readiness = verdict.told[:, HEADER.index("readiness")].tolist()
+            fused_together.settle(executables, readiness)
+
+    def _refused(self) -> None:
+        """Continues from before an update that the device has refused."""
+        session, state = self.session, self.session.state
+        if state is None or not session.compilation.decides:
+            return
+        self._last = session.verdict = None
+        state.arrays[AGREED].fill_(True)
+        if REFUSED in state.arrays:
+            state.arrays[REFUSED].zero_()
+        session.refused()
 
     def _readiness(self, update: Update) -> float:
         """Whether this rank can run fused operators."""
@@ -230,7 +301,7 @@ class Shards:
             like = division.joined[key]
             times = shape[0] // division.batch
             mine = torch.zeros((max(counts) * times, *shape[1:]), dtype=like.dtype, device=like.device)
-            if update.rows[key]:
+            if update.rows[key] and update.failure is None:
                 torch.cat(update.rows[key], out=mine[: counts[world.rank] * times])
             everyone = world.gather(mine, f"rows of '{key.owner.label}'")()
             found[key] = torch.cat([one[: count * times] for one, count in zip(everyone, counts, strict=True)])

@@ -764,6 +764,8 @@ class TrainingGraph(CompiledGraph):
             decay=self._declared.average,
             factors=len(compilation.losses) if compilation.shards or len(compilation.losses) > 1 else 0,
             guarded=len(compilation.guarded),
+            offsets=compilation.shards > 0,
+            decides=compilation.decides,
             ownership=compilation.ownership,
             world=compilation.world,
         )

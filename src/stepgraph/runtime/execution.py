@@ -24,7 +24,7 @@ from stepgraph.device import Device
 from stepgraph.errors import DataError, UnknownNameError
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import Profile
-from stepgraph.runtime.refusal import Refusal
+from stepgraph.runtime.refusal import Check
 from stepgraph.runtime.results import Lent
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -87,7 +87,7 @@ class Execution:
         "_started", "_stream", "_timed", "error", "profile",
     )  # fmt: skip
 
-    def __init__(self, device: Device, timed: bool, announced: bool = False, refusal: Refusal | None = None) -> None:
+    def __init__(self, device: Device, timed: bool, announced: bool = False, refusal: Check | None = None) -> None:
         self.error: Exception | None = None
         self.profile: Profile | None = None
         self._like: Tensor | None = None
@@ -109,6 +109,10 @@ class Execution:
             else:
                 self._stream = torch_private.raw_stream(self._device.index)
         self._started = time.perf_counter() if timed else 0.0
+
+    def check(self, refusal: Check) -> None:
+        """Lets whoever reads results learn whether the device has refused the call."""
+        self._refusal = refusal
 
     def finish(
         self,

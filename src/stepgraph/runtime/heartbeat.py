@@ -162,20 +162,26 @@ class Heartbeat:
             time.sleep(0.05)
 
     def _repeat(self) -> None:
-        last, since = self.place.number, time.monotonic()
+        last, since = self._progress, time.monotonic()
         try:
             while not self._stop.wait(self.pause):
                 self._say()
-                if self.place.number != last:
-                    last, since = self.place.number, time.monotonic()
+                if self._progress != last:
+                    last, since = self._progress, time.monotonic()
                 elif self.alarm is not None and time.monotonic() - since > self.alarm:
                     self._raise_alarm()
                     since = inf  # once for each exchange
         except RuntimeError:  # the store has gone; an exchange that needs the others will say so
             self._is_cut_off = True
 
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """How far this rank has come. Exchanges that a GPU replays are not counted, updates are."""
+        return self.place.step, self.place.number
+
     def _raise_alarm(self) -> None:
-        found = {rank: one for rank, one in self._read().items() if _is_absent(one, self.place.number)}
+        others, mine = self._read(), self._progress
+        found = {rank: one for rank, one in others.items() if (one.step, one.number) < mine or _has_ended(one)}
         for rank, one in found.items():
             where = f"rank {rank} did not come to exchange {self.place.what} in step {self.place.step}"
             logger.error("rank %d of %d: %s: %s", self.rank, self.size, where, one.text)
@@ -200,4 +206,8 @@ class Heartbeat:
 
 
 def _is_absent(one: Message, number: int) -> bool:
-    return one.number < number or (one.has_left and not one.has_failed)
+    return one.number < number or _has_ended(one)
+
+
+def _has_ended(one: Message) -> bool:
+    return one.has_left and not one.has_failed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,13 @@ from stepgraph.compiler.step import Limit
 from stepgraph.errors import DataError
 from stepgraph.runtime.indices import refused
 from stepgraph.tensors.tensor import Tensor
+
+
+class Check(Protocol):
+    """Knows whether the device has refused a call."""
+
+    def require_none(self) -> None:
+        """Raises if it has; synchronizes with the device."""
 
 
 class Refusal:

@@ -11,7 +11,21 @@ import torch
 
 from stepgraph.compiler.kernels import number_type
 from stepgraph.compiler.slices import Ownership, Slice
-from stepgraph.compiler.step import NUMBERS, REFUSED, SCALE, SEEDS, SHARE, STREAM, Key, KeyKind, average, rounded, state
+from stepgraph.compiler.step import (
+    AGREED,
+    NUMBERS,
+    OFFSETS,
+    REFUSED,
+    SCALE,
+    SEEDS,
+    SHARE,
+    STREAM,
+    Key,
+    KeyKind,
+    average,
+    rounded,
+    state,
+)
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError
 from stepgraph.layers.node import Node
@@ -90,6 +104,8 @@ class TrainingState:
         decay: float | None,
         factors: int,
         guarded: int,
+        offsets: bool = False,
+        decides: bool = False,
         ownership: Ownership | None = None,
         world: World = ALONE,
     ) -> TrainingState:
@@ -105,6 +121,8 @@ class TrainingState:
             decay: that of the averages; None if there are none.
             factors: the number of losses that have a factor each.
             guarded: the number of tensors whose indices steps check.
+            offsets: whether they check parts of a batch, which begin somewhere in it.
+            decides: whether the device decides if an update counts, by what ranks tell each other.
             ownership: the slices of buffers that each rank has; None if each has all of them.
             world: the ranks, all of which do the same.
         """
@@ -119,6 +137,12 @@ class TrainingState:
         new.arrays.pop(REFUSED, None)  # what the device notes refers to one compilation
         if guarded:
             new.arrays[REFUSED] = torch.zeros(guarded, dtype=torch.int64, device=self.device.torch)
+        new.arrays.pop(OFFSETS, None)
+        if guarded and offsets:
+            new.arrays[OFFSETS] = torch.zeros(guarded, dtype=torch.int64, device=self.device.torch)
+        new.arrays.pop(AGREED, None)
+        if decides:
+            new.arrays[AGREED] = torch.ones(1, dtype=torch.bool, device=self.device.torch)
         if factors:
             new.arrays[SEEDS] = torch.ones(factors, device=self.device.torch)
         if optimizer is not None:

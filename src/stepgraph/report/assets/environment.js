@@ -51,7 +51,7 @@ const ranks = (run) =>
         "tr",
         null,
         element("th", { scope: "row" }, String(one.rank)),
-        [seconds(one.seconds), share(one.waiting, 1), bytes(one.memory)].map((text) =>
+        [seconds(one.seconds), AS_TIMES.waiting(one.waiting), bytes(one.memory)].map((text) =>
           element("td", { class: "numeric" }, text),
         ),
       ),
