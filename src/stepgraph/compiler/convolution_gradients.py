@@ -7,7 +7,7 @@ read what the activation is computed from, write the activation, too; then the g
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -42,8 +42,8 @@ def separate(source: fx.Node, like: fx.Node) -> None:
 
 def _wanted(node: fx.Node) -> list[bool]:
     """Which gradients an operator computes: of source, filters and biases."""
-    which = node.args[10]
-    return list(cast("list[bool]", which)) if node.target is BOTH else [which == index for index in range(3)]
+    which = cast("Any", node.args[10])
+    return list(which) if node.target is BOTH else [which == index for index in range(3)]
 
 
 def _reads(user: fx.Node, source: fx.Node) -> bool:
