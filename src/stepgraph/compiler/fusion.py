@@ -19,9 +19,10 @@ from torch import fx
 
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
+from stepgraph.compiler.expansion import Unexpandable, expand
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes
+from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -159,6 +160,12 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         complete.append(torch_private.is_complete())
         return generated[-1]
 
+    try:
+        with torch_private.compiling(arrays, settings):
+            torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
+        return _Compiled.alone(generated[0])
+    except Unexpandable as error:
+        logger.debug("PyTorch expands the operators itself: %s", error)
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
     # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
     if complete == [True] and torch_private.cache_entry(generated[0]) is not None:
@@ -230,6 +237,10 @@ def _keep_strides(graph: fx.Graph, part: Part) -> None:
     with graph.inserting_before(end):
         results = zip(end.args[0], part.results.values(), strict=True)
         ordered = [graph.call_function(_laid_out, (one, recorded.stride())) for one, recorded in results]
+    for node in ordered:
+        array, stride = fx.map_arg(node.args, fake)
+        with array.fake_mode:
+            set_fake(node, _laid_out(array, stride))
     end.args = (ordered,)
 
 

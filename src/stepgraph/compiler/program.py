@@ -86,6 +86,12 @@ def set_tag(node: fx.Node, tagged: dict[str, Any]) -> None:
     node.meta[_TAG] = tagged
 
 
+def copy_tag(node: fx.Node, other: fx.Node) -> None:
+    """Attaches the tag of another operator, if it has one."""
+    if _TAG in other.meta:
+        node.meta[_TAG] = other.meta[_TAG]
+
+
 def adopt_tags(graph: fx.Graph) -> None:
     """Creates the notes of every recorded operator."""
     for node in graph.nodes:
