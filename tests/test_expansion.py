@@ -292,4 +292,5 @@ def layouts(node: fx.Node) -> list[Any]:
 
 
 def noted(node: fx.Node) -> Any:
-    return notes(node).layer, notes(node).phase, notes(node).recomputed
+    source = [one.name for one in node.meta.get("from_node", ())[:1]]  # by which the memory plan finds layers
+    return notes(node).layer, notes(node).phase, notes(node).recomputed, source

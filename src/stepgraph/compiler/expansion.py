@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import copy_tag, fake, mutates, set_fake, storages, writes
+from stepgraph.compiler.program import derive, fake, mutates, set_fake, storages, writes
 from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
@@ -148,8 +148,7 @@ class _Work:
             self.values[node] = self.values[node.args[0]][node.args[1]]
         else:
             self.values[node] = self._repeated(node)
-        for new in _after(self.trace.graph, before):
-            copy_tag(new, node)
+        derive(_after(self.trace.graph, before), node)
 
     def _followed(self, node: fx.Node) -> Any:
         """Runs an operator on arrays that PyTorch follows through changes."""

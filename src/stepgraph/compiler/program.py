@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import traceback
 
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-_FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
+# Keys of `fx.Node.meta`; PyTorch's tracer sets all but the second.
+_FAKE, _NOTES, _TAG, _SOURCE = "val", "stepgraph", "custom", "from_node"
 _TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
 EXCHANGE = "exchange"  # the layer of operators that exchange something with other ranks
@@ -86,10 +88,13 @@ def set_tag(node: fx.Node, tagged: dict[str, Any]) -> None:
     node.meta[_TAG] = tagged
 
 
-def copy_tag(node: fx.Node, other: fx.Node) -> None:
-    """Attaches the tag of another operator, if it has one."""
-    if _TAG in other.meta:
-        node.meta[_TAG] = other.meta[_TAG]
+def derive(new: Iterable[fx.Node], node: fx.Node) -> None:
+    """Gives nodes that stand for an operator its tag and its name, which PyTorch's compiler writes above kernels."""
+    source = [traceback.NodeSource(node)]
+    for one in new:
+        one.meta[_SOURCE] = source
+        if _TAG in node.meta:
+            one.meta[_TAG] = node.meta[_TAG]
 
 
 def adopt_tags(graph: fx.Graph) -> None:
