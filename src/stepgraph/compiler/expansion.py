@@ -1,7 +1,7 @@
 """A fused step as PyTorch's compiler lowers it: composed operators taken apart, nothing changed in place.
 
 PyTorch gets there by running all operators twice without memory, first to learn what they change, then to record what
-each is composed of. A network repeats its blocks, so most operators occur many times, with the same shapes and settings.
+each is composed of. A network repeats its blocks, so most operators occur many times with equal shapes and settings.
 Here, each different operator is recorded once, by PyTorch's own rules; the others like it are copies.
 
 Arrays that some operator changes are left to PyTorch: views of them, operators that write to them, and the final copies
@@ -142,18 +142,20 @@ class _Work:
 
     def _expand(self, node: fx.Node) -> None:
         before = next(reversed(self.trace.graph.nodes))
+        arguments: Any = node.args
         if self._is_changed(node) or node in self.changing:
             self.values[node] = self._followed(node)
-        elif node.target is getitem and isinstance(self.values[node.args[0]], tuple | list):
-            self.values[node] = self.values[node.args[0]][node.args[1]]
+        elif node.target is getitem and isinstance(self.values[arguments[0]], tuple | list):
+            self.values[node] = self.values[arguments[0]][arguments[1]]
         else:
             self.values[node] = self._repeated(node)
         derive(_after(self.trace.graph, before), node)
 
     def _followed(self, node: fx.Node) -> Any:
         """Runs an operator on arrays that PyTorch follows through changes."""
-        arguments = fx.map_arg((node.args, node.kwargs), lambda one: self._functional(self.values[one]))
-        return node.target(*arguments[0], **arguments[1])
+        function: Any = node.target
+        positional, named = fx.map_arg((node.args, node.kwargs), lambda one: self._functional(self.values[one]))
+        return function(*positional, **named)
 
     def _functional(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -182,8 +184,9 @@ class _Work:
         arrays = {one: self._array(one) for one in sources}
         given = {one: self.trace.functional(array) for one, array in arrays.items()}
         last = next(reversed(self.trace.graph.nodes))
+        function: Any = node.target
         positional, named = fx.map_arg(arguments, given.__getitem__)
-        found = node.target(*positional, **named)
+        found = function(*positional, **named)
         if any(self.trace.current(given[one]) is not array for one, array in arrays.items()):
             raise _Changes(node)
         results = self._current(found)

@@ -33,11 +33,13 @@ from stepgraph.system import captures, torch_private
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
-# The executable captures the step as a CUDA graph. Small independent kernels (updates, statistics) are launched
-# together. Operators that write to views take the views themselves: version 2 would take their base with the recorded
-# strides, although the compiler may pad the product that the base is.
+# The executable captures the step as a CUDA graph, so the compiler need not look for what it could capture. Small
+# independent kernels (updates, statistics) are launched together. Operators that write to views take the views
+# themselves: version 2 would take their base with the recorded strides, although the compiler may pad the product that
+# the base is.
 SETTINGS: dict[str, Any] = {
     "triton.cudagraphs": False,
+    "graph_partition": False,
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
@@ -236,12 +238,14 @@ def _keep_strides(graph: fx.Graph, part: Part) -> None:
     (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
         results = zip(end.args[0], part.results.values(), strict=True)
-        ordered = [graph.call_function(_laid_out, (one, recorded.stride())) for one, recorded in results]
-    for node in ordered:
-        array, stride = fx.map_arg(node.args, fake)
-        with array.fake_mode:
-            set_fake(node, _laid_out(array, stride))
-    end.args = (ordered,)
+        end.args = ([_ordered(one, recorded.stride()) for one, recorded in results],)
+
+
+def _ordered(node: fx.Node, stride: Sequence[int]) -> fx.Node:
+    new = node.graph.call_function(_laid_out, (node, stride))
+    with fake(node).fake_mode:
+        set_fake(new, _laid_out(fake(node), stride))
+    return new
 
 
 def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -344,7 +344,7 @@ def current_trace() -> Trace:
 def compiling(arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> Iterator[None]:
     """The state in which the compiler takes a graph apart and compiles it; publicly it also records the graph again."""
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.compile_fx import V as current  # noqa: N811
+    from torch._inductor.compile_fx import V as current
     from torch._inductor.compile_fx import _use_lazy_graph_module, enable_python_dispatcher
     from torch._inductor.compile_fx import config as defaults
 
