@@ -34,9 +34,9 @@ class Unexpandable(Exception):
 class _Changes(Exception):
     """A function changes what it reads, which only running it has shown."""
 
-    def __init__(self, node: fx.Node) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.node = node
+        self.function = function
 
 
 def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -58,9 +58,10 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
         try:
             module = torch_private.functional_trace(work.run, arrays)
         except _Changes as found:
-            changing.add(found.node)
-            changed.update(storages(found.node))
-            changed.update(one for node in found.node.all_input_nodes for one in _known_storages(node))
+            more = graph.find_nodes(op="call_function", target=found.function)
+            changing.update(more)
+            changed.update(one for node in more for one in storages(node))
+            changed.update(one for node in more for source in node.all_input_nodes for one in _known_storages(source))
             continue
         except Unexpandable:
             raise
@@ -188,7 +189,7 @@ class _Work:
         positional, named = fx.map_arg(arguments, given.__getitem__)
         found = function(*positional, **named)
         if any(self.trace.current(given[one]) is not array for one, array in arrays.items()):
-            raise _Changes(node)
+            raise _Changes(function)
         results = self._current(found)
         nodes = tuple(_after(self.trace.graph, last))
         if _is_closed(nodes, sources):
