@@ -20,10 +20,11 @@ from torch import fx
 
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
+from stepgraph.compiler.expansion import Unexpandable, expand
 from stepgraph.compiler.launch import define_operators
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes
+from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -34,11 +35,13 @@ from stepgraph.system import captures, torch_private
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
 
-# The executable captures the step as a CUDA graph. Small independent kernels (updates, statistics) are launched
-# together. Operators that write to views take the views themselves: version 2 would take their base with the recorded
-# strides, although the compiler may pad the product that the base is.
+# The executable captures the step as a CUDA graph, so the compiler need not look for what it could capture. Small
+# independent kernels (updates, statistics) are launched together. Operators that write to views take the views
+# themselves: version 2 would take their base with the recorded strides, although the compiler may pad the product that
+# the base is.
 SETTINGS: dict[str, Any] = {
     "triton.cudagraphs": False,
+    "graph_partition": False,
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
@@ -206,6 +209,12 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         complete.append(torch_private.is_complete())
         return generated[-1]
 
+    try:
+        with torch_private.compiling(arrays, settings):
+            torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
+        return _Compiled.alone(generated[0])
+    except Unexpandable as error:
+        logger.debug("PyTorch expands the operators itself: %s", error)
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
     # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
     if complete == [True] and torch_private.cache_entry(generated[0]) is not None:
@@ -273,8 +282,14 @@ def _keep_strides(graph: fx.Graph, part: Part) -> None:
     (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
         results = zip(end.args[0], part.results.values(), strict=True)
-        ordered = [graph.call_function(_laid_out, (one, recorded.stride())) for one, recorded in results]
-    end.args = (ordered,)
+        end.args = ([_ordered(one, recorded.stride()) for one, recorded in results],)
+
+
+def _ordered(node: fx.Node, stride: Sequence[int]) -> fx.Node:
+    new = node.graph.call_function(_laid_out, (node, stride))
+    with fake(node).fake_mode:
+        set_fake(new, _laid_out(fake(node), stride))
+    return new
 
 
 def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

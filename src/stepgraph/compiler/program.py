@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import traceback
 
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-_FAKE, _NOTES, _TAG = "val", "stepgraph", "custom"  # keys of `fx.Node.meta`; PyTorch's tracer sets the first and last
+# Keys of `fx.Node.meta`; PyTorch's tracer sets all but the second.
+_FAKE, _NOTES, _TAG, _SOURCE = "val", "stepgraph", "custom", "from_node"
 _TAGGED = ("layer", "phase", "recomputed")  # the notes that a tag carries
 TINY = 1 << 16  # numbers in all results of a part
 EXCHANGE = "exchange"  # the layer of operators that exchange something with other ranks
@@ -84,6 +86,15 @@ def tag(layer: str, phase: Phase) -> dict[str, Any]:
 def set_tag(node: fx.Node, tagged: dict[str, Any]) -> None:
     """Attaches a tag to an operator, as PyTorch's tracer does."""
     node.meta[_TAG] = tagged
+
+
+def derive(new: Iterable[fx.Node], node: fx.Node) -> None:
+    """Gives nodes that stand for an operator its tag and its name, which PyTorch's compiler writes above kernels."""
+    source = [traceback.NodeSource(node)]
+    for one in new:
+        one.meta[_SOURCE] = source
+        if _TAG in node.meta:
+            one.meta[_TAG] = node.meta[_TAG]
 
 
 def adopt_tags(graph: fx.Graph) -> None:

@@ -75,7 +75,8 @@ class _Rows:
         """Numbers of blocks that divide at most one dimension, so that indices remain simple."""
         before = 1
         for extent in self.extents:
-            yield from (before * part for part in range(1, extent + 1) if extent % part == 0)
+            small = [part for part in range(1, math.isqrt(extent) + 1) if extent % part == 0]
+            yield from (before * part for one in small for part in (one, extent // one))
             before *= extent
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,6 +113,14 @@ def snapshot(array: Any) -> torch.Tensor:
     from torch._subclasses.fake_impls import fast_detach
 
     return fast_detach(array.fake_mode, array)
+
+
+def another(value: Any) -> Any:
+    """An array without memory like one, which shares nothing with it; public functions take five times as long."""
+    if not isinstance(value, FakeTensor):
+        return value
+    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, alike, value.device)
 
 
 @cache
@@ -289,6 +298,107 @@ def inductor() -> Inductor:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return Inductor(compile_fx, compile_fx_inner, fx_graph_cse)
+
+
+class Trace(NamedTuple):
+    """A recording of functions that change arrays, as operators that change nothing, while it runs."""
+
+    tracer: Any
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """What is recorded so far."""
+        return self.tracer.graph
+
+    def node(self, array: torch.Tensor) -> torch.fx.Node:
+        """The node of an array."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+        return get_proxy_slot(array, self.tracer).proxy.node
+
+    def array(self, node: torch.fx.Node, fake: torch.Tensor) -> torch.Tensor:
+        """The array of a node, followed from now on."""
+        from torch.fx.experimental.proxy_tensor import has_proxy_slot, track_tensor
+
+        if isinstance(fake, torch.Tensor) and not has_proxy_slot(fake, self.tracer):
+            track_tensor(fake, torch.fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
+        return fake
+
+    @staticmethod
+    def functional(array: torch.Tensor) -> torch.Tensor:
+        """An array that can be changed, for which nothing is changed."""
+        from torch._functorch._aot_autograd.functional_utils import to_fun
+
+        return to_fun(array)
+
+    @staticmethod
+    def current(array: torch.Tensor) -> torch.Tensor:
+        """What such an array is now."""
+        from torch._functorch._aot_autograd.functional_utils import from_fun
+
+        return from_fun(array)  # type: ignore[return-value]
+
+
+def current_trace() -> Trace:
+    """The recording in which the caller runs; no public name provides it."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    return Trace(mode.tracer)
+
+
+@contextmanager
+def compiling(arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> Iterator[None]:
+    """The state in which the compiler takes a graph apart and compiles it; publicly it also records the graph again."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import V as current
+    from torch._inductor.compile_fx import _use_lazy_graph_module, enable_python_dispatcher
+    from torch._inductor.compile_fx import config as defaults
+
+    if any(one.device.type == "cuda" for one in arrays):
+        AsyncCompile.wakeup()  # its processes start meanwhile
+    context, tracing = _tracing()
+    mode: Any = arrays[0].fake_mode  # type: ignore[attr-defined]
+    with (
+        defaults.patch(dict(settings)),
+        tracing(context(mode)),
+        current.set_fake_mode(mode),
+        _use_lazy_graph_module(True),
+        enable_python_dispatcher(),
+    ):
+        yield
+
+
+def functional_trace(function: Callable[..., Any], arrays: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Records what the operators of a function are composed of; publicly only the compiler does, for whole graphs.
+
+    The function makes arrays that it changes functional itself.
+    """
+    from torch._inductor.compile_fx import select_decomp_table
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(*given: torch.Tensor) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
+            return function(*given)
+
+    mode: Any = arrays[0].fake_mode  # type: ignore[attr-defined]
+    # Kernels are named after the operators that nodes come from.
+    with mode, FunctionalTensorMode(), torch.fx.traceback.preserve_node_meta():
+        return make_fx(traced, select_decomp_table(), _disable_torch_fn_metadata_mode=True)(*arrays)
+
+
+def compile_expanded(
+    module: torch.fx.GraphModule, arrays: Sequence[torch.Tensor], compile_inner: Callable[..., Any]
+) -> Any:
+    """Compiles what `functional_trace` returned; publicly the compiler only takes what it has recorded itself."""
+    from torch._inductor.compile_fx import BoxedBool, BoxedDeviceIndex, _graph_counter, compile_fx_forward
+
+    (end,) = module.graph.find_nodes(op="output")
+    given = {"cudagraphs": BoxedBool(False), "forward_device": BoxedDeviceIndex(None)}
+    around: Any = SimpleNamespace(**given, graph_id=next(_graph_counter))
+    return compile_fx_forward(module, arrays, len(end.args[0]), len(arrays), around, compile_inner, True)
 
 
 def written_to_memory() -> OpOverload:
