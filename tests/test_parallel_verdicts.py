@@ -213,7 +213,9 @@ def without_waiting(name: str, exchanges: bool) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_a_gpu_decides_without_waiting_for_the_host(name: str) -> None:
-    found = as_torchrun_would(f"[without_waiting({name!r}, exchanges) for exchanges in (False, True)]", __name__)
+    found = as_torchrun_would(
+        f"[without_waiting({name!r}, exchanges) for exchanges in (False, True)]", "tests.test_parallel_verdicts"
+    )
     alone, exchanging = found
     assert exchanging["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     for one in found:
