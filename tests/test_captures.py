@@ -98,6 +98,20 @@ def test_fusion_that_meets_a_capture_is_repeated_once(
 
 
 @pytest.mark.gpu
+def test_what_fails_in_a_capture_is_raised() -> None:
+    """Not that the memory of the capture, which has ended, cannot be ended again."""
+    device = torch.device("cuda")
+    before = torch.zeros(1, device=device)
+    with pytest.raises(ValueError, match="wrong"):
+        captures.capture(failing(ValueError("wrong")), device)
+    with pytest.raises(torch.OutOfMemoryError):
+        captures.capture(lambda: torch.empty(1 << 50, device=device), device)
+    graph, found = captures.capture(lambda: before + 1, device)
+    graph.replay()
+    assert found.item() == 1
+
+
+@pytest.mark.gpu
 def test_steps_are_captured_while_a_thread_waits_for_the_device() -> None:
     stop, failures = threading.Event(), 0
 

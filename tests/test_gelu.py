@@ -100,9 +100,8 @@ def test_only_half_precision_is_expanded(kind: torch.dtype, approximate: str) ->
 @pytest.mark.parametrize("kind", HALVES, ids=str)
 def test_every_number_is_accurate_in_a_generated_kernel(kind: torch.dtype, approximate: str) -> None:
     x, (value, gradient) = every(kind), OURS[approximate]
-    x = x[
-        x.double().abs() < 1e18
-    ]  # beyond, the square is infinite, and PyTorch's derivative of the approximation is NaN too
+    # Beyond, the square is infinite, and PyTorch's derivative of the approximation is NaN too.
+    x = x[x.double().abs() < 1e18]
     exact, slope = exactly(x, approximate)
     found = torch.compile(value)(x.cuda()).cpu()
     torch.testing.assert_close(found.double(), exact.to(kind).double(), rtol=1e-2, atol=1e-6)

@@ -11,7 +11,7 @@ import copy
 import ctypes
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
 from operator import attrgetter
@@ -572,10 +572,11 @@ def is_complete() -> bool:
 
 
 def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
-    """Ends the use of a memory pool by a capture that has failed; no public name does."""
+    """Ends the use of a memory pool by a capture that has failed, unless it has ended; no public name does."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    torch._C._cuda_endAllocateToPool(index, pool)
-    torch._C._cuda_releasePool(index, pool)
+    with suppress(RuntimeError):  # if only `run` failed, the end of the capture has done it
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 @contextmanager
