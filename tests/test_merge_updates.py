@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Update]:
     """Updates as on CUDA: recorded as operators with kernels, those of single parameters as soon as possible."""
     monkeypatch.setattr(KERNELS, "AS_ONE", {"cpu"})
     monkeypatch.setattr(KERNELS, "FUSED", {})
-    monkeypatch.setattr(KERNELS, "_rules", lambda optimizer, arrays, _: ["its code"] * len(arrays.parameters))
+    monkeypatch.setattr(KERNELS, "_rules", lambda optimizer, arrays, *_: ["its code"] * len(arrays.parameters))
     monkeypatch.setattr(compilation, "ROUNDED", {"cpu"})
     monkeypatch.setattr(walk, "SMALL", 9)
     monkeypatch.setattr(merge_updates, "MANY", 3)

@@ -36,7 +36,7 @@ def planned(training: sg.TrainingGraph, batch: int, ranks: int, shards: int, **s
 
 
 def test_the_plan_of_a_rank_follows_the_formulas() -> None:
-    training, size = linear(), 64 * 256 * FLOAT  # four blocks, one for each rank
+    training, size = linear(256), 256 * 256 * FLOAT  # large enough to be allocated result by result
     plan = planned(training, 8, ranks=4, shards=4)
     assert (plan.ranks, plan.shards, plan.rows) == (4, 4, 2)
     assert plan.parameters == size

@@ -33,3 +33,20 @@ def test_views_of_a_summand_are_known_as_such() -> None:
     made, first, second = operators(traced.graph)[:3]
     assert first.args[0] is made and second.args[0] is first
     assert storage(first) == storage(second) == storage(made)
+
+
+def test_arrays_keep_their_shapes() -> None:
+    """One that stays between calls would have another shape in the next call."""
+
+    def step(one: torch.Tensor) -> list[torch.Tensor]:
+        made = (one * 2).squeeze_(0)
+        return [made.unsqueeze_(1) + 1, made.t_() + 1, (one + 1).resize_(1)]
+
+    given = torch.tensor([[1.0, 2.0]])
+    traced = make_fx(step, tracing_mode="fake")(given)
+    simplify(traced)
+    traced.recompile()
+    names = [str(node.target) for node in operators(traced.graph)]
+    assert [name for name in names if "_." in name] == ["aten.resize_.default"]
+    for found, expected in zip(traced(given), step(given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

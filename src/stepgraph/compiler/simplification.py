@@ -33,6 +33,7 @@ def simplify(module: fx.GraphModule) -> None:
             refresh(node)
         if node.op != "call_function":
             continue
+        _view_out_of_place(node)
         found = next(filter(None, (find(node) for find in RULES)), None)
         if found is not None:
             stands_in[node] = found
@@ -42,6 +43,16 @@ def simplify(module: fx.GraphModule) -> None:
     for node in reversed(stands_in):
         if not mutates(node):
             graph.erase_node(node)
+
+
+def _view_out_of_place(node: fx.Node) -> None:
+    """Lets `squeeze_` and its like return a view. An array that stays between calls must keep its shape."""
+    target = node.target
+    if isinstance(target, torch_private.OpOverload) and torch.Tag.inplace_view in target.tags:
+        space, name, overload = str(target).split(".")
+        node.target = getattr(getattr(getattr(torch.ops, space), name.rstrip("_"), None), overload, target)
+        if not is_view(node):  # `resize_` has no view for that
+            node.target = target
 
 
 def _is_of_other_memory(node: fx.Node) -> bool:
