@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import label_losses, layer_norm, statistics
+from stepgraph.compiler.kernels import label_losses, layer_norm, row_sums, statistics
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import PreparedUpdate, update_by_rule, update_on_cpu, workspace
@@ -148,7 +148,7 @@ TABLE: dict[Any, Operator] = {
     ),
     torch_private.softmax.default: Operator(out=Out(torch_private.softmax.out)),
     aten.sub.Tensor: Operator(in_place=aten.sub_.Tensor),
-    aten.sum.dim_IntList: Operator(out=Out(aten.sum.IntList_out, is_for_tiny=True)),
+    aten.sum.dim_IntList: Operator(out=Out(aten.sum.IntList_out, is_for_tiny=True), workspace=row_sums.workspace),
     aten.tanh.default: Operator(in_place=aten.tanh_.default),
     aten.threshold_backward.default: Operator(
         out=Out(aten.threshold_backward.grad_input, "grad_input"), in_place=_threshold_backward
