@@ -39,7 +39,8 @@ def network(device: sg.Device, options: sg.GraphCompilationOptions, width: int =
 
 
 def small() -> sg.TrainingGraph:
-    return network(sg.Device.cpu(), sg.GraphCompilationOptions.NONE)
+    """On the CPU; never fused, for PyTorch's compiler, once loaded, stays in memory."""
+    return network(sg.Device.cpu(), sg.GraphCompilationOptions.DISABLE_LAYER_FUSION)
 
 
 def batch(rows: int = BATCH, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
