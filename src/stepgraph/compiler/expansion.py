@@ -11,7 +11,7 @@ share memory with inputs, is not expanded here at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import derive, fake, mutates, set_fake, storages, writes
+from stepgraph.compiler.program import derive, fake, mutates, refresh, set_fake, storages, writes
 from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
@@ -216,7 +216,7 @@ class _Work:
             for source in node.all_input_nodes:
                 if source in self.copied:
                     self._separate(source)
-            set_fake(node, _again(node))
+            refresh(node)
         else:
             set_fake(node, fx.node.map_aggregate(fake(node), torch_private.another))
 
@@ -286,19 +286,3 @@ def _views(nodes: Sequence[fx.Node], sources: Sequence[fx.Node]) -> frozenset[fx
             found.add(node)
         seen.update(storages(node))
     return frozenset(found)
-
-
-def _again(node: fx.Node) -> Any:
-    """The fake of a view of arrays that have other fakes now."""
-    positional, named = fx.map_arg((node.args, node.kwargs), fake)
-    array = next(iter(_arrays((positional, named))))
-    with array.fake_mode:  # type: ignore[attr-defined]
-        return node.target(*positional, **named)  # type: ignore[operator]
-
-
-def _arrays(values: Any) -> Iterator[torch.Tensor]:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list | dict):
-            yield from _arrays(value)

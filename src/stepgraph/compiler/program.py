@@ -200,8 +200,7 @@ def share_memory(node: fx.Node) -> None:
     """Gives the views of a result its memory: they may have been recorded as views of another."""
     for user in node.users:
         if is_view(user) and user.args[0] is node and not set(storages(user)) <= set(storages(node)):
-            with fakes(node)[0].fake_mode:  # type: ignore[attr-defined]
-                set_fake(user, user.target(*fx.map_arg(user.args, fake), **user.kwargs))  # type: ignore[operator]
+            refresh(user)
             share_memory(user)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, is_view, mutates, refresh, storages, writes
+from stepgraph.compiler.program import fake, is_view, mutates, share_memory, storage, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -20,17 +20,10 @@ def simplify(module: fx.GraphModule) -> None:
     """Applies `RULES` to every operator, in order. Each is visited once, so the time is linear."""
     graph = module.graph
     stands_in: dict[fx.Node, fx.Node] = {}
-    elsewhere: set[fx.Node] = set()  # views that are of other memory than when they were recorded
     for node in list(graph.nodes):
         if any(one in stands_in for one in node.all_input_nodes):
             node.args = fx.map_arg(node.args, lambda one: stands_in.get(one, one))
             node.kwargs = fx.map_arg(node.kwargs, lambda one: stands_in.get(one, one))
-            if _is_of_other_memory(node):
-                elsewhere.add(node)
-        elif is_view(node) and any(one in elsewhere for one in node.all_input_nodes):
-            elsewhere.add(node)
-        if node in elsewhere:
-            refresh(node)
         if node.op != "call_function":
             continue
         _view_out_of_place(node)
@@ -40,9 +33,11 @@ def simplify(module: fx.GraphModule) -> None:
         elif isinstance(fake(node), torch.Tensor) and len(changed := writes(node)) == 1:
             # Reading an array after an in-place change reads the array itself, in any phase.
             stands_in[node] = changed[0]
-    for node in reversed(stands_in):
+    for node, other in reversed(stands_in.items()):
         if not mutates(node):
             graph.erase_node(node)
+            if storage(node) != storage(other):  # the lifetime of memory includes what is read through views
+                share_memory(other)
 
 
 def _view_out_of_place(node: fx.Node) -> None:
@@ -53,12 +48,6 @@ def _view_out_of_place(node: fx.Node) -> None:
         node.target = getattr(getattr(getattr(torch.ops, space), name.rstrip("_"), None), overload, target)
         if not is_view(node):  # `resize_` has no view for that
             node.target = target
-
-
-def _is_of_other_memory(node: fx.Node) -> bool:
-    """Whether a view was recorded for another source: the lifetime of memory includes what is read through views."""
-    sources = node.all_input_nodes
-    return is_view(node) and len(sources) == 1 and storages(node) != storages(sources[0])
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
