@@ -29,6 +29,11 @@ def test_biases_of_many_classes_take_a_quarter_of_their_gradient() -> None:
     assert asked(32768, 32768, [0]) == 32768 * 32768 * 2 // 4
 
 
+def test_arrays_that_one_kernel_cannot_reach_are_added_up_in_parts() -> None:
+    assert asked(32768, 32768, [0], torch.float32) == asked(16384, 32768, [0], torch.float32) > 0
+    assert asked(65536 * 4, 32768, [0]) == asked(32768, 32768, [0])
+
+
 def test_little_work_is_not_divided() -> None:
     assert asked(64, 512, [0]) == 0
     assert asked(512, 1 << 20, [0]) == 0  # enough blocks without that
@@ -41,7 +46,7 @@ def test_other_sums_take_nothing(axes: list[int], device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(32768, 32768), (65536, 3072), (4096, 777), (1000, 6), (64, 512)])
+@pytest.mark.parametrize(("rows", "columns"), [(32768, 32768), (100_000, 16384), (65536, 3072), (4096, 777), (1000, 6), (64, 512)])
 def test_pytorch_takes_as_much(rows: int, columns: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     array = torch.ones(rows, columns, dtype=kind, device="cuda")

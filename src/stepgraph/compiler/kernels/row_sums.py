@@ -15,6 +15,7 @@ import torch
 THREADS, WIDEST, VECTOR = 512, 32, 4  # threads of a block, and its columns: each of so many numbers
 FEWEST, MOST = 16, 256  # numbers that a thread adds up
 RESIDENT = 2048  # threads of a multiprocessor
+INDEXED = 1 << 31  # bytes that a kernel reaches; larger arrays are halved and added up one part after another
 
 
 def workspace(given: Sequence[Any], _: int) -> int:
@@ -25,6 +26,8 @@ def workspace(given: Sequence[Any], _: int) -> int:
     if array.device.type != "cuda" or not leading or count == array.ndim or not array.is_contiguous():
         return 0
     rows, columns = math.prod(array.shape[:count]), math.prod(array.shape[count:])
+    while rows > 1 and rows * columns * array.element_size() > INDEXED:
+        rows -= rows // 2
     processors = torch.cuda.get_device_properties(array.device).multi_processor_count
     return _bytes(rows, columns, max(4, array.element_size()), processors)
 
