@@ -286,3 +286,4 @@ def test_the_program_measures_small_models_and_goes_on_with_its_file(tmp_path: A
     assert found["gpt2"] == first and list(found) == ["gpt2", "unet", "bert"]
     assert found["bert"]["at_once"] == 4 and found["bert"]["contenders"]["eager"]["ratio"]
     assert all(calls > 0 and ms >= 0 for _, calls, ms in found["unet"]["rows"][OURS]["kernels"])
+    assert all(row["warm"]["ready"] > 0 for row in found["bert"]["rows"].values())

@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.real.contenders import CONTENDERS, OURS, OURSELVES
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
-from benchmarks.real.turns import LONG, Failed, Process, Task, Who, prepared, rounds
+from benchmarks.real.turns import LONG, Failed, Process, Task, Who, prepared, ready_again, rounds
 from benchmarks.real.worker import MEMORY
 
 PROFILED = 5  # steps
@@ -109,7 +109,8 @@ def measured(
             rows = _in_groups(task, {name: Path(folder, "alone", name) for name in names}, 1, given, said)
         if given.warm:
             for name in (name for name, row in rows.items() if "rounds" in row):
-                rows[name]["warm"] = _again(task, name, caches[name])
+                who = Who(task.model, name)
+                rows[name]["warm"] = ready_again({who: (task, caches[name])})[who]
     return rows
 
 
@@ -141,12 +142,13 @@ def _in_groups(
 
 def together(
     wanted: dict[str, Wanted], given: argparse.Namespace, said: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+) -> dict[str, dict[str, dict[str, Any]]]:
     """The rows of several models whose contenders all get ready at once; each model then has its own rounds."""
     rows: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in wanted}
     with tempfile.TemporaryDirectory() as folder:
         everybody = [Who(model, name) for model, one in wanted.items() for name in one.contenders]
-        ready = prepared({who: (wanted[who.model].task, Path(folder, *who)) for who in everybody}, said)
+        tasks = {who: (wanted[who.model].task, Path(folder, *who)) for who in everybody}
+        ready = prepared(tasks, said)
         for who, (_, row) in ready.items():
             rows[who.model][who.contender] = row
         for model in wanted:
@@ -156,7 +158,10 @@ def together(
                 _profile(rows[model], alive)
             for process in alive.values():
                 process.end()
-            yield model, rows[model]
+        if given.warm:
+            for who, found in ready_again({who: tasks[who] for who in everybody if ready[who][0] is not None}).items():
+                rows[who.model][who.contender]["warm"] = found
+    return rows
 
 
 def _note(rows: dict[str, dict[str, Any]], times: dict[str, list[float]], failed: dict[str, str], ours: str) -> None:
@@ -179,25 +184,13 @@ def _profile(rows: dict[str, dict[str, Any]], processes: dict[str, Process]) -> 
             rows[name]["kernels"] = str(error)
 
 
-def _again(task: Task, name: str, caches: Path) -> dict[str, Any]:
-    """The times of getting ready in another process with the same caches."""
-    process = Process(task, name, caches)
-    try:
-        process.load()
-        return process.begin()
-    except Failed as error:
-        return {"failed": str(error)}
-    finally:
-        process.end()
-
-
 def measured_models(
     wanted: dict[str, Wanted], given: argparse.Namespace, said: Callable[[str], None]
 ) -> Iterator[tuple[str, dict[str, dict[str, Any]], float]]:
     """The rows of each model and the minutes they took, as soon as they are there."""
     started = time.monotonic()
     if given.together:
-        for name, rows in together(wanted, given, said):
+        for name, rows in together(wanted, given, said).items():
             yield name, rows, (time.monotonic() - started) / 60
         return
     for name, one in wanted.items():

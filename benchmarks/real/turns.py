@@ -156,9 +156,7 @@ def prepared(
         wanted: models and contenders, each with what to do and the folder for its caches.
         said: told when one is ready.
     """
-    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    share = max(1, len(known) // len(wanted))
-    shares = [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(len(wanted))]
+    shares = _shares(len(wanted))
 
     def one(who: Who, cores: Sequence[int]) -> tuple[Process | None, dict[str, Any]]:
         task, caches = wanted[who]
@@ -168,12 +166,39 @@ def prepared(
         except Failed as error:
             process.end()
             said(f"{who.model}, {who.contender}: {error}")
-            return None, {"cores": share, "failed": str(error)}
+            return None, {"cores": len(cores), "failed": str(error)}
         said(f"{who.model}, {who.contender}: {in_short(row)}")
-        return process, {"cores": share, **row}
+        return process, {"cores": len(cores), **row}
 
     with ThreadPoolExecutor(len(wanted)) as pool:
         return dict(zip(wanted, pool.map(one, wanted, shares), strict=True))
+
+
+def ready_again(wanted: Mapping[Who, tuple[Task, Path]]) -> dict[Who, dict[str, Any]]:
+    """The times of getting ready in other processes with the caches of the first ones, all at the same time."""
+
+    def one(who: Who, cores: Sequence[int]) -> dict[str, Any]:
+        task, caches = wanted[who]
+        process = Process(task, who.contender, caches, cores)
+        try:
+            process.load()
+            return process.begin()
+        except Failed as error:
+            return {"failed": str(error)}
+        finally:
+            process.end()
+
+    if not wanted:
+        return {}
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return dict(zip(wanted, pool.map(one, wanted, _shares(len(wanted))), strict=True))
+
+
+def _shares(count: int) -> list[list[int]]:
+    """The cores of each of some processes."""
+    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    share = max(1, len(known) // count)
+    return [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(count)]
 
 
 def in_short(row: Mapping[str, Any]) -> str:
