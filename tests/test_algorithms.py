@@ -1,7 +1,9 @@
-"""Convolutions are run once ahead, each kind in a thread of its own."""
+"""Convolutions run once ahead, each kind once in a thread."""
 
 import threading
+from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler.program import Part
+from stepgraph.compiler.step import Fusion
 from stepgraph.runtime import algorithms
+from stepgraph.runtime.executable import Executable
+
+CPU = torch.device("cpu")
 
 
 def part() -> Part:
@@ -25,48 +31,132 @@ def part() -> Part:
     return Part(make_fx(function, tracing_mode="fake")(*given), (), ())
 
 
-class Noted(algorithms.Loading):
-    """Notes the convolutions that it runs, and in which thread."""
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, bool]]]:
+    """Of each convolution that runs: whether in this thread, and whether algorithms must be deterministic."""
+    found: list[tuple[bool, bool]] = []
+    here = threading.get_ident()
 
-    def __init__(self, part: Part, device: torch.device, most: int = 100) -> None:
-        super().__init__(part, device)
-        self.ran, self.most = list[int](), most
-        for node in self._convolutions:
-            node.target = partial(self._note, node.target)
-
-    def _note(self, target: Any, *given: Any) -> Any:
-        self.ran.append(threading.get_ident())
-        if len(self.ran) == self.most:
-            self.cancel()
+    def noting(target: Any, *given: Any) -> Any:
+        found.append((threading.get_ident() == here, torch.are_deterministic_algorithms_enabled()))
         return target(*given)
 
+    real = algorithms._left
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_each_kind_of_convolution_runs_ahead(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Algorithms are loaded in another thread, and chosen in this one before a step fills the memory."""
-    made: list[Noted] = []
-    monkeypatch.setattr(algorithms, "Loading", lambda *given: made.append(Noted(*given)) or made[-1])
-    algorithms.load(part(), torch.device("cpu"), is_fused)
-    (loading,) = made
-    here = [thread == threading.get_ident() for thread in loading.ran]
-    assert here == [False] * 4 + [True] * (0 if is_fused else 4)
+    def left(*given: Any) -> Any:
+        kinds = real(*given)
+        for node in kinds.values():
+            if not isinstance(node.target, partial):
+                node.target = partial(noting, node.target)
+        return kinds
 
-
-def test_loading_can_be_cancelled() -> None:
-    loading = Noted(part(), torch.device("cpu"), most=1)
-    loading.start()
-    loading.join()
-    assert len(loading.ran) == 1
+    monkeypatch.setattr(algorithms, "_left", left)
+    monkeypatch.setattr(algorithms, "_chosen", algorithms._Chosen())
+    yield found
 
 
-def test_a_device_that_is_full_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_each_kind_of_convolution_is_loaded_in_another_thread(ran: list[tuple[bool, bool]]) -> None:
+    algorithms.load(part(), CPU)
+    assert ran == [(False, False)] * 4
+
+
+def test_each_kind_of_convolution_is_chosen_once_in_a_thread(ran: list[tuple[bool, bool]]) -> None:
+    algorithms.choose(part(), CPU)
+    assert ran == [(True, False)] * 4
+    algorithms.choose(part(), CPU)
+    algorithms.load(part(), CPU)
+    assert len(ran) == 4  # PyTorch would use what it has chosen
+    other = threading.Thread(target=algorithms.choose, args=(part(), CPU))
+    other.start()
+    other.join()
+    assert [here for here, _ in ran] == [True] * 4 + [False] * 4  # each thread has choices of its own
+
+
+def test_a_part_that_has_run_has_nothing_to_choose(ran: list[tuple[bool, bool]]) -> None:
+    algorithms.note(part(), CPU)
+    algorithms.choose(part(), CPU)
+    assert not ran
+
+
+def test_a_choice_belongs_to_its_settings(ran: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithms.choose(part(), CPU)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic)
+    algorithms.choose(part(), CPU)
+    assert len(ran) == 8
+
+
+def test_choosing_can_be_ended_and_continued(ran: list[tuple[bool, bool]]) -> None:
+    algorithms.choose(part(), CPU, lambda: len(ran) < 1)
+    assert len(ran) == 1
+    algorithms.choose(part(), CPU)
+    assert len(ran) == 4
+
+
+def test_the_modes_of_the_caller_have_no_effect(ran: list[tuple[bool, bool]]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        algorithms.choose(part(), CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ran == [(True, False)] * 4
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), RuntimeError("no engine")])
+def test_what_fails_is_left_to_the_step(
+    error: RuntimeError, ran: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, recorded = [], part()
 
     def full(*_: object, **__: object) -> torch.Tensor:
         asked.append(1)
-        raise torch.OutOfMemoryError("no more")
+        raise error
 
-    loading = Noted(part(), torch.device("cpu"))
-    monkeypatch.setattr(torch, "empty_strided", full)
-    loading.run()
-    assert len(asked) == 1 and not loading.ran  # the others would not fit either
+    with monkeypatch.context() as during:
+        during.setattr(torch, "empty_strided", full)
+        algorithms.choose(recorded, CPU)
+    assert len(asked) == 1 and not ran  # the others would not fit either
+    algorithms.choose(part(), CPU)
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize(
+    ("fusion", "is_fused", "asked"),
+    [
+        (Fusion.LATER, False, ["note"]),  # training starts at once
+        (Fusion.LATER, True, ["choose"]),
+        (Fusion.NEVER, False, ["load", "choose"]),
+        (Fusion.FIRST, True, ["load", "choose"]),
+    ],
+)
+def test_a_step_that_waits_for_its_fusion_tries_nothing(
+    fusion: Fusion, is_fused: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    for name in ("note", "choose", "load"):
+        monkeypatch.setattr(algorithms, name, lambda *_, name=name: found.append(name))
+    executable = Executable.__new__(Executable)
+    executable.part, executable.is_fused = part(), is_fused
+    executable.step = SimpleNamespace(  # type: ignore[assignment]
+        device=CPU, fusion=fusion, chooses_kernels=True, measures_kernels=True
+    )
+    executable.choose_algorithms()
+    assert found == asked
+
+
+@pytest.mark.gpu
+def test_pytorch_tries_nothing_for_a_shape_that_has_run_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, steps would have to try what they have noted."""
+    tried, noted = (torch.randn(2, 16, side, side, device="cuda", dtype=torch.bfloat16) for side in (37, 39))
+    filters = torch.randn(16, 16, 3, 3, device="cuda", dtype=torch.bfloat16)
+
+    def kernels(x: torch.Tensor) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.conv2d(x, filters)
+            torch.cuda.synchronize()
+        return sum(one.count for one in profile.key_averages() if one.self_device_time_total)
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    kernels(noted)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    first, second = kernels(tried), kernels(tried)
+    assert max(kernels(noted), second) < first

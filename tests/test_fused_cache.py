@@ -5,7 +5,6 @@ import operator
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from stepgraph.compiler.program import Phase, note, set_fake
 from stepgraph.compiler.step import Fusion
 from stepgraph.compiler.trace import recording
 from stepgraph.runtime import algorithms
+from stepgraph.runtime import executable as executables
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
 
@@ -332,31 +332,41 @@ def printed(training: sg.TrainingGraph) -> str:
     return line
 
 
-@pytest.fixture
-def loading(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to cuDNN's algorithms."""
-    found: list[str] = []
-    names = ("start", "join", "cancel")
-    noting = SimpleNamespace(**{name: partial(found.append, name) for name in names})
-    monkeypatch.setattr(algorithms, "Loading", lambda *_: noting)
-    return found
+class Choosing:
+    """Stands for cuDNN, which chooses algorithms meanwhile.
+
+    Args:
+        ends: whether it is expected to be told to end.
+    """
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.here, self.went_on = ends, threading.get_ident(), list[bool]()
+
+    def __call__(self, part: Any, device: torch.device, goes_on: Callable[[], bool]) -> None:
+        assert threading.get_ident() == self.here and device.type == "cpu"
+        until = time.monotonic() + 60
+        while self.ends and goes_on() and time.monotonic() < until:
+            time.sleep(0.01)
+        self.went_on.append(goes_on())
 
 
 @needs_compiler
 def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
-    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fused_in_the_background()
     assert "steps run faster from now on" in caplog.text
     caplog.clear()
     monkeypatch.setattr(fusion, "_compiled", None)
+    choosing = Choosing(ends=False)
+    monkeypatch.setattr(algorithms, "choose", choosing)
     training = network("cpu")
     (executable,) = training.compilation.programs.executables.values()
     assert executable.fusing == "not yet" and training.memory_plan.total > 0
     assert training.execute(*BATCH).loss == first[0]  # the bits of a fused step
     assert executable.mode == "fused traced" and executable.fusing == "done"
     assert "before the first step" in printed(training)
-    assert loading == ["start", "join"] and executable.has_algorithms
+    assert choosing.went_on == [True]
     (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
     assert line.startswith(f"loaded {len(executable.part.nodes)} operators, fused by an earlier run, in ")
     assert [training.execute(*BATCH).loss for _ in range(2)] == first[1:]
@@ -364,7 +374,7 @@ def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
 
 @needs_compiler
 def test_the_first_step_does_not_wait_for_the_compiler(
-    later: Path, loading: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If PyTorch has lost what it kept, steps run unfused while it compiles again."""
     fused_in_the_background()
@@ -377,11 +387,13 @@ def test_the_first_step_does_not_wait_for_the_compiler(
 
     monkeypatch.setattr(fusion, "_compiled", compiled)
     monkeypatch.setattr(torch_private, "load_compiled", lambda *_: None)
+    choosing = Choosing(ends=True)
+    monkeypatch.setattr(algorithms, "choose", choosing)
     training = network("cpu")
     (executable,) = training.compilation.programs.executables.values()
     training.execute(*BATCH)
     assert executable.mode == "traced" and executable.fusing == "under way"
-    assert loading == ["start", "cancel", "join"] and not executable.has_algorithms
+    assert choosing.went_on == [False]
     executable.fuse_later({})  # once is enough
     may_end.set()
     executable._fusing.result(300)
@@ -425,6 +437,46 @@ def test_a_step_that_nobody_has_fused_does_not_look_for_the_compiler(
     assert executable.mode == "traced" and executable.fusing == "not yet"
 
 
+@needs_compiler
+def test_a_large_step_is_fused_beside_its_first_call(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, real = list[str](), fusion.fuse_in_background
+    small = network("cpu")
+    unfused = [float(small.execute(*BATCH).loss) for _ in range(2)]
+
+    def noted(*given: Any) -> Any:
+        starts.append(executable.mode)
+        return real(*given)
+
+    monkeypatch.setattr(executables, "LARGE", 1)
+    monkeypatch.setattr(fusion, "fuse_in_background", noted)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    assert not starts  # nothing is called yet
+    found = [float(training.execute(*BATCH).loss)]
+    assert starts == ["traced"] and executable._fusing is not None
+    executable._fusing.result(300)
+    found.append(float(training.execute(*BATCH).loss))
+    assert executable.mode == "fused traced" and "in the background" in printed(training)
+    assert fused_cache.files() and found == pytest.approx(unfused, rel=1e-5)
+    training.inference().execute(BATCH[0])
+    training.execute(*({name: array[:2] for name, array in one.items()} for one in BATCH), batch_size=2)
+    assert len(starts) == 1  # whoever predicts may do it once, and there are short last batches
+
+
+@pytest.mark.parametrize("hinders", ["the size", "the precision", "the caller"])
+def test_a_step_is_not_fused_beside_its_first_call_if(
+    hinders: str, later: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first call runs under the settings of its step, by which the compiler distinguishes what it keeps."""
+    monkeypatch.setattr(executables, "LARGE", 1 if hinders != "the size" else executables.LARGE)
+    monkeypatch.setattr(fusion, "fuse_in_background", None)
+    training = network("cpu", tf32=hinders == "the precision")
+    (executable,) = training.compilation.programs.executables.values()
+    with torch.autocast("cpu", enabled=hinders == "the caller"):
+        training.execute(*BATCH)
+    assert executable.fusing == "not yet"
+
+
 def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = threading.Event()
     asked: list[str] = []
@@ -434,7 +486,7 @@ def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypat
         return SimpleNamespace(triton_key=hashed.set)
 
     monkeypatch.setattr(fused_cache, "importlib", SimpleNamespace(import_module=imported))
-    fused_cache._start_hashing.cache_clear()
+    fused_cache.start_hashing.cache_clear()
     network("cpu")
     assert not asked  # nothing is kept, so no key will be needed soon
     fused_cache.keep(KEY, compiled(ENTRY))
@@ -442,7 +494,7 @@ def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypat
         network("cpu")
         assert hashed.wait(60)
     assert asked == ["triton.runtime.cache"]
-    fused_cache._start_hashing.cache_clear()
+    fused_cache.start_hashing.cache_clear()
 
 
 @needs_compiler

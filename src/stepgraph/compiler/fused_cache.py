@@ -147,16 +147,17 @@ def knows(recorded: str) -> bool:
 
 
 def read_ahead() -> None:
-    """If anything is kept, lets Triton hash its files in a separate thread, while something else is done.
-
-    Every key contains that hash; hashing takes half a second, without holding Python's lock.
-    """
+    """If anything is kept, lets Triton hash its files."""
     if files():
-        _start_hashing()
+        start_hashing()
 
 
 @cache
-def _start_hashing() -> None:
+def start_hashing() -> None:
+    """Lets Triton hash its files in a separate thread, while something else is done.
+
+    Every key contains that hash; hashing takes half a second, without holding Python's lock.
+    """
     threading.Thread(target=_hash, name="stepgraph hashing", daemon=True).start()
 
 

@@ -65,6 +65,12 @@ def has_compiler() -> bool:
     return subprocess.run(["xcode-select", "-p"], check=False, capture_output=True).returncode == 0
 
 
+def load_compiler() -> None:
+    """Imports PyTorch's compiler: beside other imports, its own thread might find half of a module."""
+    fused_cache.start_hashing()
+    torch_private.inductor()
+
+
 class Unusable(Exception):
     """The compiled function cannot be used, through no fault of the caller."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +21,9 @@ import torch
 from stepgraph.system.torch_private import FakeTensor
 
 GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
+# A step may launch a kernel while another is being fused. Triton says that a kernel is loaded before it is, and two
+# threads would compile it twice.
+_loading = threading.RLock()
 
 
 def run_on(device: torch.device, generations: Collection[int] = GENERATIONS) -> bool:
@@ -50,11 +55,13 @@ def _import_kernels() -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: int) -> None:
-    """Runs a kernel. Given arrays without memory it only compiles what such a call will need, which takes seconds."""
+    """Runs a kernel. Given arrays without memory it only prepares what such a call will need, which takes seconds."""
     (array, *_) = (one for one in arguments if isinstance(one, torch.Tensor))
-    with torch.cuda.device(array.device):
+    with torch.cuda.device(array.device), _loading:
         if isinstance(array, FakeTensor):
             known = (one.dtype if isinstance(one, torch.Tensor) else one for one in arguments)
-            kernel.warmup(*known, grid=grid, **settings)
+            compiled = kernel.warmup(*known, grid=grid, **settings)
+            with suppress(Exception):  # it only saves time: a launch loads what is not loaded
+                _ = compiled[grid]  # builds Triton's launcher and loads the kernel
         else:
             kernel[grid](*arguments, **settings)

@@ -6,62 +6,109 @@ convolutions have already run in another thread, their timing is accurate.
 
 While it tries them, cuDNN needs more memory than any of its choices. In the middle of a step, that would come on top
 of all that the step holds, so the thread that steps tries them before.
+
+PyTorch keeps a choice whether algorithms were tried or cuDNN's rules chose one, and tries nothing for shapes that have
+already run in a thread. A step whose convolutions have run unfused has nothing left to try.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from stepgraph.compiler.program import Part, fake
+from stepgraph.errors import reason
+from stepgraph.system import surroundings
+from stepgraph.system.surroundings import Precision
 
+logger = logging.getLogger("stepgraph")
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
+class _Chosen(threading.local):
+    """The kinds of convolutions for which PyTorch has chosen algorithms in this thread."""
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+
+
+_chosen = _Chosen()
+
+
 class Loading(threading.Thread):
-    """Runs each kind of convolution of a part once, as a temporary thread."""
+    """Runs each kind of convolution of a part once that has not run in the thread that made it, in a temporary one."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
         super().__init__(name="stepgraph convolutions")
-        kinds = {str(fx.map_arg(node.args, _kind)): node for node in part.nodes if node.target in CONVOLUTIONS}
-        self._convolutions, self._device, self._is_cancelled = list(kinds.values()), device, False
+        self._convolutions, self._device = list(_left(part, device).values()), device
 
-    def cancel(self) -> None:
-        """Ends it behind the current convolution."""
-        self._is_cancelled = True
-
-    @torch.inference_mode()
     def run(self) -> None:
-        device = self._device
-        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with on_device, contextlib.suppress(torch.OutOfMemoryError):  # the step itself may need less
-            for node in self._convolutions:
-                if self._is_cancelled:
-                    return
-                cast(Any, node.target)(*fx.map_arg(node.args, self._empty))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-
-    def _empty(self, node: fx.Node) -> Any:
-        array = fake(node)
-        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=self._device)
+        _run(self._convolutions, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
-def load(part: Part, device: torch.device, is_fused: bool = False) -> None:
-    """Loads them, and waits for it; then runs the convolutions in this thread, too.
-
-    Fused steps may have convolutions of other kinds, so theirs are tried in the step.
-    """
+def load(part: Part, device: torch.device) -> None:
+    """Loads the algorithms of a part that are to be tried in this thread, and waits for it."""
     loading = Loading(part, device)
     loading.start()
     loading.join()
-    if not is_fused:
-        loading.run()
+
+
+def choose(part: Part, device: torch.device, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Lets cuDNN choose algorithms in this thread for all convolutions of a part, under the current settings.
+
+    Args:
+        part: the part.
+        device: where it runs.
+        goes_on: asked before each kind of convolution; what is left is then chosen by the step itself.
+    """
+    for kind, node in _left(part, device).items():
+        if not goes_on() or not _run([node], device):
+            return
+        _chosen.kinds.add(kind)
+
+
+def note(part: Part, device: torch.device) -> None:
+    """Notes that a part runs in this thread: what PyTorch chooses meanwhile, it keeps."""
+    _chosen.kinds.update(_left(part, device))
+
+
+@torch.inference_mode()
+def _run(convolutions: Iterable[fx.Node], device: torch.device) -> bool:
+    """Runs convolutions on new arrays; False if one failed, for example because its trials need too much memory.
+
+    The step runs what it needs itself, and raises if that fails too.
+    """
+
+    def empty(node: fx.Node) -> torch.Tensor:
+        array = fake(node)
+        return torch.empty_strided(array.shape, array.stride(), dtype=array.dtype, device=device)
+
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        with surroundings.neutral(), on_device:
+            for node in convolutions:
+                cast(Any, node.target)(*fx.map_arg(node.args, empty))
+    except RuntimeError as error:
+        logger.debug("cuDNN's algorithms are left to the step: %s", reason(error))
+        return False
+    return True
+
+
+def _left(part: Part, device: torch.device) -> dict[str, fx.Node]:
+    """The convolutions of a part that have not run in this thread, one of each kind."""
+    under = device, torch.backends.cudnn.deterministic, Precision.of(None).convolutions
+    nodes = [node for node in part.nodes if node.target in CONVOLUTIONS]
+    found = {str((under, node.target, fx.map_arg(node.args, _kind))): node for node in nodes}
+    return {kind: node for kind, node in found.items() if kind not in _chosen.kinds}
 
 
 def _kind(node: fx.Node) -> Any:

@@ -2,9 +2,9 @@
 
 On the CPU, the recorded operators run as one Python function. On CUDA, the first call runs the same way and does real
 work; the second call is captured as a CUDA graph. Each later call copies its inputs and replays the graph.
-After some calls PyTorch's compiler starts to fuse the operators in the background; when it is done, the next call
-uses its function and the one after that is captured again. If an earlier run has fused them, the first call uses what
-it has left.
+After some calls, or beside the first if the step is large, PyTorch's compiler starts to fuse the operators in the
+background; when it is done, the next call uses its function and the one after that is captured again. If an earlier run
+has fused them, the first call uses what it has left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepgraph.compiler import filters, fusion, operators
 from stepgraph.compiler.fusion import Function, Fused
 from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.program import Part, notes
+from stepgraph.compiler.program import Part, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, steady_views, strides
@@ -37,12 +37,15 @@ from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, surroundings, torch_private
+from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.system.surroundings import Precision
 
 logger = logging.getLogger("stepgraph")
 # A part is worth fusing if it is called often or works for long: compiling takes longer than either.
 FUSES_AT = 10  # calls
 FUSES_AFTER = 1.0  # seconds from its first call on
+# Bytes of all results. Nobody trains a step that moves this much for a few calls only.
+LARGE = 2**32
 _FILE = "<compiled step>"
 END = (object(),)  # marks the end, so that sequences of different lengths differ
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
@@ -65,10 +68,25 @@ class Binding(NamedTuple):
 
 
 class Executable:
-    """Runs a part: arrays in, arrays by key out."""
+    """Runs a part: arrays in, arrays by key out.
 
-    def __init__(self, part: Part, step: Step, arena: Arena | None = None, fused: Fused | None = None) -> None:
-        self.part, self.step = part, step
+    Args:
+        part: the part.
+        step: what it computes.
+        arena: memory for its results on the CPU.
+        fused: what runs instead of its operators.
+        is_first: whether its graph has no executable for another batch size, which may be that of a last short batch.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        step: Step,
+        arena: Arena | None = None,
+        fused: Fused | None = None,
+        is_first: bool = False,
+    ) -> None:
+        self.part, self.step, self._is_first = part, step, is_first
         self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
@@ -81,7 +99,7 @@ class Executable:
         self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
         self._bound: tuple[list[Any], Binding] | None = None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
-        self.is_fused = self.was_fused_first = self.has_algorithms = False
+        self.is_fused = self.was_fused_first = False
         self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
         self._fusing: Future[Fused] | None = None
         self._searches = step.fusion is Fusion.LATER and step.ownership is None and fused is None  # in its first call
@@ -205,38 +223,49 @@ class Executable:
         return fusing
 
     def _search(self, given: Mapping[Key, torch.Tensor]) -> None:
-        """Takes fused operators that an earlier run has left; if they cannot be used, they are compiled again.
-
-        Another thread loads them: as in the background, nothing there depends on the caller's modes. Meanwhile, cuDNN
-        loads its algorithms.
-        """
+        """Takes fused operators that an earlier run has left; if there are none, starts to fuse a large step."""
         self._searches = False
         if self.fusing != "not yet" or not self.part.nodes:
             return
         part = self._ordered(given)
         if fusion.was_fused(part):
-            with self._loading_algorithms() as loading:
-                fusing = self._start_fusing(part)
-                fusing.has_searched.wait()
-                self.was_fused_first = self.has_algorithms = fusing.done()
-                if not self.was_fused_first:
-                    loading.cancel()
+            self._load(part)
+        elif self._fuses_at_once:
+            with Uninterrupted():  # a module that is half imported cannot be imported again
+                fusion.load_compiler()
+            self._start_fusing(part)
 
-    @contextmanager
-    def _loading_algorithms(self) -> Iterator[algorithms.Loading]:
-        """Loads cuDNN's algorithms, if it will try them, while something else is done; waits for both."""
-        loading = algorithms.Loading(self.part, self.step.device)
-        if not self._may_try:
-            yield loading
-            return
-        # The setting for products is left alone: the compiler distinguishes by it what it has kept.
-        products = Precision.of(None).products
-        with _settings(self.step, True, self.step.precision._replace(products=products)):
-            loading.start()
-            try:
-                yield loading
-            finally:
-                loading.join()
+    def _load(self, part: Part) -> None:
+        """Takes what an earlier run has left; if it cannot be used, it is compiled again, and nobody waits for that.
+
+        Another thread loads it: as in the background, nothing there depends on the caller's modes. Meanwhile, cuDNN
+        tries its algorithms here.
+        """
+        fusing = self._start_fusing(part)
+        if self._may_try:
+            # The setting for products is left alone: the compiler distinguishes by it what it has kept.
+            precision = self.step.precision._replace(products=Precision.of(None).products)
+            with _settings(self.step, True, precision):
+                algorithms.choose(
+                    self.part, self.step.device, lambda: fusing.done() or not fusing.has_searched.is_set()
+                )
+        fusing.has_searched.wait()
+        self.was_fused_first = fusing.done()
+
+    @property
+    def _fuses_at_once(self) -> bool:
+        """Whether to fuse beside the first call: a large step that trains, of the batch size that comes first.
+
+        The first calls run under the settings of the step. If these are not the caller's, the compiler starts behind
+        them: it distinguishes by them what it keeps.
+        """
+        if surroundings.reach(*self._surroundings) or self.step.precision.changes_products:
+            return False
+        return self._is_first and self.counts_steps and self._is_large
+
+    @property
+    def _is_large(self) -> bool:
+        return sum(array.nbytes for node in self.part.nodes for array in fakes(node)) >= LARGE
 
     def _ordered(self, given: Mapping[Key, torch.Tensor]) -> Part:
         """The part for images in the order of these, which fused operators will require."""
@@ -338,10 +367,20 @@ class Executable:
     def settings(self) -> AbstractContextManager[None]:
         """The settings of PyTorch's libraries for this step.
 
-        cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, only after
-        fusion, so that training starts immediately.
+        cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, in the first call
+        that is fused, so that training starts immediately.
         """
         return _settings(self.step, self.tries, self.step.precision)
+
+    def choose_algorithms(self) -> None:
+        """Lets cuDNN choose its algorithms before a call holds memory, under the settings of the step."""
+        part, device = self.part, self.step.device
+        if not self.tries:
+            algorithms.note(part, device)
+            return
+        if self.step.fusion is not Fusion.LATER:
+            algorithms.load(part, device)
+        algorithms.choose(part, device)
 
     @property
     def tries(self) -> bool:
@@ -511,8 +550,7 @@ class _Capture:
         self.graph, self.warm.is_ready = None, True
         self._note(binding, others)
         with self.executable.settings():
-            if self.executable.tries and not self.executable.has_algorithms:
-                algorithms.load(self.executable.part, self.executable.step.device, self.executable.is_fused)
+            self.executable.choose_algorithms()
             images = [key for key in self.executable.images if key in others]
             unfit = [key for key in images if not self.executable.fits(key, others[key])]
             fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}

@@ -40,6 +40,11 @@ class Precision(NamedTuple):
         """Whether matrix products, and whether convolutions, may be rounded to TF32."""
         return self.products == _TF32, self.convolutions == _TF32
 
+    @property
+    def changes_products(self) -> bool:
+        """Whether applying it changes PyTorch's current setting for matrix products."""
+        return not _is_same(_current().products, self.products)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """PyTorch reads its settings when a kernel is launched, including during a capture."""
@@ -147,10 +152,14 @@ def _current() -> Precision:
     return Precision(*(switch.fp32_precision for switch in _switches()))
 
 
+def _is_same(found: str, wanted: str) -> bool:
+    return found == wanted or {found, wanted} <= {_EXACT, "none"}
+
+
 def _set(switch: Any, wanted: str) -> str | None:
     """Changes a setting if necessary and returns the value to restore; reading through the old API may raise."""
     found = switch.fp32_precision
-    if found == wanted or {found, wanted} <= {_EXACT, "none"}:
+    if _is_same(found, wanted):
         return None
     # The setting for all of them together: one that inherits it must do so again.
     inherited = torch.backends.fp32_precision == found  # type: ignore[attr-defined]
