@@ -85,13 +85,6 @@ def test_a_choice_belongs_to_its_settings(ran: list[tuple[bool, bool]], monkeypa
     assert len(ran) == 8
 
 
-def test_choosing_can_be_ended_and_continued(ran: list[tuple[bool, bool]]) -> None:
-    algorithms.choose(part(), CPU, lambda: len(ran) < 1)
-    assert len(ran) == 1
-    algorithms.choose(part(), CPU)
-    assert len(ran) == 4
-
-
 def test_the_modes_of_the_caller_have_no_effect(ran: list[tuple[bool, bool]]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -120,22 +113,21 @@ def test_what_fails_is_left_to_the_step(
 
 
 @pytest.mark.parametrize(
-    ("fusion", "is_fused", "asked"),
+    ("fusion", "asked"),
     [
-        (Fusion.LATER, False, ["note"]),  # training starts at once
-        (Fusion.LATER, True, ["choose"]),
-        (Fusion.NEVER, False, ["load", "choose"]),
-        (Fusion.FIRST, True, ["load", "choose"]),
+        (Fusion.LATER, ["note"]),  # training starts at once
+        (Fusion.NEVER, ["load", "choose"]),
+        (Fusion.FIRST, ["load", "choose"]),
     ],
 )
-def test_a_step_that_waits_for_its_fusion_tries_nothing(
-    fusion: Fusion, is_fused: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_is_fused_later_tries_nothing(
+    fusion: Fusion, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
     for name in ("note", "choose", "load"):
         monkeypatch.setattr(algorithms, name, lambda *_, name=name: found.append(name))
     executable = Executable.__new__(Executable)
-    executable.part, executable.is_fused = part(), is_fused
+    executable.part = part()
     executable.step = SimpleNamespace(  # type: ignore[assignment]
         device=CPU, fusion=fusion, chooses_kernels=True, measures_kernels=True
     )

@@ -23,7 +23,6 @@ from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.program import Phase, note, set_fake
 from stepgraph.compiler.step import Fusion
 from stepgraph.compiler.trace import recording
-from stepgraph.runtime import algorithms
 from stepgraph.runtime import executable as executables
 from stepgraph.system import torch_private
 from tests.cli_graphs import Called
@@ -332,24 +331,6 @@ def printed(training: sg.TrainingGraph) -> str:
     return line
 
 
-class Choosing:
-    """Stands for cuDNN, which chooses algorithms meanwhile.
-
-    Args:
-        ends: whether it is expected to be told to end.
-    """
-
-    def __init__(self, ends: bool) -> None:
-        self.ends, self.here, self.went_on = ends, threading.get_ident(), list[bool]()
-
-    def __call__(self, part: Any, device: torch.device, goes_on: Callable[[], bool]) -> None:
-        assert threading.get_ident() == self.here and device.type == "cpu"
-        until = time.monotonic() + 60
-        while self.ends and goes_on() and time.monotonic() < until:
-            time.sleep(0.01)
-        self.went_on.append(goes_on())
-
-
 @needs_compiler
 def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
     later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -358,15 +339,12 @@ def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
     assert "steps run faster from now on" in caplog.text
     caplog.clear()
     monkeypatch.setattr(fusion, "_compiled", None)
-    choosing = Choosing(ends=False)
-    monkeypatch.setattr(algorithms, "choose", choosing)
     training = network("cpu")
     (executable,) = training.compilation.programs.executables.values()
     assert executable.fusing == "not yet" and training.memory_plan.total > 0
     assert training.execute(*BATCH).loss == first[0]  # the bits of a fused step
     assert executable.mode == "fused traced" and executable.fusing == "done"
     assert "before the first step" in printed(training)
-    assert choosing.went_on == [True]
     (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
     assert line.startswith(f"loaded {len(executable.part.nodes)} operators, fused by an earlier run, in ")
     assert [training.execute(*BATCH).loss for _ in range(2)] == first[1:]
@@ -387,13 +365,10 @@ def test_the_first_step_does_not_wait_for_the_compiler(
 
     monkeypatch.setattr(fusion, "_compiled", compiled)
     monkeypatch.setattr(torch_private, "load_compiled", lambda *_: None)
-    choosing = Choosing(ends=True)
-    monkeypatch.setattr(algorithms, "choose", choosing)
     training = network("cpu")
     (executable,) = training.compilation.programs.executables.values()
     training.execute(*BATCH)
     assert executable.mode == "traced" and executable.fusing == "under way"
-    assert choosing.went_on == [False]
     executable.fuse_later({})  # once is enough
     may_end.set()
     executable._fusing.result(300)

@@ -8,7 +8,8 @@ While it tries them, cuDNN needs more memory than any of its choices. In the mid
 of all that the step holds, so the thread that steps tries them before.
 
 PyTorch keeps a choice whether algorithms were tried or cuDNN's rules chose one, and tries nothing for shapes that have
-already run in a thread. A step whose convolutions have run unfused has nothing left to try.
+already run in a thread. A step whose convolutions have run unfused has nothing left to try. So steps that are fused
+later never try: also not in a run that starts with the fused step, which would otherwise wait for seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -62,16 +63,10 @@ def load(part: Part, device: torch.device) -> None:
     loading.join()
 
 
-def choose(part: Part, device: torch.device, goes_on: Callable[[], bool] = lambda: True) -> None:
-    """Lets cuDNN choose algorithms in this thread for all convolutions of a part, under the current settings.
-
-    Args:
-        part: the part.
-        device: where it runs.
-        goes_on: asked before each kind of convolution; what is left is then chosen by the step itself.
-    """
+def choose(part: Part, device: torch.device) -> None:
+    """Lets cuDNN choose algorithms in this thread for all convolutions of a part, under the current settings."""
     for kind, node in _left(part, device).items():
-        if not goes_on() or not _run([node], device):
+        if not _run([node], device):
             return
         _chosen.kinds.add(kind)
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
@@ -38,7 +38,6 @@ from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, surroundings, torch_private
 from stepgraph.system.interrupts import Uninterrupted
-from stepgraph.system.surroundings import Precision
 
 logger = logging.getLogger("stepgraph")
 # A part is worth fusing if it is called often or works for long: compiling takes longer than either.
@@ -238,17 +237,9 @@ class Executable:
     def _load(self, part: Part) -> None:
         """Takes what an earlier run has left; if it cannot be used, it is compiled again, and nobody waits for that.
 
-        Another thread loads it: as in the background, nothing there depends on the caller's modes. Meanwhile, cuDNN
-        tries its algorithms here.
+        Another thread loads it: as in the background, nothing there depends on the caller's modes.
         """
         fusing = self._start_fusing(part)
-        if self._may_try:
-            # The setting for products is left alone: the compiler distinguishes by it what it has kept.
-            precision = self.step.precision._replace(products=Precision.of(None).products)
-            with _settings(self.step, True, precision):
-                algorithms.choose(
-                    self.part, self.step.device, lambda: fusing.done() or not fusing.has_searched.is_set()
-                )
         fusing.has_searched.wait()
         self.was_fused_first = fusing.done()
 
@@ -364,13 +355,24 @@ class Executable:
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{notes(node).layer} ({notes(node).phase} pass)"
 
-    def settings(self) -> AbstractContextManager[None]:
-        """The settings of PyTorch's libraries for this step.
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """The settings of PyTorch's libraries for this step, which it reads when a kernel is launched or captured.
 
-        cuDNN tries its algorithms for seconds: in the first call or, if operators are fused later, in the first call
-        that is fused, so that training starts immediately.
+        cuDNN tries its algorithms for seconds in the first call. If operators are fused later, its rules choose them,
+        so that training starts immediately, in the first run and in those that take what it has fused.
         """
-        return _settings(self.step, self.tries, self.step.precision)
+        step, cudnn = self.step, torch.backends.cudnn
+        if step.device.type != "cuda":
+            yield
+            return
+        before = cudnn.benchmark, cudnn.deterministic
+        cudnn.benchmark, cudnn.deterministic = self.tries, not (step.chooses_kernels and step.measures_kernels)
+        try:
+            with step.precision.applied():
+                yield
+        finally:
+            cudnn.benchmark, cudnn.deterministic = before
 
     def choose_algorithms(self) -> None:
         """Lets cuDNN choose its algorithms before a call holds memory, under the settings of the step."""
@@ -378,18 +380,14 @@ class Executable:
         if not self.tries:
             algorithms.note(part, device)
             return
-        if self.step.fusion is not Fusion.LATER:
-            algorithms.load(part, device)
+        algorithms.load(part, device)
         algorithms.choose(part, device)
 
     @property
     def tries(self) -> bool:
-        """Whether cuDNN tries its algorithms now."""
-        return self._may_try and (self.is_fused or self.step.fusion is not Fusion.LATER)
-
-    @property
-    def _may_try(self) -> bool:
-        return self.step.chooses_kernels and self.step.measures_kernels
+        """Whether cuDNN tries its algorithms."""
+        step = self.step
+        return step.chooses_kernels and step.measures_kernels and step.fusion is not Fusion.LATER
 
     def run(self, given: Sequence[torch.Tensor], views: Sequence[Any] | None = None) -> Sequence[torch.Tensor]:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
@@ -599,19 +597,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in str(error) or "not enough memory" in str(error)
     )
-
-
-@contextmanager
-def _settings(step: Step, tries: bool, precision: Precision) -> Iterator[None]:
-    """PyTorch reads its settings when a kernel is launched, including during a capture."""
-    if step.device.type != "cuda":
-        yield
-        return
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = tries, not (step.chooses_kernels and step.measures_kernels)
-    try:
-        with precision.applied():
-            yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
