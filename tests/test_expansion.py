@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.real.contenders import Stepgraph
 from benchmarks.real.models import SMALL
 from stepgraph.compiler import fused_cache, fusion
-from stepgraph.compiler.expansion import Unexpandable, expand
+from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, adopt_tags, complete_notes, fake, fakes, is_view, notes, set_fake
 from stepgraph.system import torch_private
 
@@ -231,12 +232,37 @@ def refused(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("not alone.")
 
 
-def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
+def with_refused() -> tuple[fx.Graph, list[torch.Tensor]]:
+    """A graph with an operator that raises an error."""
     graph, arrays = recorded(lambda x: (x + 1,), torch.empty(2, 3))
     (added,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
     added.target, added.args = refused, added.args[:1]
-    with pytest.raises(Unexpandable, match=r"not alone$"):
-        expanded(graph, arrays)
+    return graph, arrays
+
+
+def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
+    with pytest.raises(ExpansionFailed, match=r"not alone$"):
+        expanded(*with_refused())
+
+
+@pytest.mark.parametrize("is_defect", [False, True])
+def test_only_a_defect_is_a_warning(
+    is_defect: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, arrays = with_refused() if is_defect else recorded(viewed, torch.empty(2, 3))
+
+    def compile_graph(*_: Any, **__: Any) -> Any:
+        raise InterruptedError  # nothing need be compiled
+
+    plain = torch_private.inductor()._replace(compile_graph=compile_graph)
+    monkeypatch.setattr(torch_private, "inductor", lambda: plain)
+    step: Any = None
+    with caplog.at_level("DEBUG", "stepgraph"), pytest.raises(InterruptedError):
+        fusion._compiled(Module(torch.nn.Module(), graph), step, arrays, fusion.SETTINGS)
+    (told,) = [one for one in caplog.records if one.name == "stepgraph"]
+    assert told.levelname == ("WARNING" if is_defect else "DEBUG")
+    assert ("not alone" if is_defect else "share memory") in told.message
+    caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -249,14 +275,21 @@ def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
 def test_a_fused_step_is_the_same_if_pytorch_expands_it(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expansions: list[fx.GraphModule] = []
     refusals = []
+
+    def keep(*given: Any) -> fx.GraphModule:
+        expansions.append(expand(*given))
+        return expansions[-1]
 
     def refuse(graph: fx.Graph, *_: Any) -> Any:
         refusals.append(graph)
         raise Unexpandable("for a test")
 
     monkeypatch.setattr(fused_cache, "load", lambda *_: None)
+    monkeypatch.setattr(fusion, "expand", keep)
     expected = losses(SMALL[name], device)
+    assert len(expansions) == 1
     monkeypatch.setattr(fusion, "expand", refuse)
     np.testing.assert_allclose(losses(SMALL[name], device), expected, rtol=1e-6)
     assert len(refusals) == 1

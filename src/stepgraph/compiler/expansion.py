@@ -31,6 +31,10 @@ class Unexpandable(Exception):
     """The operators cannot be expanded here; PyTorch's own way remains."""
 
 
+class ExpansionFailed(Unexpandable):
+    """Expanding raised an error that is no known limit: a defect, here or in PyTorch."""
+
+
 class _Changes(Exception):
     """A function changes what it reads, which only running it has shown."""
 
@@ -48,6 +52,7 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
 
     Raises:
         Unexpandable: an operator, an input or a result needs more than that.
+        ExpansionFailed: an operator raised an error.
     """
     _require_simple(graph, arrays)
     changing = set(filter(mutates, graph.nodes))
@@ -66,7 +71,7 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
         except Unexpandable:
             raise
         except Exception as error:  # whatever PyTorch raises for one operator, it may record the whole graph
-            raise Unexpandable(reason(error)) from error
+            raise ExpansionFailed(reason(error)) from error
         work.complete()
         module.graph.eliminate_dead_code()
         return module
@@ -142,7 +147,7 @@ class _Work:
         return not self.changed.isdisjoint(storages(node))
 
     def _expand(self, node: fx.Node) -> None:
-        before = next(reversed(self.trace.graph.nodes))
+        before = _last(self.trace.graph)
         arguments: Any = node.args
         if self._is_changed(node) or node in self.changing:
             self.values[node] = self._followed(node)
@@ -184,7 +189,7 @@ class _Work:
     def _record(self, node: fx.Node, arguments: Any, sources: tuple[fx.Node, ...], key: Any) -> Any:
         arrays = {one: self._array(one) for one in sources}
         given = {one: self.trace.functional(array) for one, array in arrays.items()}
-        last = next(reversed(self.trace.graph.nodes))
+        last = _last(self.trace.graph)
         function: Any = node.target
         positional, named = fx.map_arg(arguments, given.__getitem__)
         found = function(*positional, **named)
@@ -231,6 +236,10 @@ class _Work:
             raise Unexpandable("an input changes its shape")
         copied = self.trace.graph.call_function(aten.copy_.default, (self.trace.node(array), self.trace.node(last)))
         set_fake(copied, array)
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))  # in PyTorch 2.11, `reversed` returns no iterator
 
 
 def _after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
