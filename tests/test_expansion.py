@@ -184,6 +184,45 @@ def test_a_function_that_changes_its_argument_is_noticed() -> None:
     assert not any(node.target is aten.mul_.Tensor for node in module.graph.nodes)
 
 
+def exchanged(x: torch.Tensor, y: torch.Tensor, is_first: bool) -> torch.Tensor:
+    """Changes one of two arrays, which its name does not say."""
+    (x if is_first else y).add_(1)
+    return x * y
+
+
+def test_what_a_function_changes_is_found_for_each_argument() -> None:
+    graph, arrays = recorded(lambda x, y: (x * y, x / y, x + 1, y + 1), torch.empty(3), torch.empty(3))
+    for node, target, is_first in zip(
+        graph.nodes, [None, None, exchanged, exchanged], [None, None, True, False], strict=False
+    ):
+        if target is not None:
+            node.target, node.args = target, (*node.args, is_first)
+    module = expanded(graph, arrays)
+    x, y = given = [torch.rand(3), torch.rand(3)]
+    wanted = [(x + 1) * y, (x + 1) * (y + 1), x + 2, y + 2, x + 1, y + 1]
+    torch.testing.assert_close([*module(*given), *given], wanted)
+
+
+def test_what_a_changing_function_only_reads_is_recorded_once() -> None:
+    graph, arrays = recorded(lambda x, y: (x + 1, y.relu(), y.relu()), torch.empty(3), torch.empty(3))
+    for node in graph.find_nodes(op="call_function", target=aten.relu.default):
+        node.target = gelu
+    (end,) = graph.find_nodes(op="output")
+    (x, _), (_, first, second) = graph.find_nodes(op="placeholder"), end.args[0]
+    with graph.inserting_before(end):
+        for by in (first, second):
+            both = graph.call_function(overwritten, (x, by))
+            with arrays[0].fake_mode:  # type: ignore[attr-defined]
+                set_fake(both, (torch.empty(3), torch.empty(())))
+    called.clear()
+    module = expanded(graph, arrays)
+    assert called == {"(3,)": 1}
+    x, y = given = [torch.rand(3), torch.rand(3)]
+    by = aten.gelu(y, approximate="tanh")
+    wanted = [x + 1, by, by, x * by * by, y.clone()]
+    torch.testing.assert_close([*module(*given), *given], wanted)
+
+
 def test_random_numbers_are_not_copied() -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.rand_like(x), torch.rand_like(x)

@@ -11,7 +11,7 @@ share memory with inputs, is not expanded here at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, NamedTuple
@@ -36,11 +36,12 @@ class ExpansionFailed(Unexpandable):
 
 
 class _Changes(Exception):
-    """A function changes what it reads, which only running it has shown."""
+    """A function changes arrays in some of its arguments, which only running it has shown."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, places: set[int | str]) -> None:
         super().__init__()
         self.function = function
+        self.places = places
 
 
 def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -66,7 +67,8 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
             more = graph.find_nodes(op="call_function", target=found.function)
             changing.update(more)
             changed.update(one for node in more for one in storages(node))
-            changed.update(one for node in more for source in node.all_input_nodes for one in _known_storages(source))
+            sources = (source for node in more for source in _sources(node.args, node.kwargs, found.places))
+            changed.update(one for source in sources for one in _known_storages(source))
             continue
         except Unexpandable:
             raise
@@ -160,8 +162,13 @@ class _Work:
     def _followed(self, node: fx.Node) -> Any:
         """Runs an operator on arrays that PyTorch follows through changes."""
         function: Any = node.target
-        positional, named = fx.map_arg((node.args, node.kwargs), lambda one: self._functional(self.values[one]))
-        return function(*positional, **named)
+        given = {one: self._functional(self.values[one]) for one in node.all_input_nodes}
+        fixed = {one: self.trace.current(given[one]) for one in given if isinstance(self.values[one], fx.Node)}
+        positional, named = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        found = function(*positional, **named)
+        if lost := {one for one, array in fixed.items() if self.trace.current(given[one]) is not array}:
+            raise _Changes(function, _places(node.args, node.kwargs, lost))
+        return found
 
     def _functional(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -193,8 +200,8 @@ class _Work:
         function: Any = node.target
         positional, named = fx.map_arg(arguments, given.__getitem__)
         found = function(*positional, **named)
-        if any(self.trace.current(given[one]) is not array for one, array in arrays.items()):
-            raise _Changes(function)
+        if lost := {one for one, array in arrays.items() if self.trace.current(given[one]) is not array}:
+            raise _Changes(function, _places(arguments[0], arguments[1], lost))
         results = self._current(found)
         nodes = tuple(_after(self.trace.graph, last))
         if _is_closed(nodes, sources):
@@ -236,6 +243,20 @@ class _Work:
             raise Unexpandable("an input changes its shape")
         copied = self.trace.graph.call_function(aten.copy_.default, (self.trace.node(array), self.trace.node(last)))
         set_fake(copied, array)
+
+
+def _places(positional: Sequence[Any], named: Mapping[str, Any], nodes: set[fx.Node]) -> set[int | str]:
+    """The arguments in which some of the nodes occur."""
+    every = [*range(len(positional)), *named]
+    return {place for place in every if not nodes.isdisjoint(_sources(positional, named, {place}))}
+
+
+def _sources(positional: Sequence[Any], named: Mapping[str, Any], places: set[int | str]) -> list[fx.Node]:
+    """The nodes that occur in some of the arguments."""
+    found: list[fx.Node] = []
+    given: list[tuple[int | str, Any]] = [*enumerate(positional), *named.items()]
+    fx.map_arg([value for place, value in given if place in places], found.append)
+    return found
 
 
 def _last(graph: fx.Graph) -> fx.Node:
