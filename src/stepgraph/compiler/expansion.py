@@ -201,12 +201,26 @@ class _Work:
         positional, named = fx.map_arg(arguments, given.__getitem__)
         found = function(*positional, **named)
         if lost := {one for one, array in arrays.items() if self.trace.current(given[one]) is not array}:
-            raise _Changes(function, _places(arguments[0], arguments[1], lost))
+            if not self._follow(node, {one: given[one] for one in lost}):
+                raise _Changes(function, _places(arguments[0], arguments[1], lost))
+            return found
         results = self._current(found)
         nodes = tuple(_after(self.trace.graph, last))
         if _is_closed(nodes, sources):
             self.known[key] = _Recorded(sources, nodes, _views(nodes, sources), results)
         return results
+
+    def _follow(self, node: fx.Node, changed: dict[fx.Node, torch.Tensor]) -> bool:
+        """Follows arrays that an operator has changed, if they are inputs and nothing else has their memory yet."""
+        owners = {one: value for one, value in self.values.items() if isinstance(value, fx.Node) and value in changed}
+        memory = {one for owner in owners for one in storages(owner)}
+        sharing = [one for one in self.values if not memory.isdisjoint(storages(one))]
+        if len(owners) != len(changed) or sharing != list(owners) or any(one.op != "placeholder" for one in owners):
+            return False
+        self.changed.update(memory, storages(node))
+        self.changing.update(self.graph.find_nodes(op="call_function", target=node.target))
+        self.values.update((owner, changed[value]) for owner, value in owners.items())
+        return True
 
     def _copy(self, recorded: _Recorded, sources: tuple[fx.Node, ...]) -> Any:
         new = dict(zip(recorded.sources, sources, strict=True))
