@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.real.contenders import Stepgraph
 from benchmarks.real.models import SMALL
 from stepgraph.compiler import fused_cache, fusion
-from stepgraph.compiler.expansion import Unexpandable, expand
+from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
+from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, adopt_tags, complete_notes, fake, fakes, is_view, notes, set_fake
 from stepgraph.system import torch_private
 
@@ -183,6 +184,71 @@ def test_a_function_that_changes_its_argument_is_noticed() -> None:
     assert not any(node.target is aten.mul_.Tensor for node in module.graph.nodes)
 
 
+def exchanged(x: torch.Tensor, y: torch.Tensor, is_first: bool) -> torch.Tensor:
+    """Changes one of two arrays, which its name does not say."""
+    (x if is_first else y).add_(1)
+    return x * y
+
+
+def test_what_a_function_changes_is_found_for_each_argument() -> None:
+    graph, arrays = recorded(lambda x, y: (x * y, x / y, x + 1, y + 1), torch.empty(3), torch.empty(3))
+    for node, target, is_first in zip(
+        graph.nodes, [None, None, exchanged, exchanged], [None, None, True, False], strict=False
+    ):
+        if target is not None:
+            node.target, node.args = target, (*node.args, is_first)
+    module = expanded(graph, arrays)
+    x, y = given = [torch.rand(3), torch.rand(3)]
+    wanted = [(x + 1) * y, (x + 1) * (y + 1), x + 2, y + 2, x + 1, y + 1]
+    torch.testing.assert_close([*module(*given), *given], wanted)
+
+
+def test_what_a_changing_function_only_reads_is_recorded_once() -> None:
+    graph, arrays = recorded(lambda x, y: (x + 1, y.relu(), y.relu()), torch.empty(3), torch.empty(3))
+    for node in graph.find_nodes(op="call_function", target=aten.relu.default):
+        node.target = gelu
+    (end,) = graph.find_nodes(op="output")
+    (x, _), (_, first, second) = graph.find_nodes(op="placeholder"), end.args[0]
+    with graph.inserting_before(end):
+        for by in (first, second):
+            both = graph.call_function(overwritten, (x, by))
+            with arrays[0].fake_mode:  # type: ignore[attr-defined]
+                set_fake(both, (torch.empty(3), torch.empty(())))
+    called.clear()
+    module = expanded(graph, arrays)
+    assert called == {"(3,)": 1}
+    x, y = given = [torch.rand(3), torch.rand(3)]
+    by = aten.gelu(y, approximate="tanh")
+    wanted = [x + 1, by, by, x * by * by, y.clone()]
+    torch.testing.assert_close([*module(*given), *given], wanted)
+
+
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_an_input_is_followed_from_its_first_change(is_viewed: bool) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        row = x[0] if is_viewed else y
+        return x * 2, y.relu(), row + 1, x.view(-1) + 1, x[1] + 1
+
+    graph, arrays = recorded(function, torch.empty(2, 2), torch.empty(2))
+    (relu,) = graph.find_nodes(op="call_function", target=aten.relu.default)
+    x, _ = graph.find_nodes(op="placeholder")
+    relu.target, relu.args = counted, (x, *relu.args)
+    called.clear()
+    module = expanded(graph, arrays)
+    assert called["counted"] == (2 if is_viewed else 1), "only a view that is older needs another pass"
+    old, y = given = [torch.rand(2, 2), torch.rand(2)]
+    new = old + y
+    wanted = [old * 2, y * 2, (new[0] if is_viewed else y) + 1, new.view(-1) + 1, new[1] + 1, new]
+    torch.testing.assert_close([*module(*given), given[0]], wanted)
+
+
+def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Changes what it is given, which its name does not say."""
+    called["counted"] += 1
+    x.add_(y)
+    return y * 2
+
+
 def test_random_numbers_are_not_copied() -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.rand_like(x), torch.rand_like(x)
@@ -231,12 +297,37 @@ def refused(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("not alone.")
 
 
-def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
+def with_refused() -> tuple[fx.Graph, list[torch.Tensor]]:
+    """A graph with an operator that raises an error."""
     graph, arrays = recorded(lambda x: (x + 1,), torch.empty(2, 3))
     (added,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
     added.target, added.args = refused, added.args[:1]
-    with pytest.raises(Unexpandable, match=r"not alone$"):
-        expanded(graph, arrays)
+    return graph, arrays
+
+
+def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
+    with pytest.raises(ExpansionFailed, match=r"not alone$"):
+        expanded(*with_refused())
+
+
+@pytest.mark.parametrize("is_defect", [False, True])
+def test_only_a_defect_is_a_warning(
+    is_defect: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, arrays = with_refused() if is_defect else recorded(viewed, torch.empty(2, 3))
+
+    def compile_graph(*_: Any, **__: Any) -> Any:
+        raise InterruptedError  # nothing need be compiled
+
+    plain = torch_private.inductor()._replace(compile_graph=compile_graph)
+    monkeypatch.setattr(torch_private, "inductor", lambda: plain)
+    step: Any = None
+    with caplog.at_level("DEBUG", "stepgraph"), pytest.raises(InterruptedError):
+        fusion._compiled(Module(torch.nn.Module(), graph), step, arrays, fusion.SETTINGS)
+    (told,) = [one for one in caplog.records if one.name == "stepgraph"]
+    assert told.levelname == ("WARNING" if is_defect else "DEBUG")
+    assert ("not alone" if is_defect else "share memory") in told.message
+    caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -249,14 +340,21 @@ def test_whatever_an_operator_raises_stays_with_pytorch() -> None:
 def test_a_fused_step_is_the_same_if_pytorch_expands_it(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expansions: list[fx.GraphModule] = []
     refusals = []
+
+    def keep(*given: Any) -> fx.GraphModule:
+        expansions.append(expand(*given))
+        return expansions[-1]
 
     def refuse(graph: fx.Graph, *_: Any) -> Any:
         refusals.append(graph)
         raise Unexpandable("for a test")
 
     monkeypatch.setattr(fused_cache, "load", lambda *_: None)
+    monkeypatch.setattr(fusion, "expand", keep)
     expected = losses(SMALL[name], device)
+    assert len(expansions) == 1
     monkeypatch.setattr(fusion, "expand", refuse)
     np.testing.assert_allclose(losses(SMALL[name], device), expected, rtol=1e-6)
     assert len(refusals) == 1

@@ -138,6 +138,27 @@ PRIVATE = {
     "torch._inductor.compile_fx.BoxedDeviceIndex": ("compile_expanded", "compile an expanded step"),
     "torch._inductor.compile_fx._graph_counter": ("compile_expanded", "compile an expanded step"),
     "torch._inductor.compile_fx.compile_fx_forward": ("compile_expanded", "compile an expanded step"),
+    "torch._inductor.fx_passes.joint_graph": ("_patterns_that_occur", "compile a step without attention sooner"),
+    "torch._inductor.fx_passes.joint_graph.lazy_init": (
+        "_patterns_that_occur",
+        "compile a step without attention sooner",
+    ),
+    "torch._inductor.fx_passes.misc_patterns._misc_patterns_init": (
+        "_patterns_without_attention",
+        "compile a step without attention sooner",
+    ),
+    "torch._inductor.fx_passes.pad_mm._pad_mm_init": (
+        "_patterns_without_attention",
+        "compile a step without attention sooner",
+    ),
+    "torch._inductor.pattern_matcher.init_once_fakemode": (
+        "_patterns_without_attention",
+        "compile a step without attention sooner",
+    ),
+    "torch._inductor.dtype_propagation.DtypePropagationOpsHandler": (
+        "_rules_of_types_once",
+        "generate kernels sooner",
+    ),
     "torch._inductor.inductor_prims.force_stride_order": (
         "written_to_memory",
         "compute constants of a fused step once, and store what several operators read once",

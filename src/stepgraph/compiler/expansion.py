@@ -11,7 +11,7 @@ share memory with inputs, is not expanded here at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, NamedTuple
@@ -31,12 +31,17 @@ class Unexpandable(Exception):
     """The operators cannot be expanded here; PyTorch's own way remains."""
 
 
-class _Changes(Exception):
-    """A function changes what it reads, which only running it has shown."""
+class ExpansionFailed(Unexpandable):
+    """Expanding raised an error that is no known limit: a defect, here or in PyTorch."""
 
-    def __init__(self, function: Any) -> None:
+
+class _Changes(Exception):
+    """A function changes arrays in some of its arguments, which only running it has shown."""
+
+    def __init__(self, function: Any, places: set[int | str]) -> None:
         super().__init__()
         self.function = function
+        self.places = places
 
 
 def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -48,6 +53,7 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
 
     Raises:
         Unexpandable: an operator, an input or a result needs more than that.
+        ExpansionFailed: an operator raised an error.
     """
     _require_simple(graph, arrays)
     changing = set(filter(mutates, graph.nodes))
@@ -61,12 +67,13 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
             more = graph.find_nodes(op="call_function", target=found.function)
             changing.update(more)
             changed.update(one for node in more for one in storages(node))
-            changed.update(one for node in more for source in node.all_input_nodes for one in _known_storages(source))
+            sources = (source for node in more for source in _sources(node.args, node.kwargs, found.places))
+            changed.update(one for source in sources for one in _known_storages(source))
             continue
         except Unexpandable:
             raise
         except Exception as error:  # whatever PyTorch raises for one operator, it may record the whole graph
-            raise Unexpandable(reason(error)) from error
+            raise ExpansionFailed(reason(error)) from error
         work.complete()
         module.graph.eliminate_dead_code()
         return module
@@ -142,7 +149,7 @@ class _Work:
         return not self.changed.isdisjoint(storages(node))
 
     def _expand(self, node: fx.Node) -> None:
-        before = next(reversed(self.trace.graph.nodes))
+        before = _last(self.trace.graph)
         arguments: Any = node.args
         if self._is_changed(node) or node in self.changing:
             self.values[node] = self._followed(node)
@@ -155,8 +162,13 @@ class _Work:
     def _followed(self, node: fx.Node) -> Any:
         """Runs an operator on arrays that PyTorch follows through changes."""
         function: Any = node.target
-        positional, named = fx.map_arg((node.args, node.kwargs), lambda one: self._functional(self.values[one]))
-        return function(*positional, **named)
+        given = {one: self._functional(self.values[one]) for one in node.all_input_nodes}
+        fixed = {one: self.trace.current(given[one]) for one in given if isinstance(self.values[one], fx.Node)}
+        positional, named = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        found = function(*positional, **named)
+        if lost := {one for one, array in fixed.items() if self.trace.current(given[one]) is not array}:
+            raise _Changes(function, _places(node.args, node.kwargs, lost))
+        return found
 
     def _functional(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -184,17 +196,31 @@ class _Work:
     def _record(self, node: fx.Node, arguments: Any, sources: tuple[fx.Node, ...], key: Any) -> Any:
         arrays = {one: self._array(one) for one in sources}
         given = {one: self.trace.functional(array) for one, array in arrays.items()}
-        last = next(reversed(self.trace.graph.nodes))
+        last = _last(self.trace.graph)
         function: Any = node.target
         positional, named = fx.map_arg(arguments, given.__getitem__)
         found = function(*positional, **named)
-        if any(self.trace.current(given[one]) is not array for one, array in arrays.items()):
-            raise _Changes(function)
+        if lost := {one for one, array in arrays.items() if self.trace.current(given[one]) is not array}:
+            if not self._follow(node, {one: given[one] for one in lost}):
+                raise _Changes(function, _places(arguments[0], arguments[1], lost))
+            return found
         results = self._current(found)
         nodes = tuple(_after(self.trace.graph, last))
         if _is_closed(nodes, sources):
             self.known[key] = _Recorded(sources, nodes, _views(nodes, sources), results)
         return results
+
+    def _follow(self, node: fx.Node, changed: dict[fx.Node, torch.Tensor]) -> bool:
+        """Follows arrays that an operator has changed, if they are inputs and nothing else has their memory yet."""
+        owners = {one: value for one, value in self.values.items() if isinstance(value, fx.Node) and value in changed}
+        memory = {one for owner in owners for one in storages(owner)}
+        sharing = [one for one in self.values if not memory.isdisjoint(storages(one))]
+        if len(owners) != len(changed) or sharing != list(owners) or any(one.op != "placeholder" for one in owners):
+            return False
+        self.changed.update(memory, storages(node))
+        self.changing.update(self.graph.find_nodes(op="call_function", target=node.target))
+        self.values.update((owner, changed[value]) for owner, value in owners.items())
+        return True
 
     def _copy(self, recorded: _Recorded, sources: tuple[fx.Node, ...]) -> Any:
         new = dict(zip(recorded.sources, sources, strict=True))
@@ -231,6 +257,24 @@ class _Work:
             raise Unexpandable("an input changes its shape")
         copied = self.trace.graph.call_function(aten.copy_.default, (self.trace.node(array), self.trace.node(last)))
         set_fake(copied, array)
+
+
+def _places(positional: Sequence[Any], named: Mapping[str, Any], nodes: set[fx.Node]) -> set[int | str]:
+    """The arguments in which some of the nodes occur."""
+    every = [*range(len(positional)), *named]
+    return {place for place in every if not nodes.isdisjoint(_sources(positional, named, {place}))}
+
+
+def _sources(positional: Sequence[Any], named: Mapping[str, Any], places: set[int | str]) -> list[fx.Node]:
+    """The nodes that occur in some of the arguments."""
+    found: list[fx.Node] = []
+    given: list[tuple[int | str, Any]] = [*enumerate(positional), *named.items()]
+    fx.map_arg([value for place, value in given if place in places], found.append)
+    return found
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))  # in PyTorch 2.11, `reversed` returns no iterator
 
 
 def _after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:

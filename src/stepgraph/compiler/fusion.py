@@ -20,7 +20,7 @@ from torch import fx
 
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
-from stepgraph.compiler.expansion import Unexpandable, expand
+from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
 from stepgraph.compiler.launch import define_operators
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
@@ -219,6 +219,8 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         with torch_private.compiling(arrays, settings):
             torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
         return _Compiled.alone(generated[0])
+    except ExpansionFailed as error:
+        logger.warning("the step takes seconds longer to compile, since PyTorch expands its operators: %s", error)
     except Unexpandable as error:
         logger.debug("PyTorch expands the operators itself: %s", error)
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -398,7 +399,69 @@ def compile_expanded(
     (end,) = module.graph.find_nodes(op="output")
     given = {"cudagraphs": BoxedBool(False), "forward_device": BoxedDeviceIndex(None)}
     around: Any = SimpleNamespace(**given, graph_id=next(_graph_counter))
-    return compile_fx_forward(module, arrays, len(end.args[0]), len(arrays), around, compile_inner, True)
+    with _patterns_that_occur(module.graph), _rules_of_types_once():
+        return compile_fx_forward(module, arrays, len(end.args[0]), len(arrays), around, compile_inner, True)
+
+
+@contextmanager
+def _patterns_that_occur(graph: torch.fx.Graph) -> Iterator[None]:
+    """Lets the compiler prepare no patterns of attention, which takes seconds, if it cannot find any.
+
+    All of them multiply batches of matrices. No public name leaves them out. Others who compile get theirs.
+    """
+    from torch._inductor.fx_passes import joint_graph
+
+    if graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
+        yield
+        return
+    before, others, here = joint_graph.lazy_init, _patterns_without_attention(), threading.get_ident()
+
+    def prepare(*given: Any) -> Any:
+        return others(*given) if threading.get_ident() == here else before(*given)
+
+    joint_graph.lazy_init = prepare
+    try:
+        yield
+    finally:
+        joint_graph.lazy_init = before
+
+
+@cache
+def _patterns_without_attention() -> Callable[..., Any]:
+    """Prepares the compiler's other patterns for a device, once."""
+    from torch._inductor.fx_passes.misc_patterns import _misc_patterns_init
+    from torch._inductor.fx_passes.pad_mm import _pad_mm_init
+    from torch._inductor.pattern_matcher import init_once_fakemode
+
+    def prepare(device: Any = None) -> None:
+        _pad_mm_init(device)
+        _misc_patterns_init(device)
+
+    return init_once_fakemode(prepare)
+
+
+@contextmanager
+def _rules_of_types_once() -> Iterator[None]:
+    """Lets the compiler make its table of types of results once, not for every operator of every kernel.
+
+    The table is a single object, but each call of its class fills it again.
+    """
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    rules: Any = DtypePropagationOpsHandler
+    fill = rules.__init__
+    filled = list[Any]()
+
+    def fill_once(table: Any) -> None:
+        if table not in filled:
+            fill(table)
+            filled.append(table)
+
+    rules.__init__ = fill_once
+    try:
+        yield
+    finally:
+        rules.__init__ = fill
 
 
 def written_to_memory() -> OpOverload:
