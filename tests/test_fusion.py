@@ -101,6 +101,21 @@ def test_small_kernels_are_launched_together_on_a_gpu(tmp_path: Path, monkeypatc
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.gpu
+def test_fusing_in_the_background_does_not_wait_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = torch.cuda.Event()
+
+    def read(*_: Any) -> tuple[float, bool]:
+        return torch.ones(1, device="cuda").item(), ended.query()
+
+    monkeypatch.setattr(fusion, "fuse", read)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    ended.record()
+    part, step = SimpleNamespace(), SimpleNamespace(device=torch.device("cuda"))
+    found: Any = fusion.fuse_in_background(part, step).result(60)  # type: ignore[arg-type]
+    assert found == (1.0, False)
+
+
 @pytest.mark.deep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
 def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:

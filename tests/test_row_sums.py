@@ -46,7 +46,9 @@ def test_other_sums_take_nothing(axes: list[int], device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(32768, 32768), (100_000, 16384), (65536, 3072), (4096, 777), (1000, 6), (64, 512)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(32768, 32768), (100_000, 16384), (65536, 3072), (4096, 777), (1000, 6), (64, 512)]
+)
 def test_pytorch_takes_as_much(rows: int, columns: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     array = torch.ones(rows, columns, dtype=kind, device="cuda")

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -311,12 +311,13 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
 
     def work() -> None:
         try:
-            try:
-                fused = fuse(part, step, searched)
-            except RuntimeError as error:
-                if not captures.met_capture(error):
-                    raise
-                fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
+            with _beside_steps(step.device):
+                try:
+                    fused = fuse(part, step, searched)
+                except RuntimeError as error:
+                    if not captures.met_capture(error):
+                        raise
+                    fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
             future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
@@ -325,3 +326,8 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
 
     threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()
     return future
+
+
+def _beside_steps(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream of its own: PyTorch's compiler reads constants from the device, and would wait for a step each time."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
