@@ -116,13 +116,18 @@ class Compilation:
         """The name of the part that runs a whole call, or a shard of one."""
         if not self.declaration.trains:
             return PartName.INFERENCE
-        return PartName.SHARD if self.shards else PartName.STEP
+        return PartName.SHARD if self.is_divided else PartName.STEP
 
     @cached_property
     def shards(self) -> int:
-        """The parts of an update's batch; 0 if it is not divided."""
+        """The parts of an update's batch; 0 if `parallel` does not say it."""
         parallel = self.settings.parallel
         return parallel.shards if parallel is not None and self.declaration.trains else 0
+
+    @cached_property
+    def is_divided(self) -> bool:
+        """Whether updates run in shards. The only shard of a single rank is a whole step, and costs no more."""
+        return self.shards > 1 or not self.world.is_alone
 
     @cached_property
     def world(self) -> World:
@@ -219,7 +224,7 @@ class Compilation:
             optimizer=declared.optimizer,
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
-            shards=self.shards,
+            shards=self.shards if self.is_divided else 0,
             ownership=self.ownership,
             decides=self.decides,
             averages=declared.optimizer is not None and declared.average is not None,

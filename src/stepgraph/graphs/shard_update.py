@@ -125,15 +125,6 @@ class Update:
             self.gradients.add((0, shard), flat)
             self._keep(found, shard)
 
-    def run_only(self) -> dict[Tensor, torch.Tensor]:
-        """Runs the only shard of a batch; returns its gradients, to which nothing is added."""
-        found = self._ran(PartName.SHARD, 0)
-        if found is None:
-            assert self.failure is not None
-            raise self.failure
-        self._keep(found, 0)
-        return {tensor: found[gradient(tensor)] for bucket in self.division.buckets for tensor in bucket.tensors}
-
     def run_and_exchange(self, shard: int, group: str, rank: int, readiness: Callable[[], float]) -> list[torch.Tensor]:
         """Runs the last shard of this rank, which exchanges the gradients and news; returns its totals by bucket.
 

@@ -137,8 +137,6 @@ class Shards:
         A rank that fails, or has nothing to run, exchanges zeros, so that no other waits for it.
         """
         buckets, device = update.division.buckets, self.session.device.torch
-        if self.world.is_alone and self.parallel.shards == 1:
-            return update.run_only()
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
             totals = update.run_and_exchange(last, self.world.group, self.world.rank, lambda: self._readiness(update))
