@@ -787,8 +787,8 @@ class TrainingGraph(CompiledGraph):
         def put_and_resume() -> None:
             put_in_place()
             assert self.session is not None
-            divided = parallel is not None and compilation.is_divided
-            self._shards = Shards(self.session, parallel, world) if divided else None
+            divided = parallel if compilation.is_divided else None
+            self._shards = None if divided is None else Shards(self.session, divided, world)
             if self._pending is not None:
                 self.resume(self._pending)
 
