@@ -276,6 +276,7 @@ class Shards:
             verdict, executables = self._last
             self._last = None
             verdict.require_none()
+            self.world.count_waits()  # the verdict came behind them
             self._switch(verdict, executables)
 
     def _executables(self, update: Update) -> list[Executable]:
