@@ -73,6 +73,19 @@ def test_what_the_gpu_has_not_passed_is_left_out() -> None:
     assert waits.next() is None
 
 
+def test_an_event_without_a_time_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    waits = Waits(gpu.event)
+    waits.next()
+    wait(gpu, waits, "bucket 0", 5)
+
+    def refuse(self: Recorded, end_event: Recorded) -> float:
+        raise RuntimeError("invalid resource handle")
+
+    monkeypatch.setattr(Recorded, "elapsed_time", refuse)
+    assert waits.next() is None
+
+
 def test_a_rank_counts_what_its_gpu_waits_and_not_what_this_program_does() -> None:
     gpu = Gpu()
     world = World(waits=Waits(gpu.event))

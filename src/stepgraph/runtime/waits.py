@@ -64,6 +64,9 @@ class Waits:
     @staticmethod
     def _milliseconds(start: Event, begin: Event, end: Event) -> float | None:
         """A wait; None if the last update did not have it."""
-        if not (start.query() and begin.query() and end.query()) or start.elapsed_time(begin) < 0:
+        try:
+            if not (start.query() and begin.query() and end.query()) or start.elapsed_time(begin) < 0:
+                return None
+            return max(begin.elapsed_time(end), 0.0)
+        except RuntimeError:  # of an event that a discarded capture has recorded; a time must not end a run
             return None
-        return max(begin.elapsed_time(end), 0.0)
