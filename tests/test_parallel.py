@@ -109,8 +109,19 @@ def test_the_only_shard_of_one_process_is_a_whole_step() -> None:
     training = new("mlp", shards=1)
     first = training.execute(*batch("mlp", 16, 0), batch_size=16).loss
     assert first == new("mlp", shards=None).execute(*batch("mlp", 16, 0), batch_size=16).loss
-    parts = {part for part, _ in training.require_session("test").compilation.programs.executables}
-    assert parts == {PartName.STEP} and training.world.is_alone and training.bytes_sent == 0
+    compilation = training.require_session("test").compilation
+    assert {part for part, _ in compilation.programs.executables} == {PartName.STEP}
+    assert training.world.is_alone and training.bytes_sent == 0
+    mine, plain = compilation.step(16, True), new("mlp", shards=None).require_session("test").compilation.step(16, True)
+    assert mine.measures_kernels and (mine.shards, mine.ownership) == (0, None) and mine.fusion is plain.fusion
+
+
+@pytest.mark.parametrize("shards, measures", [(None, True), (1, True), (2, False)])
+def test_only_what_ranks_divide_is_chosen_by_a_rule(shards: int | None, measures: bool) -> None:
+    training = new("cnn", shards=shards)
+    for graph in (training, training.inference()):
+        compilation = graph.require_session("test").compilation
+        assert compilation.step(16, graph is training).measures_kernels is measures
 
 
 def without_dropout(name: str) -> sg.TrainingGraph:

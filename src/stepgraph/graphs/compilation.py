@@ -12,7 +12,7 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import TREE
+from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
@@ -126,8 +126,14 @@ class Compilation:
 
     @cached_property
     def is_divided(self) -> bool:
-        """Whether updates run in shards. The only shard of a single rank is a whole step, and costs no more."""
+        """Whether updates run in shards. The only shard of a single rank is a whole step."""
         return self.shards > 1 or not self.world.is_alone
+
+    @property
+    def _parallel(self) -> Parallel | None:
+        """What other ranks must be able to repeat; None if there cannot be any, so that a step is an ordinary one."""
+        parallel = self.settings.parallel
+        return None if parallel is not None and parallel.shards == 1 and self.world.is_alone else parallel
 
     @cached_property
     def world(self) -> World:
@@ -203,10 +209,10 @@ class Compilation:
             (self.feeds.batch, batch),
             compute_type=settings.compute_type,
             chooses_kernels=settings.chooses_kernels,
-            measures_kernels=settings.measures_kernels,
+            measures_kernels=settings.chooses_kernels and self._parallel is None,
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and Options.DETERMINISTIC not in settings.options,
-            fusion=fusion_of(settings.options, device, settings.parallel),
+            fusion=fusion_of(settings.options, device, self._parallel),
             guards=self.guards_indices,
             precision=settings.precision,
             memory_limit=settings.memory_limit,

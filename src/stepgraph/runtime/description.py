@@ -122,7 +122,7 @@ def _fused(executable: Executable) -> str:
         case "never":
             step = executable.step
             could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
-            if step.device.type == "cuda" and step.chooses_kernels and not step.measures_kernels:
+            if step.shards and step.device.type == "cuda" and step.chooses_kernels:
                 return "nothing; compile(..., fuse=True) fuses operators before the first step, on every rank"
             return "nothing; on the CPU, fusion requires FUSE_LAYERS" if could else "nothing"
         case _:
