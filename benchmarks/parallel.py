@@ -7,7 +7,8 @@
 
 Each number of ranks is a world of its own, started by torchrun. Every rank has one thread, or `--threads`, and the same
 share of the batch. `tree` adds gradients in the order that makes every world compute the same bits, `any` in the
-order of the communication library; `ddp` is PyTorch's loop with DistributedDataParallel and its fused Adam.
+order of the communication library; `ddp` is PyTorch's loop with DistributedDataParallel and its fused Adam. A single
+rank runs its only shard as a whole step, so `tree` says nothing about shards there; `exchanging` runs them.
 """
 
 import argparse

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.compiler.program import PartName
 from stepgraph.compiler.shards import TreeSum, climbed, most_nodes, own, partial_nodes, spans
+from stepgraph.graphs.compilation import Compilation
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new
 
 DEEP = pytest.mark.deep
@@ -92,13 +94,34 @@ def steps(training: sg.TrainingGraph, name: str, rows: int, count: int = 4) -> l
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", *(pytest.param(one, marks=DEEP) for one in ("transformer", "heads"))])
-def test_one_shard_computes_the_bits_of_a_whole_batch(name: str) -> None:
-    whole, divided = (new(name, shards=shards, deterministic=True) for shards in (None, 1))
+def test_one_shard_computes_the_bits_of_a_whole_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = new(name, shards=None, deterministic=True)
+    monkeypatch.setattr(Compilation, "is_divided", True)  # as if there were other ranks
+    divided = new(name, shards=1, deterministic=True)
     assert steps(whole, name, 16) == steps(divided, name, 16)
     mine = marks(divided)
     assert mine.pop("seeds") and {kind: mine[kind] for kind in mine} == {
         kind: mark for kind, mark in marks(whole).items() if kind != "seeds"
     }
+
+
+def test_the_only_shard_of_one_process_is_a_whole_step() -> None:
+    training = new("mlp", shards=1)
+    first = training.execute(*batch("mlp", 16, 0), batch_size=16).loss
+    assert first == new("mlp", shards=None).execute(*batch("mlp", 16, 0), batch_size=16).loss
+    compilation = training.require_session("test").compilation
+    assert {part for part, _ in compilation.programs.executables} == {PartName.STEP}
+    assert training.world.is_alone and training.bytes_sent == 0
+    mine, plain = compilation.step(16, True), new("mlp", shards=None).require_session("test").compilation.step(16, True)
+    assert mine.measures_kernels and (mine.shards, mine.ownership) == (0, None) and mine.fusion is plain.fusion
+
+
+@pytest.mark.parametrize("shards, measures", [(None, True), (1, True), (2, False)])
+def test_only_what_ranks_divide_is_chosen_by_a_rule(shards: int | None, measures: bool) -> None:
+    training = new("cnn", shards=shards)
+    for graph in (training, training.inference()):
+        compilation = graph.require_session("test").compilation
+        assert compilation.step(16, graph is training).measures_kernels is measures
 
 
 def without_dropout(name: str) -> sg.TrainingGraph:

@@ -8,7 +8,7 @@ that communicate. These find the ranks by the name of their group, under which `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -30,27 +30,36 @@ class Connection(Protocol):
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
         """Starts a collective; returns its result, and what waits for it."""
 
+    def measured(self, what: str) -> AbstractContextManager[None]:
+        """Around waiting for a collective, whose time a GPU measures."""
+
 
 class _Line:
     """The collectives that operators have started with a group."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.count, self.is_broken = connection, 0, False
-        self._pending: dict[int, tuple[torch.Tensor, Waiting]] = {}
+        self._pending: dict[int, tuple[torch.Tensor, Waiting, str]] = {}
 
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> torch.Tensor:
         """Starts a collective, whose result `finish` waits for."""
         with self._watched():
             started, wait = self.connection.start(what, name, array, *settings)
         self.count += 1
-        self._pending[torch_private.identity(started.untyped_storage())] = started, wait
+        self._pending[torch_private.identity(started.untyped_storage())] = started, wait, what
         return started
 
     def finish(self, started: torch.Tensor) -> None:
         """Waits for the result of a collective."""
-        _, wait = self._pending.pop(torch_private.identity(started.untyped_storage()))
+        _, wait, _ = self._pending.pop(torch_private.identity(started.untyped_storage()))
         with self._watched():
             wait()
+
+    def finish_measured(self, started: torch.Tensor) -> None:
+        """The same in front of an update, where ranks wait for the slowest one."""
+        *_, what = self._pending[torch_private.identity(started.untyped_storage())]
+        with self.connection.measured(what):
+            self.finish(started)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -300,7 +309,7 @@ def _start_scatter(sum: torch.Tensor, sizes: Sequence[int], group: str, what: st
 @torch.library.impl(_library, "finish_scatter", _ANYWHERE)
 def _finish_scatter(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Waits for this rank's part of a sum."""
-    _lines[group].finish(started)
+    _lines[group].finish_measured(started)
     return started[:size].clone()
 
 
@@ -320,7 +329,7 @@ def _finish_trade(
 
     `kept` has what was sent, if that includes the part of this rank itself, which it has not sent.
     """
-    _lines[group].finish(received)
+    _lines[group].finish_measured(received)
     parts = _parts(received, kept, given, rank, dtype, len(levels))
     if len(levels) == 2:  # whatever the tree, they are added once
         return parts[0] + parts[1]
@@ -431,7 +440,7 @@ def _start_news(
 @torch.library.impl(_library, "finish_news", _ANYWHERE)
 def _finish_news(started: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
     """Waits for what all ranks tell, as `[rank, ...]`."""
-    _lines[group].finish(started)
+    _lines[group].finish_measured(started)
     return started.view(news.DTYPE).view([*shape]).clone()
 
 

@@ -78,11 +78,6 @@ class Settings:
         """Whether to look for faster implementations."""
         return GraphCompilationOptions.DETERMINISTIC not in self.options
 
-    @property
-    def measures_kernels(self) -> bool:
-        """Whether to compare implementations by measuring; other ranks, or other runs, would choose different ones."""
-        return self.chooses_kernels and self.parallel is None
-
 
 SAME_DEVICE = _Same.DEVICE
 ChosenDevice = Device | str | torch.device | Literal[_Same.DEVICE] | None

@@ -57,12 +57,13 @@ class Ranks:
     def rows(self) -> list[dict[str, Any]]:
         """A line per rank, on each of them; none if there is only one.
 
-        GPUs wait for each other inside a captured step, where this program cannot see it.
+        How long a GPU waits is known where it decides about updates, and not where this program does.
         """
         if self.world.size == 1:
             return []
         step = self.seconds / max(self.updates, 1)
-        waiting = math.nan if self.device.is_cuda else self.waited / max(self.seconds, 1e-9)
+        is_known = self.waited > 0 or not self.device.is_cuda
+        waiting = self.waited / max(self.seconds, 1e-9) if is_known else math.nan
         mine = [step, waiting, memory_used(self.device) or 0]
         found = self.world.gather_numbers(mine, "times of ranks")
         return [

@@ -12,7 +12,7 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import TREE
+from stepgraph.compiler.parallel import TREE, Parallel
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.recompute import largest_batch
 from stepgraph.compiler.settings import Settings, fusion_of
@@ -116,13 +116,24 @@ class Compilation:
         """The name of the part that runs a whole call, or a shard of one."""
         if not self.declaration.trains:
             return PartName.INFERENCE
-        return PartName.SHARD if self.shards else PartName.STEP
+        return PartName.SHARD if self.is_divided else PartName.STEP
 
     @cached_property
     def shards(self) -> int:
-        """The parts of an update's batch; 0 if it is not divided."""
+        """The parts of an update's batch; 0 if `parallel` does not say it."""
         parallel = self.settings.parallel
         return parallel.shards if parallel is not None and self.declaration.trains else 0
+
+    @cached_property
+    def is_divided(self) -> bool:
+        """Whether updates run in shards. The only shard of a single rank is a whole step."""
+        return self.shards > 1 or not self.world.is_alone
+
+    @property
+    def _parallel(self) -> Parallel | None:
+        """What other ranks must be able to repeat; None if there cannot be any, so that a step is an ordinary one."""
+        parallel = self.settings.parallel
+        return None if parallel is not None and parallel.shards == 1 and self.world.is_alone else parallel
 
     @cached_property
     def world(self) -> World:
@@ -198,10 +209,10 @@ class Compilation:
             (self.feeds.batch, batch),
             compute_type=settings.compute_type,
             chooses_kernels=settings.chooses_kernels,
-            measures_kernels=settings.measures_kernels,
+            measures_kernels=settings.chooses_kernels and self._parallel is None,
             # The matrix units of GPUs read channels last; any other layout would be converted before each convolution.
             channels_last=device.type == "cuda" and Options.DETERMINISTIC not in settings.options,
-            fusion=fusion_of(settings.options, device, settings.parallel),
+            fusion=fusion_of(settings.options, device, self._parallel),
             guards=self.guards_indices,
             precision=settings.precision,
             memory_limit=settings.memory_limit,
@@ -219,7 +230,7 @@ class Compilation:
             optimizer=declared.optimizer,
             slots={tensor: declared.slots(tensor) for tensor in self.trainable},
             groups=self.groups(),
-            shards=self.shards,
+            shards=self.shards if self.is_divided else 0,
             ownership=self.ownership,
             decides=self.decides,
             averages=declared.optimizer is not None and declared.average is not None,

@@ -14,10 +14,12 @@ from stepgraph.compiler.exchange import gradient_buckets, title
 from stepgraph.compiler.news import Layout, layout
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.compiler.shards import spans
-from stepgraph.compiler.step import Key, Step, value
+from stepgraph.compiler.step import STREAM, Key, Step, value
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Compilation
+from stepgraph.graphs.telling import Telling
 from stepgraph.layers.node import Node
+from stepgraph.random import seed_of_shard
 from stepgraph.runtime.amounts import counts_labels, reduction
 from stepgraph.runtime.exchange import Bucket
 from stepgraph.tensors.tensor import Tensor
@@ -37,16 +39,33 @@ class Division:
         buckets: the gradients that are exchanged.
         news: what ranks tell each other about a shard.
         offsets: by shard, how many elements of each tensor whose indices it checks are in front of it.
+        salts: by shard, what its random stream differs by from that of the whole batch.
     """
 
     spans: list[tuple[int, int]]
     part: Part
     losses: tuple[Key, ...]
     shapes: Mapping[Key, tuple[int, ...]]
-    shares: torch.Tensor | None
+    shares: tuple[torch.Tensor, ...] | None
     buckets: tuple[Bucket, ...]
     news: Layout
-    offsets: torch.Tensor
+    offsets: tuple[torch.Tensor, ...]
+    salts: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether one shard has all rows, so that the factors of its losses are 1, and nothing is in front of it."""
+        return len(self.spans) == 1 and self.shares is not None
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a shard draws random numbers."""
+        return STREAM in self.part.written
+
+    @cached_property
+    def telling(self) -> Telling:
+        """What a rank tells the others in an update."""
+        return Telling(self.news, self.batch, self.salts[0].device)
 
     @cached_property
     def single(self) -> dict[Key, torch.Tensor]:
@@ -94,16 +113,17 @@ def divided(compiled: Compilation, batch: int, shards: int) -> Division:
         shapes[key] = shape
     fixed, step = _fixed_shares(compiled, pieces), executable.step
     told, offsets = layout(part, step), _offsets(compiled, step, pieces)
-    return Division(pieces, part, losses, shapes, fixed, _buckets(part, step), told, offsets)
+    salts = torch.tensor([[seed_of_shard(0, shard), 0] for shard in range(len(pieces))], device=compiled.device.torch)
+    return Division(pieces, part, losses, shapes, fixed, _buckets(part, step), told, offsets, salts.unbind())
 
 
-def _offsets(compiled: Compilation, step: Step, pieces: list[tuple[int, int]]) -> torch.Tensor:
+def _offsets(compiled: Compilation, step: Step, pieces: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
     """How many elements of each guarded tensor are in front of each shard; what has no rows is passed whole."""
     rows = pieces[0][1]
     batched = {tensor for tensor in step.guarded if tensor not in step.fed or compiled.feeds.is_batched(tensor)}
     each = [step.descriptors[one].element_count // rows if one in batched else 0 for one in step.guarded]
     found = [[start * count for count in each] for start, _ in pieces]
-    return torch.tensor(found, dtype=torch.int64, device=compiled.device.torch)
+    return torch.tensor(found, dtype=torch.int64, device=compiled.device.torch).unbind()
 
 
 def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
@@ -113,12 +133,12 @@ def _buckets(part: Part, step: Step) -> tuple[Bucket, ...]:
     return tuple(Bucket(one, slices, title(index, one, step)) for index, one in enumerate(found))
 
 
-def _fixed_shares(compiled: Compilation, pieces: list[tuple[int, int]]) -> torch.Tensor | None:
-    """The share of each shard in each loss, if rows decide it."""
+def _fixed_shares(compiled: Compilation, pieces: list[tuple[int, int]]) -> tuple[torch.Tensor, ...] | None:
+    """By shard, its share in each loss, if rows decide it."""
     losses = compiled.losses
     if any(map(counts_labels, losses)):
         return None
-    return shares([[stop - start] * len(losses) for start, stop in pieces], losses, compiled.device.torch)
+    return shares([[stop - start] * len(losses) for start, stop in pieces], losses, compiled.device.torch).unbind()
 
 
 def _has_rows(whole: tuple[int, ...], shard: tuple[int, ...], batch: int, rows: int) -> bool:

@@ -47,8 +47,9 @@ class Plans:
 
     def _recorded(self, to_plan: Compilation, rows: int) -> Shard:
         settings = to_plan.settings
-        if settings.memory_limit is None:  # otherwise, what is recomputed depends on the number of shards
-            settings = replace(settings, parallel=Parallel(shards=1))
+        several = settings.parallel is not None and settings.parallel.shards > 1
+        if several and settings.memory_limit is None:  # otherwise, what is recomputed depends on the number of shards
+            settings = replace(settings, parallel=Parallel(shards=2))
         asked = to_plan.declaration, to_plan.device, settings, rows, Tensor.switches
         if self._shard is None or asked != self._asked:
             self._asked, self._shard = asked, _recorded(to_plan, rows)

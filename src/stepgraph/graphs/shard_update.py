@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
-from math import nan
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from stepgraph.compiler import collectives
-from stepgraph.compiler.news import DTYPE, HEADER, tell_notes_, weighted
+from stepgraph.compiler.news import tell_notes_, weighted
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.shards import TreeSum
 from stepgraph.compiler.step import (
@@ -32,16 +31,14 @@ from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
 from stepgraph.graphs.session import Session
-from stepgraph.random import seed_of_shard
 from stepgraph.runtime.amounts import amount
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.profile import Profile
+from stepgraph.system import torch_private
 from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions
-
-SAMPLE = 16  # elements of an array that ranks compare
 
 
 @dataclass
@@ -82,26 +79,21 @@ class Update:
         self.notes, self.offsets = state.arrays.get(REFUSED), state.arrays.get(OFFSETS)
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
-        self.position = self.stream.clone()
+        self.position = self.stream.clone() if self.division.draws else None
 
     def header(self, readiness: float) -> torch.Tensor:
-        """What this rank tells about itself, as `HEADER` names it.
-
-        A sample shows whether ranks have the same batch: a weighted sum of a few elements of each array.
-        """
-        flat = [array.reshape(-1) for array in self.feeds.values()]
-        few = torch.cat([one[:: max(1, len(one) // SAMPLE)].double() for one in flat])
-        failed = self.failure is not None
-        found = _header(failed, self.division.batch, self.division.news.notes, readiness, few.device).clone()
-        sample = few.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(few), few.device))
-        found[HEADER.index("sample")] = sample.asinh_()  # large ones differ by their ratio
-        if self.notes is not None:
-            tell_notes_(found, self.notes)
+        """What this rank tells about itself, with its notes about indices."""
+        telling = self.division.telling
+        telling.tell_header(self.failure is not None, readiness, self.feeds.values())
+        if self.notes is None:
+            return telling.header
+        found = telling.header.clone()
+        tell_notes_(found, self.notes)
         return found
 
     @cached_property
-    def shares(self) -> torch.Tensor:
-        """The share of each shard in each loss."""
+    def shares(self) -> Sequence[torch.Tensor]:
+        """By shard, its share in each loss."""
         if self.division.shares is not None:
             return self.division.shares
         losses = self.session.compilation.losses
@@ -109,7 +101,7 @@ class Update:
         amounts = [
             [amount(node, self.division.rows(s), partial(self._given, self._cut(s))) for node in losses] for s in cut
         ]
-        return shares(amounts, losses, self.session.device.torch)
+        return shares(amounts, losses, self.session.device.torch).unbind()
 
     def can_run(self, shard: int) -> bool:
         """Whether a shard has rows, and none before it has failed."""
@@ -124,15 +116,6 @@ class Update:
             flat = None if found is None else [bucket.flat(found) for bucket in self.division.buckets]
             self.gradients.add((0, shard), flat)
             self._keep(found, shard)
-
-    def run_only(self) -> dict[Tensor, torch.Tensor]:
-        """Runs the only shard of a batch; returns its gradients, to which nothing is added."""
-        found = self._ran(PartName.SHARD, 0)
-        if found is None:
-            assert self.failure is not None
-            raise self.failure
-        self._keep(found, 0)
-        return {tensor: found[gradient(tensor)] for bucket in self.division.buckets for tensor in bucket.tensors}
 
     def run_and_exchange(self, shard: int, group: str, rank: int, readiness: Callable[[], float]) -> list[torch.Tensor]:
         """Runs the last shard of this rank, which exchanges the gradients and news; returns its totals by bucket.
@@ -165,25 +148,17 @@ class Update:
         return [found[total(bucket)] for bucket in range(len(buckets))]
 
     def _news(self, shard: int, readiness: float) -> torch.Tensor:
-        """What this rank tells in its last shard: a header, the sums of earlier ones, and the shares of this one."""
-        (height, width), header = self.division.news.shape, self.header(readiness)
-        found = torch.zeros(height + 1, width, dtype=DTYPE, device=header.device)
-        found[0, : len(header)] = header
-        for place, node in enumerate(self.numbers.in_order, start=1):
-            (numbers,) = self.numbers.sums[node] or ()
-            found[place, : len(numbers)] = numbers
-        found[-1, : len(self.shares[shard])] = self.shares[shard]
-        return found
+        """What this rank tells in its last shard, which adds its notes about indices."""
+        telling = self.division.telling
+        telling.tell_header(self.failure is not None, readiness, self.feeds.values())
+        telling.tell_shards(self.numbers, self.shares[shard])
+        return telling.array
 
     def _ran(self, part: PartName, shard: int, more: Callable[[], Arrays] | None = None) -> Arrays | None:
         """What a shard computes. An error is kept, for the other ranks must hear of it first."""
         rows, arrays = self.division.rows(shard), self._cut(shard)
         try:
-            self.factors.copy_(self.shares[shard])
-            if self.offsets is not None:
-                self.offsets.copy_(self.division.offsets[shard])
-            self.stream.copy_(torch.stack([seed_of_shard(self.position[0], shard), self.position[1]]))
-            self._restore_statistics()
+            self._prepare(shard)
             binding = self.session.bound(part, rows)
             self.ran.add(binding.executable)
             try:
@@ -194,6 +169,17 @@ class Update:
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
             self.failure = error
             return None
+
+    def _prepare(self, shard: int) -> None:
+        """Sets what a shard reads besides its rows, as far as it is not there already."""
+        if not self.division.is_whole:
+            self.factors.copy_(self.shares[shard])
+        if self.offsets is not None and not self.division.is_whole:
+            self.offsets.copy_(self.division.offsets[shard])
+        if self.position is not None:
+            torch.bitwise_xor(self.position, self.division.salts[shard], out=self.stream)
+        if self.ran:
+            self._restore_statistics()
 
     def _keep(self, found: Arrays | None, shard: int) -> None:
         """Adds the small numbers of a shard, and keeps its rows of results."""
@@ -223,15 +209,18 @@ class Update:
 
     def store_statistics(self, numbers: torch.Tensor) -> None:
         """Sets statistics to the mean over the rows of all shards, and moves the random stream on."""
-        counts = [array.numel() for array in self.statistics.values()]
-        means = (numbers[len(self.division.losses) :] / self.division.batch).split(counts)
-        for (key, array), mean in zip(self.statistics.items(), means, strict=True):
-            new = mean.view(array.shape)
-            array.copy_(new if self.agreed is None else torch.where(self.agreed, new, self.before[key]))
-        self.stream.copy_(self.position)
-        if STREAM in self.division.part.written:
+        if self.statistics:
+            counts = [array.numel() for array in self.statistics.values()]
+            means = (numbers[len(self.division.losses) :] / self.division.batch).split(counts)
+            found = [mean.view(array.shape) for array, mean in zip(self.statistics.values(), means, strict=True)]
+            if self.agreed is not None:
+                pairs = zip(found, self.before.values(), strict=True)
+                found = [torch.where(self.agreed, new, old) for new, old in pairs]
+            torch_private.foreach_copy_([*self.statistics.values()], found)
+        if self.position is not None:
+            self.stream.copy_(self.position)
             self.stream[1].add_(1 if self.agreed is None else self.agreed[0])
-        self.factors.fill_(1)
+        self._reset_factors()
 
     def update(self, totals: Mapping[Tensor, torch.Tensor]) -> bool:
         """Updates the parameters with the gradients of all shards; returns whether that counts as a step."""
@@ -263,12 +252,17 @@ class Update:
     def roll_back(self) -> None:
         """Continues from before the call."""
         self._restore_statistics()
-        self.stream.copy_(self.position)
-        self.factors.fill_(1)
+        if self.position is not None:
+            self.stream.copy_(self.position)
+        self._reset_factors()
+
+    def _reset_factors(self) -> None:
+        if not self.division.is_whole:
+            self.factors.fill_(1)
 
     def _restore_statistics(self) -> None:
-        for key, array in self.statistics.items():
-            array.copy_(self.before[key])
+        if self.statistics:
+            torch_private.foreach_copy_([*self.statistics.values()], [*self.before.values()])
 
     def _cut(self, shard: int) -> Arrays:
         """The rows of a shard; what has no rows is passed whole."""
@@ -278,6 +272,8 @@ class Update:
         if not self.session.compilation.feeds.is_batched(tensor):
             return array
         start, stop = self.division.spans[shard]
+        if stop - start == self.division.batch:
+            return array
         times = array.shape[0] // self.division.batch
         return array[start * times : stop * times]
 
@@ -290,15 +286,3 @@ class Update:
             problem = f"{tensor!r} is computed by a layer, so that its labels cannot be counted before a shard runs"
             raise StateError("execute", problem, fix="pass the labels as data, or compile without parallel")
         return tensor.torch()
-
-
-@lru_cache(maxsize=16)
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, count + 1, dtype=torch.float64, device=device)
-
-
-@lru_cache(maxsize=16)
-def _header(failed: bool, rows: int, notes: int, readiness: float, device: torch.device) -> torch.Tensor:
-    """A header without its sample and notes; copying one to a GPU in every step would wait for it."""
-    numbers = {"failed": nan if failed else 0, "rows": rows, "readiness": readiness}
-    return torch.tensor([*(numbers.get(name, 0.0) for name in HEADER), *[0.0] * notes], dtype=DTYPE, device=device)

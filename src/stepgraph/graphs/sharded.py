@@ -10,6 +10,9 @@ On a GPU, the device decides by what ranks have told whether the update changes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
+
 import torch
 
 from stepgraph.compiler import guard
@@ -29,7 +32,7 @@ from stepgraph.graphs.session import Answer, Session, announced
 from stepgraph.graphs.shard_update import Update
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import exchange
-from stepgraph.runtime.exchange import Pieces
+from stepgraph.runtime.exchange import Bucket, Pieces
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import Data
@@ -56,6 +59,7 @@ class Shards:
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
         self._totals: list[torch.Tensor] = []
+        self._viewed: tuple[Sequence[Bucket], list[torch.Tensor], Pieces] = (), [], {}
         self._last: tuple[Verdict, list[Executable]] | None = None  # on the last update, if the device has decided
         compiled = session.compilation
         self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
@@ -137,8 +141,6 @@ class Shards:
         A rank that fails, or has nothing to run, exchanges zeros, so that no other waits for it.
         """
         buckets, device = update.division.buckets, self.session.device.torch
-        if self.world.is_alone and self.parallel.shards == 1:
-            return update.run_only()
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
             totals = update.run_and_exchange(last, self.world.group, self.world.rank, lambda: self._readiness(update))
@@ -156,9 +158,18 @@ class Shards:
         if device.type == "cuda" and not in_place:  # a captured update reads gradients where they were the last time
             self._totals = self._totals or [torch.empty_like(one) for one in totals]
             totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]
-        found: Pieces = {}
+        return self._pieces(buckets, totals)
+
+    def _pieces(self, buckets: Sequence[Bucket], totals: list[torch.Tensor]) -> Pieces:
+        """The totals by parameter. On a GPU, they are mostly the arrays of the last update, whose views are kept."""
+        before, arrays, found = self._viewed
+        if buckets is before and all(map(is_, arrays, totals)):
+            return found
+        found = {}
         for bucket, total in zip(buckets, totals, strict=True):
             found |= bucket.pieces(total, self.world.rank)
+        if self.session.device.is_cuda:
+            self._viewed = buckets, totals, found
         return found
 
     @property
@@ -265,6 +276,7 @@ class Shards:
             verdict, executables = self._last
             self._last = None
             verdict.require_none()
+            self.world.count_waits()  # the verdict came behind them
             self._switch(verdict, executables)
 
     def _executables(self, update: Update) -> list[Executable]:

@@ -762,9 +762,9 @@ class TrainingGraph(CompiledGraph):
             slots,
             scaled=scaled,
             decay=self._declared.average,
-            factors=len(compilation.losses) if compilation.shards or len(compilation.losses) > 1 else 0,
+            factors=len(compilation.losses) if compilation.is_divided or len(compilation.losses) > 1 else 0,
             guarded=len(compilation.guarded),
-            offsets=compilation.shards > 0,
+            offsets=compilation.is_divided,
             decides=compilation.decides,
             ownership=compilation.ownership,
             world=compilation.world,
@@ -787,7 +787,8 @@ class TrainingGraph(CompiledGraph):
         def put_and_resume() -> None:
             put_in_place()
             assert self.session is not None
-            self._shards = None if parallel is None else Shards(self.session, parallel, world)
+            divided = parallel if compilation.is_divided else None
+            self._shards = None if divided is None else Shards(self.session, divided, world)
             if self._pending is not None:
                 self.resume(self._pending)
 

@@ -51,6 +51,8 @@ class Bucket:
 
     def flat(self, found: Mapping[Key, torch.Tensor]) -> torch.Tensor:
         """The gradients of one shard, copied."""
+        if self.slices is None:
+            return torch.cat([found[gradient(one)].reshape(-1) for one in self.tensors])
         ranges = [one for of_rank in self._ranges for one in of_rank]
         return torch.cat([found[gradient(one)].reshape(-1)[start:stop] for one, start, stop in ranges])
 

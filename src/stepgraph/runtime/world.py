@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
+from stepgraph.runtime.waits import Waits
 from stepgraph.system import torch_private, torchrun
 
 logger = logging.getLogger("stepgraph")
@@ -48,6 +49,7 @@ class World:
         group: PyTorch's name for all of them.
         place: where this rank is.
         heartbeat: where the others are.
+        waits: how long a GPU waits for the others; None if this program itself waits.
     """
 
     rank: int = 0
@@ -56,6 +58,7 @@ class World:
     group: str = ""
     place: Place = field(default_factory=Place, compare=False)
     heartbeat: Heartbeat | None = field(default=None, compare=False)
+    waits: Waits | None = field(default=None, compare=False)
 
     @property
     def is_alone(self) -> bool:
@@ -147,7 +150,18 @@ class World:
             raise self._failed(what, number, time.perf_counter() - began, error) from error
         finally:
             self.place.waiting = False
-            self.place.waited += time.perf_counter() - began
+            if self.waits is None:
+                self.place.waited += time.perf_counter() - began
+
+    def measured(self, what: str) -> AbstractContextManager[None]:
+        """Around waiting for the others in front of an update, if a GPU does it."""
+        return nullcontext() if self.waits is None else self.waits.around(what)
+
+    def count_waits(self) -> None:
+        """Adds what the GPU has waited in the last update, which must have passed the waits."""
+        found = None if self.waits is None else self.waits.next()
+        if found is not None:
+            self.place.waited += found
 
     def _failed(self, what: str, number: int, seconds: float, error: RuntimeError) -> ExecutionError:
         missing = {} if self.heartbeat is None else self.heartbeat.missing(number)
@@ -184,7 +198,8 @@ def joined(device: torch.device, timeout: float) -> World:
     group.set_timeout(timedelta(seconds=timeout))
     beating = _beating(group, rank, size)
     beating.alarm = ALARM * timeout if device.type == "cuda" else None
-    found = World(rank, size, device, group.group_name, beating.place, beating)
+    waits = _waits if device.type == "cuda" else None
+    found = World(rank, size, device, group.group_name, beating.place, beating, waits)
     collectives.connect(found.group, found)
     return found
 
@@ -258,6 +273,7 @@ def _on_loopback() -> Iterator[None]:
 
 _hearts: dict[Any, Heartbeat] = {}  # by process group: there is one
 _left_at_exit: list[Any] = []  # the process group, unless the program has made it itself
+_waits = Waits()  # of all graphs: one update follows another
 
 
 def _beating(group: Any, rank: int, size: int) -> Heartbeat:

@@ -1,0 +1,83 @@
+"""What a rank tells the others about itself and its shards, in an array that is kept between updates.
+
+What stays the same is written once. A captured shard reads the array in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import nan
+
+import torch
+
+from stepgraph.compiler.news import DTYPE, HEADER, Layout
+from stepgraph.compiler.shards import TreeSum
+
+SAMPLE = 16  # elements of an array that ranks compare
+
+
+class Telling:
+    """The array of a rank: a header, the sums of its earlier shards, and the shares of its last one in the losses.
+
+    Args:
+        told: what the array has.
+        rows: the rows of a batch.
+        device: where the array is.
+    """
+
+    def __init__(self, told: Layout, rows: int, device: torch.device) -> None:
+        (height, width), self._rows = told.shape, rows
+        self.array = torch.zeros(height + 1, width, dtype=DTYPE, device=device)
+        self.header, self._sums = self.array[0, : told.head], self.array[1:-1, : told.size].unbind()
+        self._sample, self._shares = self.array[0, HEADER.index("sample")], self.array[-1, : len(told.losses)]
+        self._facts: tuple[bool, float] | None = None
+        self._shared: torch.Tensor | None = None
+
+    def tell_header(self, failed: bool, readiness: float, feeds: Iterable[torch.Tensor]) -> None:
+        """Writes the header, as `HEADER` names it; notes about indices are missing.
+
+        A sample shows whether ranks have the same batch: a weighted sum of a few elements of each array.
+        """
+        if self._facts != (failed, readiness):
+            self._facts = failed, readiness
+            self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
+        few = [_few(one).to(DTYPE) for one in feeds]
+        every = torch.cat(few) if len(few) > 1 else few[0].clone()
+        sum_ = every.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(every), every.device))
+        torch.asinh(sum_, out=self._sample)  # large ones differ by their ratio
+
+    def tell_shards(self, sums: TreeSum, shares: torch.Tensor) -> None:
+        """Writes the sums of earlier shards, and the shares of the last one, unless these are the same array again."""
+        for place, node in enumerate(sums.in_order):
+            (numbers,) = sums.sums[node] or ()
+            self._sums[place].copy_(numbers)
+        if self._shared is not shares:
+            self._shares.copy_(shares)
+            self._shared = shares
+
+
+def _few(array: torch.Tensor) -> torch.Tensor:
+    """Some elements of an array, in the order of its dimensions; one in another order in memory is not copied."""
+    step = max(1, array.numel() // SAMPLE)
+    if array.is_contiguous():
+        return array.view(-1)[::step]
+    return array.take(_places(array.numel(), step, array.device))
+
+
+@lru_cache(maxsize=16)
+def _places(count: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, count, step, device=device)
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=DTYPE, device=device)
+
+
+@lru_cache(maxsize=16)
+def _header(failed: bool, rows: int, readiness: float, size: int, device: torch.device) -> torch.Tensor:
+    """A header without its sample and notes; copying one to a GPU in every step would wait for it."""
+    numbers = {"failed": nan if failed else 0.0, "rows": rows, "readiness": readiness}
+    found = [numbers.get(name, 0.0) for name in HEADER]
+    return torch.tensor([*found, *[0.0] * (size - len(found))], dtype=DTYPE, device=device)
