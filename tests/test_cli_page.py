@@ -18,9 +18,9 @@ MACHINE = ("devices", "cache")  # what these print is another thing on another m
 
 
 def masked(text: str) -> list[str]:
-    """Lines without what differs from machine to machine: numbers, widths, and pictures of shapes."""
+    """Lines without what differs from machine to machine: numbers, builds, widths, and pictures of shapes."""
     found = []
-    for line in text.splitlines():
+    for line in re.sub(r"(?<=\d)\+\w+", "", text).splitlines():  # 2.13.0+cpu
         words = re.sub(r"\d[\d.,]*(e[-+]\d+)?%?", "#", re.sub(r"[━─╇┼]+", "━", line))
         words = re.sub(r"# ([KMG]i)?B", "# B", re.sub(r"\s+", " ", words)).replace("# threads", "# thread")
         found.append(words.strip())

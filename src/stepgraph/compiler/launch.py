@@ -30,6 +30,8 @@ def run_on(device: torch.device, generations: Collection[int] = GENERATIONS) -> 
     """Whether the device is a GPU of these generations and Triton is there."""
     if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return False
+    if not torch.cuda.is_available():  # a step can be recorded for a GPU on a machine without one
+        return False
     return torch.cuda.get_device_capability(device)[0] in generations
 
 

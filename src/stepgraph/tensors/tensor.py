@@ -278,7 +278,8 @@ class Tensor:
         return array.detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
+        found = self.numpy()  # NumPy 1 takes no None for `copy`
+        return np.asarray(found, dtype) if copy is None else np.array(found, dtype, copy=copy)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.torch().__dlpack__(**options)
