@@ -87,6 +87,38 @@ def test_only_small_kernels_over_one_range_of_indices_are_launched_together(monk
     assert ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels is groups, "restored"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
+def test_parameters_are_updated_behind_the_gradients_that_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the compiler forgets that order, as PyTorch 2.11 does when it divides a loop."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    def forgetful(loop: Any, *given: Any, **named: Any) -> None:
+        divided.append(loop)
+        loop._compute_attrs(*given, **named)
+
+    divided: list[Any] = []
+    monkeypatch.setattr(SchedulerNode, "recompute_size_and_body", forgetful)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.standard_normal((4, 3), np.float32)}, {"y": rng.standard_normal((4, 2), np.float32)}
+    found = []
+    for options in (OPTIONS.FUSE_LAYERS, OPTIONS.DETERMINISTIC):
+        sg.set_seed(0)
+        x, y = sg.Tensor((4, 3)), sg.Tensor((4, 2))
+        graph = sg.Graph()
+        hidden = graph.node(sg.ActivationLayer.tanh(), graph.node(sg.FullyConnectedLayer.create(3, 5), x))
+        graph.node(sg.FullyConnectedLayer.create(5, 2), hidden)
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.5))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu", options)
+        found.append([training.execute(*batch).loss for _ in range(4)])
+    assert divided
+    np.testing.assert_allclose(*found, rtol=1e-4)
+
+
 @pytest.mark.gpu
 def test_small_kernels_are_launched_together_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.utils import run_and_get_code

@@ -201,6 +201,16 @@ PRIVATE = {
     ),
     "torch._inductor.codegen.simd.SIMDScheduling": ("combined_up_to", "launch kernels over tiles alone"),
     "torch._inductor.codegen.simd.SIMDScheduling.select_tiling": ("combined_up_to", "launch kernels over tiles alone"),
+    **dict.fromkeys(
+        (
+            "torch._inductor.dependencies.StarDep",
+            "torch._inductor.dependencies.WeakDep",
+            "torch._inductor.scheduler.SchedulerNode",
+            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+            "torch.utils._ordered_set.OrderedSet",
+        ),
+        ("order_kept", "update what a kernel reads behind that kernel"),
+    ),
     "torch._inductor.codecache.FxGraphCache": ("_graph_cache", "find what an earlier run compiled"),
     "torch._inductor.codecache.FxGraphCache.prepare_key": ("_graph_cache", "know what decides a compiled step"),
     "torch._inductor.codecache.FxGraphCache.load_with_key": ("_graph_cache", "load what an earlier run compiled"),

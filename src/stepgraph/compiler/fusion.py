@@ -210,7 +210,8 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
         compiled_for = torch_private.compiled_for(fused_cache.fingerprint(module.graph))
-        with torch_private.kept_between_runs(arrays), compiled_for, torch_private.combined_up_to(SMALL):
+        rules = torch_private.combined_up_to(SMALL), torch_private.order_kept()
+        with torch_private.kept_between_runs(arrays), compiled_for, rules[0], rules[1]:
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         complete.append(torch_private.is_complete())
         return generated[-1]

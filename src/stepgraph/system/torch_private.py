@@ -669,6 +669,31 @@ def combined_up_to(elements: int) -> Iterator[None]:
         Combined.set_group_algorithm_for_combo_kernels(before)
 
 
+@contextmanager
+def order_kept() -> Iterator[None]:
+    """Keeps updates behind kernels that read the old values, when the compiler divides loops on the CPU.
+
+    PyTorch 2.11 computes what such a loop reads again, and forgets what it only has to wait for.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    loops: Any = SchedulerNode
+    divide = loops.recompute_size_and_body
+
+    def divide_in_order(node: Any, *given: Any, **named: Any) -> None:
+        awaited = [one for one in node.read_writes.reads if isinstance(one, StarDep | WeakDep)]
+        divide(node, *given, **named)
+        node.set_read_writes(node.read_writes.with_read(OrderedSet(awaited)).rename(node.mutation_renames))
+
+    loops.recompute_size_and_body = divide_in_order
+    try:
+        yield
+    finally:
+        loops.recompute_size_and_body = divide
+
+
 def drop(compiled: CompiledFxGraph) -> None:
     """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
     entry = cache_entry(compiled)
