@@ -190,6 +190,10 @@ TABLE: dict[Any, Operator] = {
     **{one.function: _alternative(one) for row in MANIFEST for one in row.offers},
 }
 _PLAIN = Operator()
+# What a function of this table calls: an operator that overwrites its first argument, which this keyword names, too.
+BEHIND: dict[Any, tuple[torch_private.OpOverload, str]] = {
+    _threshold_backward: (aten.threshold_backward.grad_input, "grad_input")
+}
 
 
 def operator(node: fx.Node) -> Operator:

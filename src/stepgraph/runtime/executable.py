@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
-from stepgraph.runtime import algorithms, steady_views, strides
+from stepgraph.runtime import algorithms, interpreted, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
@@ -44,7 +44,7 @@ logger = logging.getLogger("stepgraph")
 FUSES_AT = 10  # calls
 FUSES_AFTER = 1.0  # seconds from its first call on
 _FILE = "<compiled step>"
-END = (object(),)  # marks the end, so that sequences of different lengths differ
+_SOURCE = "_source"  # the name of its own text in generated code
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
 
@@ -69,7 +69,6 @@ class Executable:
 
     def __init__(self, part: Part, step: Step, arena: Arena | None = None, fused: Fused | None = None) -> None:
         self.part, self.step = part, step
-        self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._code = _generated(part, step)
@@ -113,11 +112,11 @@ class Executable:
             return "under way"
         return "not yet" if self.step.fusion is Fusion.LATER else "never"
 
-    def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
-        """The arrays that persist between calls, looked up again if any of `memory`, which ends with `END`, changed."""
+    def bound(self, memory: list[Any], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
+        """The arrays that persist between calls, looked up again if any of `memory` changed."""
         known = self._bound
-        if known is None or not all(map(is_, known[0], memory())):
-            known = self._bound = [*memory()], self.bind(arrays())
+        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
+            known = self._bound = memory, self.bind(arrays())
         return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
@@ -142,7 +141,7 @@ class Executable:
             raise
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
-        return {key: found[index] for index, key in self._outputs}
+        return dict(zip(self.part.outputs, found, strict=True))
 
     @cached_property
     def writes_tensors(self) -> bool:
@@ -328,10 +327,12 @@ class Executable:
 
     def _failed(self, error: Exception) -> str:
         """The layer and phase of the operator that raised, found by its line in the generated function."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
+        trace, name = error.__traceback__, ""
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == _FILE:  # the innermost, if one calls another
+                line = trace.tb_frame.f_globals[_SOURCE].splitlines()[trace.tb_lineno - 1]
+                name = line.split("=")[0].strip()
             trace = trace.tb_next
-        name = "" if trace is None else self._code.source.splitlines()[trace.tb_lineno - 1].split("=")[0].strip()
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{notes(node).layer} ({notes(node).phase} pass)"
 
@@ -367,22 +368,27 @@ class Executable:
         with _InferenceMode(True):
             if self.is_fused:
                 return self._function(*given)
-            arrays = (*given, *(self._code.views(given) if views is None else views))
-            return self._alone(arrays) if self.runs_alone else self._function(*arrays)
+            if views is None:
+                views = self._code.views(given)
+            return self._alone(*given, *views) if self.runs_alone else self._function(*given, *views)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
         """The first run, which compares the layout of results with the recording; later runs fix only mismatches."""
         layouts = strides.Layouts(self.part.nodes)
         found = self._code.function(self.part, strides.laying_out(self._code.source), layouts)(*given)
         source = strides.laying_out(self._code.source, layouts.surprises)
+        if not layouts.surprises and self._code.interpreted is not None:
+            source = self._code.interpreted
         self._function = self._code.function(self.part, source, layouts)
         for surprise in layouts.surprises.values():
             logger.debug("copied into the recorded layout: %s", surprise)
         return found
 
-    def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _alone(self, *given: Any) -> Sequence[torch.Tensor]:
         """Runs in this thread only: waking others would take longer than the work, much longer on a busy machine."""
         threads = torch.get_num_threads()
+        if threads == 1:
+            return self._function(*given)
         torch.set_num_threads(1)
         try:
             return self._function(*given)
@@ -396,6 +402,7 @@ class _Code:
 
     Args:
         source: its lines.
+        interpreted: the same with fewer calls, for PyTorch's interpreter, if that is faster.
         names: the names they use.
         allocations: the results that are in the arena.
         staying: the inputs that are the same arrays in every call; the code reads views of them as further inputs.
@@ -403,6 +410,7 @@ class _Code:
     """
 
     source: str
+    interpreted: str | None
     names: dict[str, Any]
     allocations: dict[str, Allocation]
     staying: frozenset[Key]
@@ -411,8 +419,7 @@ class _Code:
     def function(self, part: Part, source: str, layouts: strides.Layouts) -> Function:
         """A variant of the code, as a function of the part's arrays."""
         names = {**self.names, strides.LAID: layouts.laid_out}
-        exec(compile(source, _FILE, "exec"), names)
-        return partial(names["forward"], part.module)
+        return partial(_defined(source, names), part.module)
 
     def views(self, given: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """The views that the code reads, of the inputs that stay; the others may be missing."""
@@ -426,10 +433,26 @@ def _generated(part: Part, step: Step) -> _Code:
     allocations = write_into_arena(graph)
     staying = steady_views.staying(part, step)
     before = steady_views.move_out(graph, [index for index, key in enumerate(part.inputs) if key in staying])
+    called = copy.deepcopy(graph) if part.is_tiny and step.device.type == "cpu" else None
     source, names = _called_directly(graph)
-    create, its_names = _called_directly(before)
-    exec(compile(create, _FILE, "exec"), its_names)
-    return _Code(source, names, allocations, staying, partial(its_names["forward"], part.module))
+    quick: str | None = None
+    its_names: dict[str, Any] = {}
+    if called is not None and interpreted.interpret(called, _plainly):
+        quick, its_names = _called_directly(called)
+    create = partial(_defined(*_called_directly(before)), part.module)
+    return _Code(source, quick, names | its_names, allocations, staying, create)
+
+
+def _defined(source: str, names: dict[str, Any]) -> Function:
+    """The function that generated code defines; errors in it find its lines in its names."""
+    names[_SOURCE] = source
+    exec(compile(source, _FILE, "exec"), names)
+    return names["forward"]
+
+
+def _plainly(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function that calls its operators from Python."""
+    return partial(_defined(*_called_directly(graph)), None)
 
 
 def _called_directly(graph: fx.Graph) -> tuple[str, dict[str, Any]]:

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 InferenceMode: Any = torch._C._InferenceMode
 """Inference mode for every call; the public `torch.inference_mode` adds slow Python code."""
 
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device; the public query of one device takes three times as long."""
+
+Alike: Any = torch._C._dynamo.guards.TensorGuards
+"""Checks at once that arrays are like others: kind, type, device, shape, strides; publicly that takes ten queries."""
+
 function_mode_count = torch._C._len_torch_function_stack
 """How many modes intercept PyTorch's functions, including a default device; no public name counts them."""
 
@@ -59,6 +65,23 @@ fused_adamw_ = torch._fused_adamw_
 
 fused_sgd_ = torch._fused_sgd_
 """SGD in one pass over memory; the public `torch.optim.SGD` holds its own state."""
+
+
+def interpreted(text: str) -> tuple[Callable[..., Any], list[str]]:
+    """A function that runs operators without Python, and their names; the public way to it reads Python source."""
+    function = torch._C._create_function_from_graph("step", torch._C.parse_ir(text))
+    schemas = [node.schema() for node in function.graph.nodes() if node.kind().startswith("aten::")]
+    return function, [schema.partition("(")[0] for schema in schemas]
+
+
+@contextmanager
+def without_profiling() -> Iterator[None]:
+    """What is interpreted for the first time in here runs as it was written; publicly it is optimized in any case."""
+    before = torch._C._jit_set_profiling_mode(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_profiling_mode(before)
 
 
 functional_collectives: Any = torch.ops._c10d_functional
