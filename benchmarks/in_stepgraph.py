@@ -172,6 +172,12 @@ class AtFirst(Stepgraph):
     options: Mapping[str, sg.GraphCompilationOptions] = {"cpu": OPTIONS.NONE, "cuda": OPTIONS.NONE}
 
 
+class Unfused(Stepgraph):
+    """A step that is never fused, as on a CPU without a compiler."""
+
+    options: Mapping[str, sg.GraphCompilationOptions] = dict.fromkeys(("cpu", "cuda"), OPTIONS.DISABLE_LAYER_FUSION)
+
+
 class Reference(Stepgraph):
     """PyTorch's own kernels, nothing chosen or fused."""
 

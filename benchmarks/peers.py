@@ -17,17 +17,18 @@ from rich.console import Console
 
 from benchmarks.models import FURTHER, MODELS, STANDING, Model
 
-OURS, OURS_FUSED, EAGER = "stepgraph", "fused", "pytorch"
+OURS, OURS_FUSED, OURS_UNFUSED, EAGER = "stepgraph", "fused", "unfused", "pytorch"
 
 
 class Peer(NamedTuple):
-    """Where a peer's class is, what it needs, and which devices and models it is for."""
+    """Where a peer's class is, what it needs, which devices and models it is for, and whether it must be asked for."""
 
     place: str
     packages: tuple[str, ...] = ("torch",)
     devices: tuple[str, ...] = ("cpu", "cuda")
     only_images: bool = False
     compiles: bool = False
+    only_asked: bool = False
 
     def load(self) -> Any:
         """The class."""
@@ -51,6 +52,7 @@ class Peer(NamedTuple):
 PEERS = {
     OURS: Peer("benchmarks.in_stepgraph:Stepgraph"),
     OURS_FUSED: Peer("benchmarks.in_stepgraph:Fused", devices=("cpu",), compiles=True),
+    OURS_UNFUSED: Peer("benchmarks.in_stepgraph:Unfused", devices=("cpu",), only_asked=True),
     EAGER: Peer("benchmarks.in_pytorch:Eager"),
     "channels_last": Peer("benchmarks.in_pytorch:ChannelsLast", only_images=True),
     "compile": Peer("benchmarks.in_pytorch:Compiled", compiles=True),
@@ -86,7 +88,9 @@ def parser(program: str, description: str | None, *, compares: bool = True) -> a
     if compares:
         chosen = f"which, comma between (%(default)s); there are also {','.join(FURTHER)}"
         made.add_argument("--models", default=",".join(STANDING), help=chosen)
-        made.add_argument("--peers", default=None, help=f"which of {','.join(PEERS)} (all that can run here)")
+        made.add_argument(
+            "--peers", default=None, help=f"which of {','.join(PEERS)} (all but unfused, if they can run)"
+        )
         made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument(
@@ -102,7 +106,8 @@ def parsed(made: argparse.ArgumentParser, arguments: list[str] | None = None) ->
     options = made.parse_args(arguments)
     options.asked = options.peers is not None
     names = options.models.split(",")
-    options.peers = list(dict.fromkeys([OURS, *(options.peers.split(",") if options.asked else PEERS)]))
+    usual = [name for name, peer in PEERS.items() if not peer.only_asked]
+    options.peers = list(dict.fromkeys([OURS, *(options.peers.split(",") if options.asked else usual)]))
     for kind, given, known in (("model", names, MODELS), ("peer", options.peers, PEERS)):
         for name in given:
             if name not in known:

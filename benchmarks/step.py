@@ -19,8 +19,21 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import Model
-from benchmarks.peers import OURS, OURS_FUSED, PEERS, parsed, parser, prepare, set_tf32, suits, surroundings, usable
+from benchmarks.peers import (
+    OURS,
+    OURS_FUSED,
+    OURS_UNFUSED,
+    PEERS,
+    parsed,
+    parser,
+    prepare,
+    set_tf32,
+    suits,
+    surroundings,
+    usable,
+)
 
+VARIANTS = (OURS_FUSED, OURS_UNFUSED)  # of ours
 CHECKED_STEPS, TOLERANCE = 3, 1e-4
 TURN_SECONDS, MOST_STEPS = 0.1, 200
 MOST_OF_OTHERS = 0.05  # a thread that waits for a core makes all threads of its library wait
@@ -102,11 +115,12 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         'jax'
     """
     rows = {name: _row(seconds, times[OURS]) for name, seconds in times.items()}
-    others = [name for name in rows if name not in (OURS, OURS_FUSED)]
+    others = [name for name in rows if name not in (OURS, *VARIANTS)]
     best = min(others, key=lambda name: rows[name]["median_ms"], default=None)
     found = {"best_peer": best, "ratio_to_best_peer": rows[best]["ratio_quartiles"] if best else None}
-    if best and OURS_FUSED in rows:
-        found["fused_ratio_to_best_peer"] = _row(times[best], times[OURS_FUSED])["ratio_quartiles"]
+    for name in VARIANTS:
+        if best and name in rows:
+            found[f"{name}_ratio_to_best_peer"] = _row(times[best], times[name])["ratio_quartiles"]
     return found | {"peers": rows}
 
 
@@ -117,9 +131,10 @@ def table(name: str, model: Model, result: dict[str, Any]) -> Table:
     if result["best_peer"]:
         low, middle, high = result["ratio_to_best_peer"]
         notes.append(f"to the best peer, {result['best_peer']}: {middle:.2f} ({low:.2f} to {high:.2f})")
-    if "fused_ratio_to_best_peer" in result:
-        low, middle, high = result["fused_ratio_to_best_peer"]
-        notes.append(f"fused, to the same: {middle:.2f} ({low:.2f} to {high:.2f})")
+    for variant in VARIANTS:
+        if f"{variant}_ratio_to_best_peer" in result:
+            low, middle, high = result[f"{variant}_ratio_to_best_peer"]
+            notes.append(f"{variant}, to the same: {middle:.2f} ({low:.2f} to {high:.2f})")
     others = result["cpu_share_of_others"] or 0
     if others > MOST_OF_OTHERS:
         notes.append(f"Other programs took {others:.0%} of the CPU: measure again when they rest.")

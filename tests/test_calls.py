@@ -317,3 +317,29 @@ def test_binding_writes_into_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     tensor.hold(first)
     tensor.bind(second, place)
     assert tensor.torch() is not first and tensor.torch() is not second
+
+
+def test_data_like_that_of_the_last_call_is_read_as_it_is_and_other_data_is_looked_at() -> None:
+    graph, _ = doubling()
+    usual = torch.arange(12.0).reshape(4, 3)
+
+    def doubled(data: Any) -> Any:
+        found = graph.execute({"x": data}).result
+        assert found is not None
+        return found.numpy().copy()
+
+    for data in (usual, usual.clone(), usual.clone().requires_grad_(), usual.numpy(), usual):
+        np.testing.assert_array_equal(doubled(data), 2 * usual.numpy())
+    across = usual.T.contiguous().T
+    np.testing.assert_array_equal(doubled(across), 2 * usual.numpy())
+    with torch.inference_mode():
+        np.testing.assert_array_equal(doubled(usual.clone()), 2 * usual.numpy())
+    with pytest.raises(sg.DataTypeError):
+        graph.execute({"x": usual.double()})
+    with pytest.raises(sg.StepgraphError):
+        graph.execute({"x": torch.cat([usual, usual])})
+    with pytest.raises(sg.DataTypeError):
+        graph.execute({"x": usual.to_sparse()})
+    with pytest.raises(sg.DataError):
+        graph.execute({})
+    np.testing.assert_array_equal(doubled(usual), 2 * usual.numpy())

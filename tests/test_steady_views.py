@@ -106,3 +106,16 @@ def test_numbers_that_are_changed_or_returned_are_filled_in_every_call() -> None
         len(graph.find_nodes(op="call_function", target=torch.ops.aten.full.default))
         for graph in (traced.graph, before)
     ] == [2, 1]
+
+
+def test_prepared_updates_read_settings_that_change_and_change_back() -> None:
+    training, weights = _training()
+    assert training.optimizer is not None
+    moved = []
+    for rescale in (1.0, 0.0, 1.0, 1.0, 0.0):
+        before = np.array(weights.numpy())
+        training.optimizer.gradient_rescale = rescale
+        training.optimizer.learning_rate = 0.1 * rescale  # Adam's momentum moves parameters without a gradient, too
+        training.execute(DATA, LABELS)
+        moved.append(bool((weights.numpy() != before).any()))
+    assert moved == [True, False, True, True, False]

@@ -27,6 +27,8 @@ OTHERS = {"_SubParsersAction", "_actions", "_choices_actions", "_current_frames"
 # By path: the name in `torch_private` that stands for it, and what for.
 PRIVATE = {
     "torch._C._InferenceMode": ("InferenceMode", "enter inference mode in every call"),
+    "torch._C._is_any_autocast_enabled": ("any_autocast", "see in every call that autocast is off"),
+    "torch._C._dynamo.guards.TensorGuards": ("Alike", "see in every call that data is like that of the last call"),
     "torch._C._len_torch_function_stack": ("function_mode_count", "see whether a default device is set"),
     "torch._C._cuda_getCurrentRawStream": ("raw_stream", "know the stream that a call runs on"),
     "torch._C._cuda_endAllocateToPool": ("end_allocations", "capture a step again after another thread broke it"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ from stepgraph.device import Device
 from stepgraph.errors import DataError, ExecutionError, NumericsError, UnknownNameError
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.runtime import execution as executions
-from stepgraph.runtime.executable import END, Binding, Executable
+from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution
 from stepgraph.runtime.feeds import MOST, Data, Feeds, Names
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
@@ -116,9 +115,9 @@ class Session:
 
     # Arrays that stay between calls
 
-    def memory(self) -> Iterable[Any]:
+    def memory(self) -> list[Any]:
         """What `arrays` depends on: if none of it changed, the arrays are the same. Checked in every call."""
-        return chain((None if self.state is None else self.state.arrays,), map(_current, self.compilation.held), END)
+        return [None if self.state is None else self.state.arrays, *map(_current, self.compilation.held)]
 
     def arrays(self) -> Arrays:
         """Arrays that persist between calls."""
@@ -135,7 +134,7 @@ class Session:
         executable = programs.executable(part, batch)
         if programs.switches and part is _STEP and state is not None and batch in programs.switches:
             executable = programs.switches[batch].at(state.next_update)
-        binding = executable.bound(self.memory, self.arrays)
+        binding = executable.bound(self.memory(), self.arrays)
         if state is not None and state.rounded:
             state.round()
         return binding

@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +46,6 @@ FUSES_AFTER = 1.0  # seconds from its first call on
 # Bytes of all results. Nobody trains a step that moves this much for a few calls only.
 LARGE = 2**32
 _FILE = "<compiled step>"
-END = (object(),)  # marks the end, so that sequences of different lengths differ
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
 
@@ -86,7 +85,6 @@ class Executable:
         is_first: bool = False,
     ) -> None:
         self.part, self.step, self._is_first = part, step, is_first
-        self._outputs = tuple(enumerate(part.outputs))
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._code = _generated(part, step)
@@ -130,11 +128,11 @@ class Executable:
             return "under way"
         return "not yet" if self.step.fusion is Fusion.LATER else "never"
 
-    def bound(self, memory: Callable[[], Iterable[Any]], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
-        """The arrays that persist between calls, looked up again if any of `memory`, which ends with `END`, changed."""
+    def bound(self, memory: list[Any], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
+        """The arrays that persist between calls, looked up again if any of `memory` changed."""
         known = self._bound
-        if known is None or not all(map(is_, known[0], memory())):
-            known = self._bound = [*memory()], self.bind(arrays())
+        if known is None or len(known[0]) != len(memory) or not all(map(is_, known[0], memory)):
+            known = self._bound = memory, self.bind(arrays())
         return known[1]
 
     def bind(self, arrays: Mapping[Key, torch.Tensor]) -> Binding:
@@ -159,7 +157,7 @@ class Executable:
             raise
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
-        return {key: found[index] for index, key in self._outputs}
+        return dict(zip(self.part.outputs, found, strict=True))
 
     @cached_property
     def writes_tensors(self) -> bool:
@@ -404,8 +402,9 @@ class Executable:
         with _InferenceMode(True):
             if self.is_fused:
                 return self._function(*given)
-            arrays = (*given, *(self._code.views(given) if views is None else views))
-            return self._alone(arrays) if self.runs_alone else self._function(*arrays)
+            if views is None:
+                views = self._code.views(given)
+            return self._alone(*given, *views) if self.runs_alone else self._function(*given, *views)
 
     def _first(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
         """The first run, which compares the layout of results with the recording; later runs fix only mismatches."""
@@ -417,9 +416,11 @@ class Executable:
             logger.debug("copied into the recorded layout: %s", surprise)
         return found
 
-    def _alone(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _alone(self, *given: Any) -> Sequence[torch.Tensor]:
         """Runs in this thread only: waking others would take longer than the work, much longer on a busy machine."""
         threads = torch.get_num_threads()
+        if threads == 1:
+            return self._function(*given)
         torch.set_num_threads(1)
         try:
             return self._function(*given)

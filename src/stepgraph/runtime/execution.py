@@ -82,33 +82,31 @@ class Execution:
         profile: time and memory by layer and phase, if `PER_LAYER_PROFILING` was set.
     """
 
-    __slots__ = (
-        "_device", "_elapsed", "_events", "_found", "_like", "_loss", "_names", "_outputs", "_refusal", "_result",
-        "_started", "_stream", "_timed", "error", "profile",
-    )  # fmt: skip
+    # Every call makes one of these, and most of them keep these values.
+    error: Exception | None = None
+    profile: Profile | None = None
+    _like: Tensor | None = None
+    _found: Found | None = None
+    _loss: torch.Tensor | Loss | Total | None = None
+    _names: tuple[str, ...] = ()
+    _result: Tensor | None = None
+    _outputs: Outputs = NO_OUTPUTS
+    _elapsed: float | None = None
+    _events: tuple[torch.cuda.Event, ...] = ()
+    # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
+    _stream: int | None = None
+    _started = 0.0
 
     def __init__(self, device: Device, timed: bool, announced: bool = False, refusal: Check | None = None) -> None:
-        self.error: Exception | None = None
-        self.profile: Profile | None = None
-        self._like: Tensor | None = None
-        self._found: Found | None = None
-        self._loss: torch.Tensor | Loss | Total | None = None
-        self._names: tuple[str, ...] = ()
-        self._result: Tensor | None = None
-        self._outputs: Outputs = NO_OUTPUTS
-        self._timed, self._refusal = timed, refusal
-        self._elapsed: float | None = None
-        self._events: tuple[torch.cuda.Event, ...] = ()
-        # An event costs as much as a small step, so by default the stream is queried, which includes later calls.
-        self._stream: int | None = None
-        self._device = device.torch
+        self._timed, self._refusal, self._device = timed, refusal, device.torch
         if device.is_cuda:
             if timed or announced:  # the first marks when the work began, the last when it ended
                 self._events = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
                 self._events[0].record()
             else:
                 self._stream = torch_private.raw_stream(self._device.index)
-        self._started = time.perf_counter() if timed else 0.0
+        if timed:
+            self._started = time.perf_counter()
 
     def check(self, refusal: Check) -> None:
         """Lets whoever reads results learn whether the device has refused the call."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.system.torch_private import function_mode_count
+from stepgraph.system.torch_private import any_autocast, function_mode_count
 
 _EXACT, _TF32 = "ieee", "tf32"
 
@@ -81,7 +81,7 @@ def reach(kind: str, open_to_switches: bool) -> bool:
         kind: the type of the device.
         open_to_switches: whether any operator depends on the default type or device, or on deterministic algorithms.
     """
-    if torch.is_autocast_enabled(kind):
+    if any_autocast() and torch.is_autocast_enabled(kind):
         return True
     # A default device is a mode on this stack.
     return open_to_switches and (function_mode_count() > 0 or _is_set_for_all())

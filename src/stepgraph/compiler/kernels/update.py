@@ -281,27 +281,36 @@ class PreparedUpdate:
     ) -> None:
         self._parameters, self._slots = parameters, _slots(states, len(parameters))
         self._kernel, self._names = FUSED[rule], _split(names)
-        self._numbers = numbers.numpy().data
+        self._numbers: Any = numbers.numpy().data
+        self._step = self._names.index("time_step")
         self._clipping, self._regularization = clipping, regularization
         self._limit = "gradient_clip_max" if clipping == GradientClippingType.BY_VALUE else "maximum_clipping_norm"
-        self._penalizes = regularization == RegularizationType.L1
         self._decays = regularization == RegularizationType.L2
-        self._fixed = {
-            "steps": [numbers[self._names.index("time_step")]] * len(parameters),
-            "decoupled": False,
-            "as_in_torch": rule.endswith(" torch"),
-        }
+        steps = [numbers[self._step]] * len(parameters)
+        self._settings = SimpleNamespace(steps=steps, decoupled=False, as_in_torch=rule.endswith(" torch"))
+        self._known: list[float] = []  # the numbers that the settings were read from
+        self._prepares = False
 
     def __call__(self, gradients: Arrays, norm: torch.Tensor | None, finite: torch.Tensor | None) -> None:
         if finite is not None and not finite:
             return
-        n = SimpleNamespace(**self._fixed)
-        vars(n).update(zip(self._names, self._numbers.tolist(), strict=True))
-        n.decay = n.regularization_scale if self._decays else 0.0
-        if self._penalizes or n.gradient_rescale != 1 or math.isfinite(getattr(n, self._limit)):
+        n, numbers = self._settings, self._numbers.tolist()
+        n.time_step, numbers[self._step] = numbers[self._step], 0.0
+        if numbers != self._known:  # most calls change the step alone
+            self._read(numbers)
+        if self._prepares:
             pairs = zip(self._parameters, gradients, strict=True)
             gradients = [_prepared(p, g, norm, n, self._clipping, self._regularization) for p, g in pairs]
         self._kernel(self._parameters, gradients, self._slots, n)
+
+    def _read(self, numbers: list[float]) -> None:
+        """Reads the settings from the live numbers; the step is already there."""
+        n, self._known = self._settings, numbers
+        live = zip(self._names, numbers, strict=True)
+        vars(n).update((name, number) for name, number in live if name != "time_step")
+        n.decay = n.regularization_scale if self._decays else 0.0
+        penalizes = self._regularization == RegularizationType.L1
+        self._prepares = penalizes or n.gradient_rescale != 1 or math.isfinite(getattr(n, self._limit))
 
 
 @torch.library.register_fake("stepgraph::update_", lib=_library)
