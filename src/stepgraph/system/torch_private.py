@@ -686,7 +686,7 @@ def order_kept() -> Iterator[None]:
     from torch.utils._ordered_set import OrderedSet
 
     loops: Any = SchedulerNode
-    divide = loops.recompute_size_and_body
+    divide = SchedulerNode.recompute_size_and_body
 
     def divide_in_order(node: Any, *given: Any, **named: Any) -> None:
         awaited = [one for one in node.read_writes.reads if isinstance(one, StarDep | WeakDep)]
