@@ -72,12 +72,6 @@ def test_each_kind_of_convolution_is_chosen_once_in_a_thread(ran: list[tuple[boo
     assert [here for here, _ in ran] == [True] * 4 + [False] * 4  # each thread has choices of its own
 
 
-def test_a_part_that_has_run_has_nothing_to_choose(ran: list[tuple[bool, bool]]) -> None:
-    algorithms.note(part(), CPU)
-    algorithms.choose(part(), CPU)
-    assert not ran
-
-
 def test_a_choice_belongs_to_its_settings(ran: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
     algorithms.choose(part(), CPU)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic)
@@ -115,7 +109,7 @@ def test_what_fails_is_left_to_the_step(
 @pytest.mark.parametrize(
     ("fusion", "asked"),
     [
-        (Fusion.LATER, ["note"]),  # training starts at once
+        (Fusion.LATER, []),  # training starts at once
         (Fusion.NEVER, ["load", "choose"]),
         (Fusion.FIRST, ["load", "choose"]),
     ],
@@ -124,7 +118,7 @@ def test_a_step_that_is_fused_later_tries_nothing(
     fusion: Fusion, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    for name in ("note", "choose", "load"):
+    for name in ("choose", "load"):
         monkeypatch.setattr(algorithms, name, lambda *_, name=name: found.append(name))
     executable = Executable.__new__(Executable)
     executable.part = part()
@@ -133,22 +127,3 @@ def test_a_step_that_is_fused_later_tries_nothing(
     )
     executable.choose_algorithms()
     assert found == asked
-
-
-@pytest.mark.gpu
-def test_pytorch_tries_nothing_for_a_shape_that_has_run_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, steps would have to try what they have noted."""
-    tried, noted = (torch.randn(2, 16, side, side, device="cuda", dtype=torch.bfloat16) for side in (37, 39))
-    filters = torch.randn(16, 16, 3, 3, device="cuda", dtype=torch.bfloat16)
-
-    def kernels(x: torch.Tensor) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            torch.conv2d(x, filters)
-            torch.cuda.synchronize()
-        return sum(one.count for one in profile.key_averages() if one.self_device_time_total)
-
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    kernels(noted)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    first, second = kernels(tried), kernels(tried)
-    assert max(kernels(noted), second) < first

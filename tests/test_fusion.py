@@ -140,6 +140,7 @@ def test_fusing_in_the_background_does_not_wait_for_steps(monkeypatch: pytest.Mo
     def read(*_: Any) -> tuple[float, bool]:
         return torch.ones(1, device="cuda").item(), ended.query()
 
+    read()  # loads the kernels, for which CUDA may wait
     monkeypatch.setattr(fusion, "fuse", read)
     torch.cuda._sleep(2_000_000_000)  # about a second
     ended.record()

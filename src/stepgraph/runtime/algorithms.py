@@ -71,11 +71,6 @@ def choose(part: Part, device: torch.device) -> None:
         _chosen.kinds.add(kind)
 
 
-def note(part: Part, device: torch.device) -> None:
-    """Notes that a part runs in this thread: what PyTorch chooses meanwhile, it keeps."""
-    _chosen.kinds.update(_left(part, device))
-
-
 @torch.inference_mode()
 def _run(convolutions: Iterable[fx.Node], device: torch.device) -> bool:
     """Runs convolutions on new arrays; False if one failed, for example because its trials need too much memory.

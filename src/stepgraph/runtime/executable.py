@@ -374,12 +374,9 @@ class Executable:
 
     def choose_algorithms(self) -> None:
         """Lets cuDNN choose its algorithms before a call holds memory, under the settings of the step."""
-        part, device = self.part, self.step.device
-        if not self.tries:
-            algorithms.note(part, device)
-            return
-        algorithms.load(part, device)
-        algorithms.choose(part, device)
+        if self.tries:
+            algorithms.load(self.part, self.step.device)
+            algorithms.choose(self.part, self.step.device)
 
     @property
     def tries(self) -> bool:
