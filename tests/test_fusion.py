@@ -134,19 +134,14 @@ def test_small_kernels_are_launched_together_on_a_gpu(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.gpu
-def test_fusing_in_the_background_does_not_wait_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = torch.cuda.Event()
-
-    def read(*_: Any) -> tuple[float, bool]:
-        return torch.ones(1, device="cuda").item(), ended.query()
-
-    read()  # loads the kernels, for which CUDA may wait
-    monkeypatch.setattr(fusion, "fuse", read)
+def test_the_compiler_does_not_wait_for_steps() -> None:
+    device, ended = torch.device("cuda"), torch.cuda.Event()
+    assert torch.ones(1, device=device).item() == 1  # loads the kernels, for which CUDA may wait
     torch.cuda._sleep(2_000_000_000)  # about a second
     ended.record()
-    part, step = SimpleNamespace(), SimpleNamespace(device=torch.device("cuda"))
-    found: Any = fusion.fuse_in_background(part, step).result(60)  # type: ignore[arg-type]
-    assert found == (1.0, False)
+    with fusion._beside_steps(device):
+        assert torch.ones(1, device=device).item() == 1
+    assert not ended.query()
 
 
 @pytest.mark.deep

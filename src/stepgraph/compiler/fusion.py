@@ -146,7 +146,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with _recording(searched), torch.no_grad():
+    with _recording(searched), torch.no_grad(), _beside_steps(step.device):
         known = _key(part, module, arrays, settings, _lowered(step))
         kept = fused_cache.load(known, arrays)
         if kept is None:
@@ -179,6 +179,11 @@ def _recording(searched: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         recording.release()
+
+
+def _beside_steps(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream of its own: PyTorch's compiler reads constants from the device, and would wait for a step each time."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
@@ -312,13 +317,12 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
 
     def work() -> None:
         try:
-            with _beside_steps(step.device):
-                try:
-                    fused = fuse(part, step, searched)
-                except RuntimeError as error:
-                    if not captures.met_capture(error):
-                        raise
-                    fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
+            try:
+                fused = fuse(part, step, searched)
+            except RuntimeError as error:
+                if not captures.met_capture(error):
+                    raise
+                fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
             future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
@@ -327,8 +331,3 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
 
     threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()
     return future
-
-
-def _beside_steps(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream of its own: PyTorch's compiler reads constants from the device, and would wait for a step each time."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -188,7 +188,7 @@ class Programs:
         if step.memory_limit is not None and part not in pipeline.WHOLE:
             step = replace(step, fusion=Fusion.NEVER)  # what one pass leaves for the next is not in its own plan
         is_first = all(name is not part for name, _ in self.executables)
-        made = {(name, batch): Executable(one, step, self._arena, is_first=is_first) for name, one in parts.items()}
+        made = {(name, batch): Executable(one, step, self._arena, None, is_first) for name, one in parts.items()}
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan
         if part is PartName.STEP and switches(parts[part], step):
