@@ -135,12 +135,12 @@ def test_small_kernels_are_launched_together_on_a_gpu(tmp_path: Path, monkeypatc
 
 @pytest.mark.gpu
 def test_the_compiler_does_not_wait_for_steps() -> None:
-    device, ended = torch.device("cuda"), torch.cuda.Event()
-    assert torch.ones(1, device=device).item() == 1  # loads the kernels, for which CUDA may wait
+    array, ended = torch.ones(1, device="cuda"), torch.cuda.Event()
+    assert (array + 1).item() == 2  # loads the kernels, for which CUDA may wait
     torch.cuda._sleep(2_000_000_000)  # about a second
     ended.record()
-    with fusion._beside_steps(device):
-        assert torch.ones(1, device=device).item() == 1
+    with fusion._beside_steps([array]):
+        assert (array + 1).item() == 2
     assert not ended.query()
 
 

@@ -146,7 +146,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with _recording(searched), torch.no_grad(), _beside_steps(step.device):
+    with _recording(searched), torch.no_grad(), _beside_steps(arrays):
         known = _key(part, module, arrays, settings, _lowered(step))
         kept = fused_cache.load(known, arrays)
         if kept is None:
@@ -181,9 +181,10 @@ def _recording(searched: Callable[[], None]) -> Iterator[None]:
         recording.release()
 
 
-def _beside_steps(device: torch.device) -> AbstractContextManager[Any]:
+def _beside_steps(arrays: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """A stream of its own: PyTorch's compiler reads constants from the device, and would wait for a step each time."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    device = _gpu(arrays)
+    return nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
@@ -241,9 +242,13 @@ def _lowered(step: Step) -> list[str]:
     return [row.name for row in pipeline.rows(pipeline.LOWERED, step, None)]
 
 
+def _gpu(arrays: Sequence[torch.Tensor]) -> torch.device | None:
+    return next((one.device for one in arrays if one.device.type == "cuda"), None)
+
+
 def _hardware(arrays: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What kernels for a GPU depend on."""
-    device = next((one.device for one in arrays if one.device.type == "cuda"), None)
+    device = _gpu(arrays)
     if device is None:
         return ()
     found = torch.cuda.get_device_properties(device)
