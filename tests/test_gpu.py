@@ -2,12 +2,14 @@
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.compiler import fusion
 from stepgraph.runtime import loss_slots as losses
 
 pytestmark = pytest.mark.gpu
@@ -266,7 +268,10 @@ def test_fused_gradients_of_nearest_upsampling_are_those_of_the_cpu(size: tuple[
         np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-5, atol=1e-6)
 
 
-def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fused_step_is_swapped_in_between_two_steps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nobody has fused it before
     later, plain = Digits(gpu(), options=sg.GraphCompilationOptions.NONE), Digits(gpu())
     (executable,) = later.training.compilation.programs.executables.values()
     data, modes = batches(20), set()
@@ -286,6 +291,22 @@ def test_a_fused_step_is_swapped_in_between_two_steps(caplog: pytest.LogCaptureF
         one, other = (net.training.execute({"x": x}, {"y": y}).loss for net in (later, plain))
         assert one == pytest.approx(other, rel=1e-3)
     assert executable.mode == "fused CUDA graph"
+
+
+@pytest.mark.parametrize("is_fusing", [True, False])
+def test_waiting_leaves_the_processor_to_the_compiler(monkeypatch: pytest.MonkeyPatch, is_fusing: bool) -> None:
+    monkeypatch.setattr(fusion, "is_under_way", lambda: is_fusing)
+    net, (x, y) = Digits(gpu()), batches(1)[0]
+    net.training.execute({"x": x}, {"y": y}).wait()
+    square = torch.rand(8192, 8192, device="cuda")
+    for _ in range(60):  # about a second
+        square = square @ square
+    execution = net.training.execute({"x": x}, {"y": y})
+    began, worked = time.perf_counter(), time.thread_time()
+    execution.wait()
+    waited, worked = time.perf_counter() - began, time.thread_time() - worked
+    assert waited > 0.2
+    assert (worked < 0.2 * waited) == is_fusing
 
 
 @pytest.mark.parametrize("kind", [sg.LSTMLayer, sg.GRULayer])

@@ -31,6 +31,7 @@ from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import reason
 from stepgraph.system import captures, torch_private
+from stepgraph.system.garbage import FullCollectionsDeferred
 
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -103,6 +104,14 @@ class _Compiled(NamedTuple):
         return cls(lambda *arrays: graph([*arrays]), [graph], True)
 
 
+_under_way: set[Fusing] = set()
+
+
+def is_under_way() -> bool:
+    """Whether anything is being fused in the background, by a thread that needs a processor."""
+    return bool(_under_way)
+
+
 class Fusing(Future[Fused]):
     """A part that is being fused in the background."""
 
@@ -123,10 +132,11 @@ def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) ->
         searched: is called before a wait that is not worth waiting for: no earlier run has compiled it, or another
             step is being compiled.
     """
-    for one in _candidates(part)[:-1]:
-        with suppress(TooLarge):
-            return _fused(one, step, searched)
-    return _fused(part, step, searched)
+    with FullCollectionsDeferred():
+        for one in _candidates(part)[:-1]:
+            with suppress(TooLarge):
+                return _fused(one, step, searched)
+        return _fused(part, step, searched)
 
 
 def _candidates(part: Part) -> list[Part]:
@@ -332,7 +342,9 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
         except BaseException as error:
             future.set_exception(error)
         finally:
+            _under_way.discard(future)
             searched()
 
+    _under_way.add(future)
     threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()
     return future

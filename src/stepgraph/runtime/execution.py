@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepgraph.compiler import fusion
 from stepgraph.device import Device
 from stepgraph.errors import DataError, UnknownNameError
 from stepgraph.runtime.loss_slots import Loss, Total
@@ -151,7 +152,10 @@ class Execution:
     def _synchronize(self) -> None:
         waited_for = self._waited_for()
         if waited_for is not None:
-            waited_for.synchronize()
+            if isinstance(waited_for, torch.cuda.Stream) and fusion.is_under_way():
+                _sleep_until_done(waited_for)
+            else:
+                waited_for.synchronize()
             self._stream = None
 
     def _waited_for(self) -> torch.cuda.Event | torch.cuda.Stream | None:
@@ -265,6 +269,13 @@ class Execution:
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "running"
         return f"<Execution {state}>"
+
+
+def _sleep_until_done(stream: torch.cuda.Stream) -> None:
+    """Waits for a stream asleep. CUDA would ask again and again, on a processor that the compiler could use."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    done.synchronize()
 
 
 def _has_nan(number: float | np.ndarray) -> bool:

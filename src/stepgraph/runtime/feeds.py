@@ -49,6 +49,7 @@ class _Usual(NamedTuple):
 
     keys: tuple[Key, ...]
     place: torch.device
+    channels_last: Collection[Tensor]
     alike: Any
 
 
@@ -188,23 +189,16 @@ class Feeds:
         arrays with more rows than the call reads are rejected. Those of `channels_last` may have their channels last.
         """
         place, usual = device.torch, self._usual.get(batch)
-        if usual is not None and indices is None and usual.place is place:
+        if usual is not None and indices is None and usual.place is place and usual.channels_last == channels_last:
             passed: list[Any] = [*map(given.get, self.tensors)]
             if usual.alike.check(*passed):
                 return dict(zip(usual.keys, passed, strict=True))
         found = self._read(given, batch, place, indices, exact, channels_last)
-        if indices is None:
-            self._remember(given, batch, place, found)
-        return found
-
-    def _remember(
-        self, given: Mapping[Tensor, Any], batch: int, place: torch.device, found: Mapping[Key, torch.Tensor]
-    ) -> None:
-        """Remembers the arrays of a call, if they were read as they are."""
         passed = [*map(given.get, self.tensors)]
-        if passed and all(map(is_, passed, found.values())):
+        if indices is None and passed and all(map(is_, passed, found.values())):
             alike = torch_private.Alike(*passed, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self._usual[batch] = _Usual(tuple(found), place, alike)
+            self._usual[batch] = _Usual(tuple(found), place, channels_last, alike)
+        return found
 
     def _read(
         self,

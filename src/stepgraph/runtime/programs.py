@@ -13,6 +13,7 @@ from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, gradient, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.switch import Switch, switches
+from stepgraph.system.garbage import FullCollectionsDeferred
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent
 
@@ -135,9 +136,10 @@ class Programs:
 
     def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
         """A part, or all three passes, ready to run."""
-        program = self.program(batch, training=part not in WITHOUT_TRAINING)
-        parts = self._parts(part, program)
-        return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
+        with FullCollectionsDeferred():
+            program = self.program(batch, training=part not in WITHOUT_TRAINING)
+            parts = self._parts(part, program)
+            return program.step, {name: pipeline.settled(one, program.step, name) for name, one in parts.items()}
 
     def shard(self, batch: int) -> tuple[Step, Part]:
         """The part `shard` as it was recorded."""

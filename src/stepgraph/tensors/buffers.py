@@ -123,7 +123,7 @@ def read(
     # Checked first, because in a loop the data usually needs no conversion.
     kind = type(data)
     if kind is torch.Tensor and data.layout is torch.strided and not (data.is_meta or data.is_nested):
-        if data.dtype is data_type.torch and data.shape == shape and data.is_contiguous():
+        if data.dtype is data_type.torch and data.shape == shape and _is_in_order(data, channels_last):
             return data.detach() if data.requires_grad else data
     elif kind is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
@@ -142,9 +142,14 @@ def read(
     if exact and array.numel() > math.prod(shape):
         _refuse_more(array, shape, where)
     fitting = _fit(array, shape, data_type, where)
-    if channels_last and fitting.ndim == 4 and fitting.is_contiguous(memory_format=torch.channels_last):
-        return fitting.detach()
-    return fitting.contiguous()  # a compiled step requires contiguous rows; other layouts are copied
+    return fitting if _is_in_order(fitting, channels_last) else fitting.contiguous()
+
+
+def _is_in_order(array: torch.Tensor, channels_last: bool) -> bool:
+    """Whether a compiled step can read an array as it is: its rows are contiguous, or its channels may be last."""
+    return array.is_contiguous() or (
+        channels_last and array.ndim == 4 and array.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _refuse_more(array: torch.Tensor, shape: Sequence[int], where: str) -> None:
