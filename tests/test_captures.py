@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import fusion
+from stepgraph.runtime import executable as executable_module
 from stepgraph.system import captures, torch_private
 
 BROKEN = "CUDA error: operation failed due to a previous error during capture"
@@ -81,9 +83,9 @@ def test_other_errors_are_raised_at_once(ended: list[Any]) -> None:
 
 
 def test_a_capture_that_is_always_broken_fails(ended: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match="CUBLAS"):
+    with pytest.raises(captures.Broken) as raised:
         captures.capture(failing(*[RuntimeError("CUBLAS failed")] * captures.ATTEMPTS), torch.device("cuda"))
-    assert len(ended) == captures.ATTEMPTS
+    assert len(ended) == captures.ATTEMPTS and "CUBLAS" in str(raised.value.__cause__)
 
 
 @pytest.mark.parametrize(("count", "error"), [(1, None), (2, RuntimeError)])
@@ -111,34 +113,57 @@ def test_what_fails_in_a_capture_is_raised() -> None:
     assert found.item() == 1
 
 
-@pytest.mark.gpu
-def test_steps_are_captured_while_a_thread_waits_for_the_device() -> None:
-    stop, failures = threading.Event(), 0
-
-    def disturb() -> None:
-        nonlocal failures
-        while not stop.wait(0.002):
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # it met a capture
-                failures += 1
-
+def trained(count: int) -> tuple[list[float], Any]:
+    """The losses of some steps on the GPU, and the executable that ran them."""
+    sg.set_seed(3)
     x, y, graph = sg.Tensor((8, 16)), sg.Tensor((8, 4)), sg.Graph()
     graph.node(sg.FullyConnectedLayer.create(16, 4), x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cuda", fuse=False)
+    data = {"x": np.ones((8, 16), np.float32)}, {"y": np.ones((8, 4), np.float32)}
+    losses = [float(training.execute(*data).loss) for _ in range(count)]
+    (executable,) = training.compilation.programs.executables.values()
+    return losses, executable
+
+
+@pytest.mark.gpu
+def test_steps_are_captured_while_a_thread_waits_for_the_device() -> None:
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.wait(0.01):  # longer than a capture takes, or none would succeed
+            with suppress(RuntimeError):  # it met a capture
+                torch.cuda.synchronize()
+
+    undisturbed, _ = trained(4)
     thread = threading.Thread(target=disturb)
     thread.start()
     try:
-        for _ in range(20):  # until a capture was met, as a rule
-            training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
-            training.add_inputs({"x": x}, {"y": y})
-            training.compile("cuda", fuse=False)
-            data = {"x": np.ones((8, 16), np.float32)}, {"y": np.ones((8, 4), np.float32)}
-            losses = [float(training.execute(*data).loss) for _ in range(4)]
-            assert losses == sorted(losses, reverse=True)
-            (executable,) = training.compilation.programs.executables.values()
-            assert "CUDA graph" in executable.mode
-            graph = sg.Graph()
-            graph.node(sg.FullyConnectedLayer.create(16, 4), x)
+        runs = [trained(4) for _ in range(20)]  # until a capture was met, as a rule
     finally:
         stop.set()
         thread.join()
+    assert all(losses == undisturbed for losses, _ in runs)
+    assert any("CUDA graph" in executable.mode for _, executable in runs)
+
+
+@pytest.mark.gpu
+def test_steps_train_without_a_capture_while_none_succeeds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed, captured = trained(6)
+    assert "CUDA graph" in captured.mode
+    attempts = []
+
+    def broken(*_: Any) -> Any:
+        attempts.append(1)
+        raise captures.Broken from RuntimeError("CUBLAS failed")
+
+    monkeypatch.setattr(captures, "capture", broken)
+    losses, executable = trained(6)
+    assert losses == undisturbed and executable.mode == "traced"
+    assert len(attempts) == 1 and "CUBLAS failed" in caplog.text
+    monkeypatch.setattr(executable_module, "RESTS", 0)
+    trained(6)
+    assert len(attempts) == 6

@@ -45,6 +45,7 @@ FUSES_AT = 10  # calls
 FUSES_AFTER = 1.0  # seconds from its first call on
 # Bytes of all results. Nobody trains a step that moves this much for a few calls only.
 LARGE = 2**32
+RESTS = 10  # seconds without an attempt to capture, if other threads have broken all of them
 _FILE = "<compiled step>"
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
@@ -492,7 +493,7 @@ class _Capture:
     def __init__(self, executable: Executable) -> None:
         self.executable = executable
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.calls, self.began = 0, 0.0
+        self.calls, self.began, self.resting = 0, 0.0, 0.0
         self.waits = executable.fusing == "not yet"
         self.warm = threading.local()  # libraries have handles for each thread, which cannot be made in a capture
         self.binding: Binding | None = None
@@ -514,9 +515,13 @@ class _Capture:
         if self.orders:
             moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
-            if not hasattr(self.warm, "is_ready"):
+            if not hasattr(self.warm, "is_ready") or time.monotonic() < self.resting:
                 return self._work(binding, others)
-            self._record(binding, others, moved)
+            try:
+                self._record(binding, others, moved)
+            except captures.Broken as error:
+                self._rest(error)
+                return self._work(binding, others)
         if self.copied:
             torch_private.foreach_copy_(list(self.copied.values()), [others[key] for key in self.copied], True)
         assert self.graph is not None
@@ -526,6 +531,12 @@ class _Capture:
         self.lending.call_in()
         self.graph.replay()
         return self.results
+
+    def _rest(self, error: captures.Broken) -> None:
+        """Leaves calls uncaptured for a while, because another thread waits for the device again and again."""
+        self.resting = time.monotonic() + RESTS
+        problem = "the step runs without a CUDA graph, since another thread keeps breaking its capture: %s"
+        logger.warning(f"{problem}; the next attempt is in %d s", reason(error.__cause__ or error), RESTS)
 
     def _count(self, others: Mapping[Key, torch.Tensor]) -> None:
         """Counts a call, and starts fusing if the part is worth it, but not beside a capture.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -20,23 +21,20 @@ _BROKEN, _FORBIDDEN = "due to a previous error during capture", "not permitted w
 _kept: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators refer to graphs whose capture has failed
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """Another thread has broken the capture; the cause is what was raised first."""
 
 
 def capture(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     """The graph of what `run` launches, and what it returns; again, if another thread has broken the capture.
 
-    Nothing runs during a capture, so another attempt changes nothing.
+    Nothing runs during a capture, so another attempt changes nothing. Raises `Broken` if each attempt was broken.
     """
-    for _ in range(ATTEMPTS):
-        try:
+    for _ in range(ATTEMPTS - 1):
+        with suppress(Broken):
             return _captured(run, device)
-        except _Broken as error:
-            broken = error
         time.sleep(PAUSE)
-    assert broken.__cause__ is not None
-    raise broken.__cause__
+    return _captured(run, device)
 
 
 def met_capture(error: BaseException) -> bool:
@@ -61,5 +59,5 @@ def _captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cu
         torch_private.end_allocations(device, pool)
         # In a broken capture every launch fails, each library with its own words; only the end is certain to say why.
         if _BROKEN in str(error) and _FORBIDDEN not in str(first):
-            raise _Broken from first or error
+            raise Broken from first or error
         raise first or error from None
