@@ -285,7 +285,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, needed: Callable[[Part], int]) -> t
         tried.append(part)
         if step.memory_limit is not None and needed(part) > step.memory_limit:
             raise fusion.TooLarge("fused, it would need too much")
-        return fusion.Fused(lambda *arrays: fx.Interpreter(part.module).run(*arrays), MemoryPlan(activations=5))
+        return fusion.Fused(lambda *arrays: fx.Interpreter(part.module).run(*arrays), lambda: MemoryPlan(activations=5))
 
     monkeypatch.setattr(fusion, "_fused", compiled)
     training = blocks()

@@ -314,7 +314,12 @@ def test_the_fused_function_is_taken_between_two_steps(
 
     def slow(*_: object) -> fusion.Fused:
         ready.wait(10)
-        return fusion.Fused(lambda *arrays: calls.append(1) or unfused(*arrays, *executable._code.views(arrays)), plan)
+
+        def function(*arrays: torch.Tensor) -> Any:
+            calls.append(1)
+            return unfused(*arrays, *executable._code.views(arrays))
+
+        return fusion.Fused(function, lambda: plan)
 
     monkeypatch.setattr(fusion, "fuse", slow)
     executable._fusing = fusion.fuse_in_background(executable.part, executable.step)

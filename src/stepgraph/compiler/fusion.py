@@ -85,10 +85,27 @@ class TooLarge(Unusable):
 
 
 class Fused(NamedTuple):
-    """A compiled function, and the memory that the step needs with it, if known."""
+    """A compiled function, and the memory that the step needs with it, if known.
+
+    The first to ask for the plan waits for it about a second, and keeps what was compiled for later runs.
+    """
 
     function: Function
-    plan: MemoryPlan | None
+    plan: Callable[[], MemoryPlan | None]
+
+
+class _Once:
+    """A plan that is computed when somebody asks; without a lock, which a forked child would find locked."""
+
+    def __init__(self, compute: Callable[[], MemoryPlan | None]) -> None:
+        self._compute: Callable[[], MemoryPlan | None] | None = compute
+        self._found: MemoryPlan | None = None
+
+    def __call__(self) -> MemoryPlan | None:
+        if (compute := self._compute) is not None:
+            self._found = compute()
+            self._compute = None  # it refers to everything that was compiled
+        return self._found
 
 
 class _Compiled(NamedTuple):
@@ -165,18 +182,27 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     function, generated, is_alone = made
     if not on_cpu:
         _require_right(generated)
-    live = _timeline(module, arrays, generated) if kept is None or kept.live is None else kept.live
-    if kept is None and is_alone:
-        fused_cache.keep(known, fused_cache.Kept(generated[0], live))
-    plan = None if live is None else memory.plan(step, part, live)
-    if step.memory_limit is not None and (plan is None or plan.total > step.memory_limit):
-        needed = "an unknown amount of memory" if plan is None else size(plan.total)
-        raise TooLarge(f"fused, the step would need {needed}; the limit is {size(step.memory_limit)}")
+
+    def planned() -> MemoryPlan | None:
+        live = _timeline(module, arrays, generated) if kept is None or kept.live is None else kept.live
+        if kept is None and is_alone:
+            fused_cache.keep(known, fused_cache.Kept(generated[0], live))
+        return None if live is None else memory.plan(step, part, live)
+
+    plan = _Once(planned)
+    if step.memory_limit is not None:
+        _require_fit(plan(), step.memory_limit)
     if len(generated) == 1:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
     return Fused(_of_all(function, part, module), plan)
+
+
+def _require_fit(plan: MemoryPlan | None, limit: int) -> None:
+    if plan is None or plan.total > limit:
+        needed = "an unknown amount of memory" if plan is None else size(plan.total)
+        raise TooLarge(f"fused, the step would need {needed}; the limit is {size(limit)}")
 
 
 @contextmanager
@@ -338,9 +364,11 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
                 if not captures.met_capture(error):
                     raise
                 fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
-            future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(fused)
+            fused.plan()
         finally:
             _under_way.discard(future)
             searched()

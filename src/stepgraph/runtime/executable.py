@@ -98,7 +98,7 @@ class Executable:
         self._bound: tuple[list[Any], Binding] | None = None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = self.was_fused_first = False
-        self.fused_plan: MemoryPlan | None = None  # of the fused operators, once they are there
+        self._fused_plan: Callable[[], MemoryPlan | None] = lambda: None
         self._fusing: Future[Fused] | None = None
         self._searches = step.fusion is Fusion.LATER and step.ownership is None and fused is None  # in its first call
         self.fusion_seconds = 0.0
@@ -114,6 +114,11 @@ class Executable:
         """How calls run: `traced`, or `CUDA graph` once captured; preceded by `fused` if operators are fused."""
         captured = self._capture is not None and self._capture.graph is not None
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
+
+    @property
+    def fused_plan(self) -> MemoryPlan | None:
+        """The memory that the fused operators need; None if they are not there, or unknown."""
+        return self._fused_plan() if self.is_fused else None
 
     @property
     def allocates(self) -> bool:
@@ -279,7 +284,9 @@ class Executable:
     def _fuse_now(self) -> None:
         began = time.perf_counter()
         try:
-            self._adopt(fusion.fuse(self.part, self.step))
+            fused = fusion.fuse(self.part, self.step)
+            fused.plan()  # nothing runs beside it, so nobody gains if it comes later
+            self._adopt(fused)
             self._note_fusion(began)
             self.was_fused_first = True
         except fusion.Unusable as error:  # nothing the caller can change
@@ -293,7 +300,7 @@ class Executable:
         logger.warning("operators remain unfused: %s", self._refused)
 
     def _adopt(self, fused: Fused) -> None:
-        (self._function, self.fused_plan), self.is_fused = fused, True
+        (self._function, self._fused_plan), self.is_fused = fused, True
 
     @property
     def fusion_has_failed(self) -> bool:
@@ -330,7 +337,7 @@ class Executable:
             return
         self._fusing, self._refused = None, reason
         if self.is_fused:
-            self._function, self.fused_plan, self.is_fused = self._first, None, False
+            self._function, self.is_fused = self._first, False
             self._capture = None if self._capture is None else _Capture(self)
 
     def _explained(self, error: Exception) -> ExecutionError:
