@@ -92,6 +92,8 @@ def _not_an_array(data: Any, where: str, error: Exception) -> DataTypeError:
 
 def unmasked(array: np.ndarray, where: str) -> np.ndarray:
     """The array without its mask; rejects masked elements, whose values are meaningless."""
+    if type(array) is np.ndarray:  # as a rule; NumPy takes a while to load its masked arrays
+        return array
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         problem = f"masked elements: {np.ma.count_masked(array)} of {array.size}"
         raise DataError(where, problem, fix="choose their values: .filled(value)")
@@ -301,7 +303,7 @@ def _numpy_type(data_type: DataType) -> str:
 
 def _require_unmasked(data: Any, where: str) -> None:
     """Rejects masked elements among nested numbers: NumPy would silently drop the mask."""
-    if isinstance(data, np.ma.MaskedArray):
+    if isinstance(data, np.ndarray):
         unmasked(data, where)
     elif isinstance(data, list | tuple):
         for one in data:
