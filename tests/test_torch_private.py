@@ -57,7 +57,7 @@ PRIVATE = {
         "disable_modes",
         "ask cuDNN for sizes in the middle of a recording",
     ),
-    "torch._subclasses.fake_impls.fast_detach": ("snapshot", "note the results of recorded operators"),
+    "torch._C._DisableTorchDispatch": ("unseen", "note the results of recorded operators"),
     "torch._C.DispatchKey.CompositeImplicitAutograd": ("is_composed", "record what an operator is composed of"),
     "torch._C._dispatch_key_for_device": ("is_composed", "record operators that a device has kernels for"),
     "torch._C._dispatch_has_kernel_for_dispatch_key": ("is_composed", "record operators that a device has kernels for"),
