@@ -171,3 +171,65 @@ def test_a_layer_may_make_constants(layer: type[sg.Layer], monkeypatch: pytest.M
     training.add_inputs({"x": x}, {"y": y})
     training.compile("cpu", fuse=False)
     require_same(training, monkeypatch, alone=False)
+
+
+def test_a_repeated_operator_is_asked_for_its_result_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, dispatch = list[Any](), torch_private.FakeTensorMode.__torch_dispatch__
+
+    def counted(mode: Any, operator: Any, *given: Any, **named: Any) -> Any:
+        asked.append(operator)
+        return dispatch(mode, operator, *given, **named)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        x, y = x.sin(), y.sin()
+        return [x.sin(), y.t(), x.t(), x.t().sin(), x.split(2)[1], y.split(2)[1]]
+
+    with torch_private.FakeTensorMode():
+        arrays = [torch.empty(4, 3), torch.empty(4, 3)]
+    monkeypatch.setattr(torch_private.FakeTensorMode, "__torch_dispatch__", counted)
+    recorder.record(function, arrays)
+    aten = torch.ops.aten
+    counts = {one: asked.count(one) for one in (aten.sin.default, aten.t.default, aten.split.Tensor)}
+    assert counts == {aten.sin.default: 2, aten.t.default: 1, aten.split.Tensor: 1}  # of `x.t()`, it has other strides
+
+
+def test_repeated_results_have_memory_of_their_own_or_that_of_their_argument() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [*(one for array in (x, y) for one in (array.t(), array.sin(), *array.unbind())), torch.cat([x, y])]
+
+    with torch_private.FakeTensorMode():
+        arrays = [torch.empty(2, 3), torch.empty(2, 3)]
+    graph = recorder.record(function, arrays).graph
+    x, y = (storages(node) for node in graph.find_nodes(op="placeholder"))
+    (end,) = graph.find_nodes(op="output")
+    found = [storages(node) for node in end.args[0]]
+    assert found == [x, found[1], x, x, y, found[5], y, y, found[8]]
+    assert len({*map(tuple, (x, y, found[1], found[5], found[8]))}) == 5
+
+
+@pytest.mark.parametrize("change", ["type", "default type", "scalar type", "number of rows"])
+def test_what_a_result_depends_on_is_distinguished(change: str) -> None:
+    """Each function calls the same operator twice, with results of different layouts."""
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        match change:
+            case "type":
+                return [x.sum(0), x.double().sum(0)]
+            case "default type":
+                first = torch.full((2,), 1.0, device=x.device)
+                torch.set_default_dtype(torch.float64)
+                try:
+                    return [first, torch.full((2,), 1.0, device=x.device)]
+                finally:
+                    torch.set_default_dtype(torch.float32)
+            case "scalar type":
+                return [x.long() * 1, x.long() * 1.0, x.long() * True]
+            case _:
+                return [x.expand(5, 3, 3), x.expand(6, 3, 3)]
+
+    recorded(function, (3, 3))
+    with torch_private.FakeTensorMode():
+        arrays = [torch.empty(3, 3)]
+    (end,) = recorder.record(function, arrays).graph.find_nodes(op="output")
+    seen = [(one.shape, one.dtype) for node in end.args[0] for one in fakes(node)]
+    assert seen == [(one.shape, one.dtype) for one in function(torch.empty(3, 3))]

@@ -236,7 +236,6 @@ def _prepared(part: Part, step: Step) -> Module:
         row.run(module, step)
     _keep_strides(module.graph, part)
     attach_tags(module.graph)
-    module.generate()
     return module
 
 
@@ -266,6 +265,7 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         logger.warning("the step takes seconds longer to compile, since PyTorch expands its operators: %s", error)
     except Unexpandable as error:
         logger.debug("PyTorch expands the operators itself: %s", error)
+    module.generate()
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
     # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
     if complete == [True] and torch_private.cache_entry(generated[0]) is not None:

@@ -31,6 +31,8 @@ ELEMENTWISE = {
 
 def merge_statistics(part: Part) -> Part:
     """The part with one operator that updates all statistics whose updates are rules; the same numbers."""
+    if all(_Change.of(node) is None for node in part.nodes):
+        return part
     graph = fx.Graph()
     graph.output(graph.graph_copy(part.module.graph, {}))
     groups: dict[Any, list[_Change]] = {}

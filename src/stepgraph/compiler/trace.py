@@ -143,18 +143,10 @@ def input_keys(step: Step) -> list[Key]:
 def arguments(step: Step) -> list[torch.Tensor]:
     """What a step reads, in the order of `input_keys`, as arrays without memory."""
     shapes = step.descriptors
-    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
-        orders = {rounded(tensor): strides for tensor, strides in filters.strides(step).items()}
-        signatures = ((*_signature(step, shapes, key), orders.get(key)) for key in input_keys(step))
-        return [_empty(shape, dtype, strides, step.device) for shape, dtype, strides in signatures]
-
-
-def _empty(
-    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, device: torch.device
-) -> torch.Tensor:
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
+    orders = {rounded(tensor): strides for tensor, strides in filters.strides(step).items()}
+    signatures = ((*_signature(step, shapes, key), orders.get(key)) for key in input_keys(step))
+    return [torch_private.without_memory(mode, *one, step.device) for one in signatures]
 
 
 def _signature(step: Step, shapes: Mapping[Tensor, TensorDescriptor], key: Key) -> tuple[tuple[int, ...], torch.dtype]:

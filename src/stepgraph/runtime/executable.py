@@ -88,10 +88,10 @@ class Executable:
         self.part, self.step, self._is_first = part, step, is_first
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
-        self._code = _generated(part, step)
         self._function: Function = self._first
-        held = self._code.allocations
-        self._views = ArenaViews(arena or Arena(), part.held, held, part.module) if part.held else None
+        self._views = None
+        if part.held:
+            self._views = ArenaViews(arena or Arena(), part.held, self._code.allocations, part.module)
         self._surroundings = step.device.type, part.is_open_to_switches
         self.images = frozenset(map(value, filters.images(step)))  # inputs whose channels may be first or last
         self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
@@ -146,8 +146,14 @@ class Executable:
         inputs = self.part.inputs
         opened = tuple((i, key) for i, key in enumerate(inputs) if key not in arrays)
         bound = [arrays.get(key) for key in inputs]
-        views = self._code.views(bound) if arrays.keys() >= self._code.staying else None
-        return Binding(self, bound, opened, views)
+        # A CUDA graph has its own views, and fused operators have none.
+        has_views = self._capture is None and arrays.keys() >= self._code.staying
+        return Binding(self, bound, opened, self._code.views(bound) if has_views else None)
+
+    @cached_property
+    def _code(self) -> _Code:
+        """The operators as code; not needed if an earlier run has fused them."""
+        return _generated(self.part, self.step)
 
     def __call__(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Runs once on the bound arrays and the others; results are valid until the next call."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -115,11 +116,56 @@ device_of: Any = torch.ops.prim.device.default
 """The device of an array without memory, which PyTorch asks for as if it were an operator's result."""
 
 
-def snapshot(array: Any) -> torch.Tensor:
-    """An array without memory that stays as another one is now; the public `detach` takes ten times as long."""
-    from torch._subclasses.fake_impls import fast_detach
+unseen: Any = torch._C._DisableTorchDispatch
+"""Operators on the memory behind arrays that no mode sees; no public name lets them pass a recording."""
 
-    return fast_detach(array.fake_mode, array)
+
+def snapshot(array: Any) -> torch.Tensor:
+    """An array without memory that stays as another one is now; inside of a recording, `detach` would be recorded."""
+    with unseen():
+        meta = array.detach()
+    return FakeTensor(array.fake_mode, meta, array.fake_device)
+
+
+class Layout(NamedTuple):
+    """What is known about an array without memory, besides its memory."""
+
+    mode: Any
+    device: torch.device
+    dtype: torch.dtype
+    shape: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+    is_conjugate: bool
+    is_negative: bool
+
+
+def layout(array: Any) -> Layout:
+    """The layout of an array without memory; its mode and device have no public names."""
+    kept = array.fake_mode, array.fake_device, array.dtype, array.shape, array.stride(), array.storage_offset()
+    return Layout(*kept, array.is_conj(), array.is_neg())
+
+
+def laid_out(given: Layout, storage: torch.UntypedStorage | None) -> torch.Tensor:
+    """An array without memory with a layout, also in a recording, as a view of a storage or of its own.
+
+    Public functions would ask the recording, which takes five times as long.
+    """
+    with unseen():
+        if storage is None:
+            made = torch.empty_strided(given.shape, given.strides, dtype=given.dtype, device="meta")
+        else:
+            made = torch.empty(0, dtype=given.dtype, device="meta")
+            made.set_(storage, given.offset, given.shape, given.strides)
+    return FakeTensor(given.mode, made, given.device)
+
+
+def without_memory(
+    mode: Any, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None, device: torch.device
+) -> torch.Tensor:
+    """A new array without memory, contiguous unless it has strides; a public function takes five times as long."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta if strides is None else meta.as_strided(shape, strides), device)
 
 
 def another(value: Any) -> Any:
@@ -590,6 +636,17 @@ def load_compiled(entry: str, arrays: Sequence[torch.Tensor]) -> CompiledFxGraph
             found._fx_graph_cache_key = entry
             found.post_compile(list(arrays), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return found
+
+
+def hash_compiler() -> None:
+    """Lets PyTorch hash its source, once, for all its keys; publicly, only a search in its cache does.
+
+    Nothing happens if its compiler is not loaded yet: beside other imports, a thread might find half of a module.
+    """
+    if "torch._inductor.codecache" in sys.modules:
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
 
 
 @contextmanager
