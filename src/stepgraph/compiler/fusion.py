@@ -21,7 +21,7 @@ from torch import fx
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
-from stepgraph.compiler.launch import define_operators
+from stepgraph.compiler.launch import define_operators, prepared_beside
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
@@ -146,7 +146,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with _recording(searched), torch.no_grad(), _beside_steps(arrays):
+    with _recording(searched), torch.no_grad(), _beside_steps(arrays), prepared_beside():
         known = _key(part, module, arrays, settings, _lowered(step))
         kept = fused_cache.load(known, arrays)
         if kept is None:
