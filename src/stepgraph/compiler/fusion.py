@@ -25,6 +25,7 @@ from stepgraph.compiler.launch import define_operators, prepared_beside
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
+from stepgraph.compiler.propagation import propagate
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -223,7 +224,7 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         return generated[-1]
 
     try:
-        with torch_private.compiling(arrays, settings):
+        with torch_private.compiling(arrays, settings), torch_private.propagated_by(propagate):
             torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
         return _Compiled.alone(generated[0])
     except ExpansionFailed as error:
