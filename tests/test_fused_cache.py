@@ -5,6 +5,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch._functorch import config as tracing_settings
 from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
-from stepgraph.compiler import fused_cache, fused_memory, fusion
+from stepgraph.compiler import fused_cache, fused_memory, fusion, launch
 from stepgraph.compiler.kernels.update import expanded_update, number_of
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.program import Phase, note, set_fake
@@ -490,6 +491,29 @@ def test_what_fails_to_load_leaves_the_step_as_it_was(
     assert executable.fusing == "no kernel is right"
     warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
     assert warnings == ["operators remain unfused: no kernel is right"]
+
+
+@needs_compiler
+def test_a_kernel_that_cannot_be_compiled_leaves_the_step_as_it_was(
+    later: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise RuntimeError("no such instruction")
+
+    def compiled_with_kernel(module: Any, step: Any, arrays: Any, settings: Any) -> Any:
+        launch.launch(SimpleNamespace(warmup=broken), (1,), arrays[0])
+        return compile_kernels(module, step, arrays, settings)
+
+    compile_kernels = fusion._compiled
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(fusion, "_compiled", compiled_with_kernel)
+    training = network("cpu")
+    (executable,) = training.compilation.programs.executables.values()
+    executable.fuse_later({})
+    assert str(executable._fusing.exception(300)) == "no such instruction"
+    assert np.isfinite([float(training.execute(*BATCH).loss) for _ in range(3)]).all()
+    assert executable.fusing == "no such instruction"
+    assert not fused_cache.files()  # a later run would launch it
 
 
 @needs_compiler

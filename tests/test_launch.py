@@ -1,5 +1,7 @@
-"""Kernels are prepared where they are traced, and one thread at a time loads them."""
+"""Kernels are prepared where they are traced, or beside it, and one thread at a time loads each."""
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -13,13 +15,14 @@ from stepgraph.system.torch_private import FakeTensorMode
 
 
 class Kernel:
-    """Notes what is done with it, as Triton's kernels would; `loads` says how."""
+    """Notes what is done with it, as Triton's kernels would; `loads` and `compiles` say how."""
 
-    def __init__(self, loads: Any = lambda: None) -> None:
-        self.loads, self.done = loads, list[Any]()
+    def __init__(self, loads: Any = lambda: None, compiles: Any = lambda: None) -> None:
+        self.loads, self.compiles, self.done = loads, compiles, list[Any]()
 
     def warmup(self, *given: Any, grid: tuple[int, ...], **settings: int) -> Any:
         """Compiles it."""
+        self.compiles()
         self.done.append(("compiled", *given, grid, settings))
         return Compiled(self)
 
@@ -77,3 +80,124 @@ def test_a_launch_waits_for_a_thread_that_loads_the_kernel() -> None:
     launch.launch(kernel, (7,), array)
     other.join()
     assert [done[0] for done in kernel.done] == ["compiled", "loaded", "launched"]
+
+
+def test_kernels_are_prepared_beside_the_thread_that_traces_them() -> None:
+    traced, threads = threading.Event(), list[threading.Thread]()
+
+    def compiles() -> None:
+        assert traced.wait(60)
+        threads.append(threading.current_thread())
+
+    first, second = Kernel(compiles=compiles), Kernel(compiles=compiles)
+    with launch.prepared_beside():
+        for kernel in (first, second, first):
+            launch.launch(kernel, (7,), without_memory(), 2, num_warps=4)
+        traced.set()
+    for kernel in (first, second):  # each once
+        assert kernel.done == [("compiled", torch.float32, 2, (7,), {"num_warps": 4}), ("loaded", (7,))]
+    assert threading.current_thread() not in threads
+    assert all(one.daemon for one in threads)
+
+
+def test_kernels_are_prepared_for_each_set_of_arguments() -> None:
+    kernel = Kernel()
+    with launch.prepared_beside():
+        for number in (1, True, 1.0, 16):
+            launch.launch(kernel, (7,), without_memory(), number)
+        launch.launch(kernel, (7,), without_memory(), 16, num_warps=8)
+    assert [done[0] for done in kernel.done] == 5 * ["compiled", "loaded"]
+
+
+def test_one_kernel_is_prepared_at_a_time() -> None:
+    running, most = list[int](), list[int]()
+
+    def compiles() -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+
+    with launch.prepared_beside():
+        for _ in range(4):
+            launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_kernel_that_cannot_be_compiled_beside_is_an_error_of_what_traced_it() -> None:
+    def compiles() -> None:
+        raise ValueError("no such instruction")
+
+    good = Kernel()
+    with pytest.raises(ValueError, match="no such instruction"), launch.prepared_beside():
+        launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+        launch.launch(good, (7,), without_memory())
+    assert [done[0] for done in good.done] == ["compiled", "loaded"]
+    with launch.prepared_beside():
+        pass  # nothing is left of it
+
+
+def test_an_error_while_tracing_comes_first_and_leaves_no_thread() -> None:
+    slow = Kernel(compiles=lambda: time.sleep(0.1))
+    with pytest.raises(RuntimeError, match="while tracing"), launch.prepared_beside():
+        launch.launch(slow, (7,), without_memory())
+        raise RuntimeError("while tracing")
+    assert [done[0] for done in slow.done] == ["compiled", "loaded"]
+    launch.launch(slow, (8,), without_memory())  # by this thread again
+    assert slow.done[-1] == ("loaded", (8,))
+
+
+def test_a_launch_waits_for_its_own_kernel_only() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    slow, ready = Kernel(compiles=compiles), Kernel()
+    with launch.prepared_beside():
+        launch.launch(slow, (7,), without_memory())
+        assert begun.wait(60)
+        launch.launch(ready, (7,), torch.ones(3))
+        threading.Timer(0.1, go.set).start()
+        launch.launch(slow, (7,), torch.ones(3))
+    assert [done[0] for done in ready.done] == ["launched"]
+    assert [done[0] for done in slow.done] == ["compiled", "loaded", "launched"]
+
+
+def test_other_threads_prepare_what_they_trace_themselves() -> None:
+    kernel, names = Kernel(), list[str]()
+    kernel.compiles = lambda: names.append(threading.current_thread().name)
+    with launch.prepared_beside():
+        other = threading.Thread(target=launch.launch, args=(kernel, (7,), without_memory()), name="other")
+        other.start()
+        other.join()
+    assert names == ["other"]
+
+
+ENDS = """
+import threading, time, torch
+from contextlib import nullcontext
+from stepgraph.compiler import launch
+from tests.test_launch import Kernel, without_memory
+
+torch.cuda.device = lambda _: nullcontext()
+begun = threading.Event()
+
+def compiles():
+    begun.set()
+    time.sleep(600)
+
+def fuse():
+    with launch.prepared_beside():
+        launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+
+threading.Thread(target=fuse, daemon=True).start()
+assert begun.wait(60)
+print("ends")
+"""
+
+
+def test_a_process_ends_while_a_kernel_is_prepared() -> None:
+    ran = subprocess.run([sys.executable, "-c", ENDS], check=False, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "ends\n"), ran.stderr

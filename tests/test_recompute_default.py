@@ -298,6 +298,14 @@ def test_gradients_of_filters_are_computed_behind_kernels_that_write_their_sourc
     assert source < kernel < filters
 
 
+def test_kernels_stay_the_same_when_products_are_divided_and_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = recorded(convolved, *images(torch.float32)).graph
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    kept, before, order = rewritten.kept_for_products(graph), rewritten._kernels(graph), list(graph.nodes)
+    rewritten.write_late(graph, rewritten.affordable(graph, kept), kept)
+    assert list(graph.nodes) != order and rewritten._kernels(graph) == before != set()
+
+
 def residual(a: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
     """A residual sum, centered and scaled, as the input of a product."""
     s = (a @ w) @ w + a @ w

@@ -232,3 +232,13 @@ def test_a_fused_step_sums_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> N
     pairs = [(kind, body) for kind, given, body in kernels if len(re.findall(r"\bin_(?:out_)?ptr\d", given)) > 1]
     gradients = [kind for kind, body in pairs if "exp2(" in body]  # of GELU, which read two arrays
     assert gradients and "poi" not in gradients, "the kernels that compute them also add up their rows"
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 1, 3), (1, 1), (2, 0, 3), (3, 2, 4)])
+def test_contiguous_rows_are_found_without_pytorch(shape: tuple[int, ...]) -> None:
+    whole = torch.empty([2 * extent for extent in shape])
+    every = tuple(slice(extent) for extent in shape)
+    arrays = [torch.empty(shape), whole[every], torch.empty(shape[::-1]).permute(*reversed(range(len(shape))))]
+    arrays.append(torch.empty(1).expand(shape))
+    for array in arrays:
+        assert sums_of_rows._are_contiguous(array.shape, array.stride()) == array.is_contiguous()

@@ -140,6 +140,8 @@ PRIVATE = {
     "torch._inductor.compile_fx.BoxedDeviceIndex": ("compile_expanded", "compile an expanded step"),
     "torch._inductor.compile_fx._graph_counter": ("compile_expanded", "compile an expanded step"),
     "torch._inductor.compile_fx.compile_fx_forward": ("compile_expanded", "compile an expanded step"),
+    "torch._inductor.compile_fx": ("propagated_by", "know the results of a fused step sooner"),
+    "torch._inductor.compile_fx.fake_tensor_prop": ("propagated_by", "know the results of a fused step sooner"),
     "torch._inductor.fx_passes.joint_graph": ("_patterns_that_occur", "compile a step without attention sooner"),
     "torch._inductor.fx_passes.joint_graph.lazy_init": (
         "_patterns_that_occur",

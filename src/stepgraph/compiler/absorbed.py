@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from operator import getitem
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import Phase, fake, fakes, is_view, notes
+from stepgraph.compiler.program import Phase, fake, fakes, is_view, notes, returns_views
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -23,18 +24,27 @@ def is_absorbed(node: fx.Node) -> bool:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return is_absorbed(source)
-    target = node.target
-    if not isinstance(target, torch_private.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+    return isinstance(node.target, torch_private.OpOverload) and _is_generated(node.target)
+
+
+@cache
+def _is_generated(operator: torch_private.OpOverload) -> bool:
+    if torch.Tag.nondeterministic_seeded in operator.tags:
         return False
-    plain = torch.Tag.pointwise in target.tags or target in _CREATED
-    return plain or is_view(node) or is_reduction(node)
+    plain = torch.Tag.pointwise in operator.tags or operator in _CREATED
+    return plain or returns_views(operator) or _reduces(operator)
 
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether an operator combines many elements into one."""
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
-    return isinstance(target, torch_private.OpOverload) and target.name().split("::")[1].split(".")[0] in _REDUCTIONS
+    return isinstance(target, torch_private.OpOverload) and _reduces(target)
+
+
+@cache
+def _reduces(operator: torch_private.OpOverload) -> bool:
+    return operator.name().split("::")[1].split(".")[0] in _REDUCTIONS
 
 
 def sums_rows(node: fx.Node) -> bool:

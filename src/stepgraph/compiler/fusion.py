@@ -21,10 +21,11 @@ from torch import fx
 from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
-from stepgraph.compiler.launch import define_operators
+from stepgraph.compiler.launch import define_operators, prepared_beside
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
+from stepgraph.compiler.propagation import propagate
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
@@ -173,7 +174,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     on_cpu = step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with _recording(searched), torch.no_grad(), _beside_steps(arrays):
+    with _recording(searched), torch.no_grad(), _beside_steps(arrays), prepared_beside():
         known = _key(part, module, arrays, settings, _lowered(step))
         kept = fused_cache.load(known, arrays)
         if kept is None:
@@ -258,7 +259,7 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         return generated[-1]
 
     try:
-        with torch_private.compiling(arrays, settings):
+        with torch_private.compiling(arrays, settings), torch_private.propagated_by(propagate):
             torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
         return _Compiled.alone(generated[0])
     except ExpansionFailed as error:

@@ -50,7 +50,6 @@ def join_products(graph: fx.Graph) -> None:
                 _join_source_gradient(graph, family, *gradients, order)
     _sort(graph, order)
     graph.eliminate_dead_code()
-    graph.lint()
 
 
 def join_activations(graph: fx.Graph) -> None:
@@ -97,9 +96,8 @@ def _join_weight_gradients(
     shapes = {fake(one).shape for one in family.weights}
     members = {
         node.args[0].args[0]: node
-        for node in graph.nodes
-        if node.target is aten.mm.default
-        and fake(node) is not None
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default)
+        if fake(node) is not None
         and fake(node.args[1]) is not None
         and _viewed(node.args[1]) == _viewed(family.source)
         and node.args[0].target is aten.t.default
@@ -160,8 +158,8 @@ def _join_source_gradient(
     """The sum of `gᵢ Wᵢ` as one product, if nothing else reads its parts."""
     products = {
         node.args[0]: node
-        for node in graph.nodes
-        if node.target is aten.mm.default and node.args[0] in gradients and node.args[1] in family.weights
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default)
+        if node.args[0] in gradients and node.args[1] in family.weights
     }
     if set(products) != set(gradients):
         return

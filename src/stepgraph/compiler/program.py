@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from operator import getitem
 from typing import Any
 
@@ -231,9 +231,13 @@ def is_view(node: fx.Node) -> bool:
     """Whether an operator returns views of what it reads, or one of several such views."""
     maker = node.args[0] if node.target is getitem else node
     target = maker.target if isinstance(maker, fx.Node) else None
-    if not isinstance(target, torch_private.OpOverload):
-        return False
-    returned = torch_private.schema(target).returns
+    return isinstance(target, torch_private.OpOverload) and returns_views(target)
+
+
+@cache  # passes ask often, and PyTorch describes an operator anew each time
+def returns_views(operator: torch_private.OpOverload) -> bool:
+    """Whether all that an operator returns are views of its arguments."""
+    returned = torch_private.schema(operator).returns
     return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
 
 

@@ -111,7 +111,6 @@ def _recompute(graph: fx.Graph, cut: _Cut) -> None:
                 alone = source in cut.apart and node in cut.inside
                 node.replace_input_with(source, again.alone(source, node) if alone else copy)
     graph.eliminate_dead_code()
-    graph.lint()
 
 
 def _staying(order: Iterable[fx.Node], kept: Set[fx.Node]) -> set[fx.Node]:

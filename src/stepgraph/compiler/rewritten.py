@@ -98,13 +98,12 @@ def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> No
 
     In graph order, products come first. What they read would have to be written by a kernel of its own.
     """
-    order = levels(graph)
+    order, kernels = levels(graph), _kernels(graph)  # moving and dividing products changes neither
     for node in [one for one in order if one in written]:
         sources = _sources(node, order, kept - written) or set()
         like = _alike(node, sources)
         if like is not None:
             separate(node, like)
-        kernels = _kernels(graph)
         readers = set[fx.Node]().union(*(_readers(one, kernels) for one in sources))
         for product in sorted(_products(node), reverse=True):
             _postpone(product, readers)

@@ -57,7 +57,7 @@ class _Rows:
         order = sorted(range(array.ndim), key=lambda axis: (-strides[axis], axis))
         extents = [array.shape[axis] for axis in order]
         count = next((place for place in range(len(order) + 1) if math.prod(extents[place:]) == columns), None)
-        if count is None or not array.permute(order).is_contiguous():
+        if count is None or not _are_contiguous(extents, [strides[axis] for axis in order]):
             return None
         return cls(tuple(order), tuple(extents[:count]), columns)
 
@@ -78,6 +78,12 @@ class _Rows:
             small = [part for part in range(1, math.isqrt(extent) + 1) if extent % part == 0]
             yield from (before * part for one in small for part in (one, extent // one))
             before *= extent
+
+
+def _are_contiguous(extents: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements follow one another in memory; asking PyTorch takes a hundred times as long without memory."""
+    sizes = [math.prod(extents[place + 1 :]) for place in range(len(extents))]
+    return 0 in extents or all(extents[i] == 1 or strides[i] == sizes[i] for i in range(len(extents)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,6 @@ def sum_rows_where_written(graph: fx.Graph) -> None:
     for node, count in summed.items():
         _add_in_blocks(node, count)
     graph.eliminate_dead_code()
-    graph.lint()
 
 
 def _sum_together(node: fx.Node) -> None:
@@ -142,12 +147,11 @@ def _sum_together(node: fx.Node) -> None:
 
 def _between(first: Sequence[fx.Node], last: fx.Node) -> list[fx.Node]:
     """What is computed from some results before another one, in order."""
-    found = dict.fromkeys(first)
-    for node in last.graph.nodes:
-        if node is last:
-            break
+    found, node = dict.fromkeys(first), min([*first, last])
+    while node is not last:
         if any(source in found for source in node.all_input_nodes):
             found[node] = None
+        node = node.next
     return [node for node in found if node not in first]
 
 
