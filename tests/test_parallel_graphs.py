@@ -47,7 +47,7 @@ def trained(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "world, names",
     [
-        (1, ("cnn", "heads")),
+        (1, ("heads",)),
         (2, ("cnn",)),
         pytest.param(3, ("mlp", "heads", "transformer", "wide", "imported"), marks=pytest.mark.deep),
     ],
@@ -109,7 +109,7 @@ def undisturbed() -> Any:
     return losses[3:], same(marks(training))
 
 
-@pytest.mark.parametrize("kind", ["label", "failure"])
+@pytest.mark.parametrize("kind", ["label", pytest.param("failure", marks=pytest.mark.deep)])
 def test_a_replayed_update_that_one_rank_refuses_changes_nothing_on_any(kind: str) -> None:
     first, second = together(2, captured, refused, kind)
     expected = {

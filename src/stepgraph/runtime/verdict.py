@@ -56,6 +56,7 @@ class SentAgain:
         self._count = torch.zeros(1, dtype=news.DTYPE, device=device)
         on_gpu = device.type == "cuda"
         self._copy = torch.zeros(shape[0] * shape[1] + 1, dtype=news.DTYPE, pin_memory=on_gpu)
+        self._numbers = self._copy.numpy()  # the same memory, read without an operator
         self._copied = torch.cuda.Event(external=True) if on_gpu else None
 
     def send(self, told: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ class SentAgain:
         """What ranks have told in the last replay; waits until they have."""
         if self._copied is not None:
             self._copied.synchronize()
-            if self._copy[-1] != self._expected:
+            if self._numbers[-1] != self._expected:
                 torch.cuda.synchronize(self._device)
         return self._copy[:-1].view(self._shape).clone()
 
@@ -120,9 +121,9 @@ def disagreement(
         world: the ranks.
         refused: makes the error for what a rank has noted about indices.
     """
-    where, first = f"rank {world.rank} of {world.size}", told[0].tolist()
-    for rank, (failed, rows, sample, *_) in enumerate(told.tolist()):
-        noted = news.notes_of(told[rank])
+    where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
+    first = headers[0]
+    for rank, ((failed, rows, sample, *_), noted) in enumerate(zip(headers, notes, strict=True)):
         if any(noted):
             error = refused(noted)
             error.facts["found_by"] = f"rank {rank} of {world.size}"
