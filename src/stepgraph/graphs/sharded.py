@@ -290,7 +290,7 @@ class Shards:
     def _shown(self, division: Division, totals: Pieces) -> Arrays:
         """Whole gradients that are read through tensors."""
         handles, found = self.session.gradients.handles, {}
-        for bucket in division.buckets:
+        for bucket in division.buckets if handles else ():
             for tensor in (one for one in bucket.tensors if gradient(one) in handles):
                 mine = totals[tensor]
                 if bucket.slices is not None:

@@ -78,6 +78,7 @@ class UpdateGraph:
         self.executables: list[Executable] = [one.executable for one in self.used.values()]
         self._fused = [one.is_fused for one in self.executables]
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._outcome = Outcome({}, {}, False)
         self._read: Arrays = {}
         self._places: dict[Key, tuple[int, tuple[int, ...]]] = {}
 
@@ -101,15 +102,12 @@ class UpdateGraph:
 
     def capture(self, run: Callable[[Arrays], Outcome], feeds: Arrays) -> None:
         """Captures an update with this data; what has moved since the last capture will be copied."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for key, place in self._places.items():
             if _place(feeds[key]) != place:
                 self._copied[key] = feeds[key].clone()
-        self.lending.call_in()
-        self._graph = None  # its memory makes room
-        for one in self.executables:
-            one.discard_capture()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._make_room()
         self._read = {**feeds, **self._copied}
         self._places = {key: _place(array) for key, array in feeds.items() if key not in self._copied}
 
@@ -120,6 +118,13 @@ class UpdateGraph:
             return outcome
 
         self._graph, self._outcome = captures.capture(captured, self.device)
+
+    def _make_room(self) -> None:
+        """Releases earlier captures and their memory."""
+        self.lending.call_in()
+        self._graph, self._outcome = None, Outcome({}, {}, False)
+        for one in self.executables:
+            one.discard_capture()
 
     def replay(self, feeds: Arrays) -> Outcome:
         """Makes one update; its results are valid until the next."""
