@@ -76,6 +76,10 @@ class _Line:
         while self._pending:
             self._pending.popitem()[1][1]()
 
+    def forget(self) -> None:
+        """Forgets what was started, because it was only recorded."""
+        self._pending.clear()
+
 
 _lines: dict[str, _Line] = {}
 
@@ -99,6 +103,11 @@ def is_broken(group: str) -> bool:
 def finish_all(group: str) -> None:
     """Waits for the collectives that a part has started which could not run to its end."""
     _lines[group].finish_all()
+
+
+def forget(group: str) -> None:
+    """Forgets the collectives of a capture that could not be completed: none of them has begun."""
+    _lines[group].forget()
 
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")

@@ -70,9 +70,9 @@ def tell_notes_(header: torch.Tensor, notes: torch.Tensor) -> None:
     header[0] = torch.where(guard.accepts(notes), header[0], torch.nan)
 
 
-def notes_of(told: torch.Tensor) -> list[int]:
-    """What a rank has noted, from its header on the host."""
-    return told[len(HEADER) :].view(torch.int64).tolist()
+def notes_of(told: torch.Tensor) -> list[list[int]]:
+    """What each rank has noted, from their headers on the host."""
+    return told[:, len(HEADER) :].contiguous().view(torch.int64).tolist()
 
 
 def agreed(heard: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -177,6 +177,6 @@ def _number(one: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     return torch.full((), one, dtype=torch.float64, device=device)
 
 
-@lru_cache(maxsize=64)
+@cache  # captured updates read it, so it must stay
 def _flags(flags: tuple[bool, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(flags, device=device)

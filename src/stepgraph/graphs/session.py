@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -300,6 +301,14 @@ class Session:
         if noted is not None and self.state is not None:
             self.state.rounded_at = noted  # its copies were written, too
         return found
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a replay that writes to parameters, and to their copies."""
+        noted = writes.note()
+        yield
+        if self.state is not None:
+            self.state.rounded_at = noted
 
     def _run_as_asked(
         self, binding: Binding, arrays: Mapping[Key, torch.Tensor], options: ExecutionOptions, execution: Execution

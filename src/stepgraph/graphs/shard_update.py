@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
@@ -31,8 +30,9 @@ from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
 from stepgraph.graphs.session import Session
+from stepgraph.graphs.update_graph import PartRows, UpdateGraph
 from stepgraph.runtime.amounts import amount
-from stepgraph.runtime.executable import Executable
+from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Execution
 from stepgraph.runtime.profile import Profile
 from stepgraph.system import torch_private
@@ -45,14 +45,18 @@ from stepgraph.types import ExecutionOptions
 class Update:
     """One update on one rank.
 
+    Args:
+        captured: the graph that it becomes, if it is captured; then errors are raised at once, since no other rank
+            waits for a capture.
+
     Attributes:
         gradients: the gradients of its shards, summed as far as possible; an array per bucket.
         numbers: what `losses` and `store_statistics` combine, in one float64 array per shard.
         rows: results of its shards that are joined.
         failure: the error of a shard that could not run.
-        ran: the executables of its shards.
         heard: what all ranks have told, if the last shard has exchanged it.
         agreed: whether the update counts, where the device decides it; None if it does.
+        used: what it has run, by part and rows.
     """
 
     session: Session
@@ -61,12 +65,13 @@ class Update:
     options: ExecutionOptions
     execution: Execution
     shards: int
+    captured: UpdateGraph | None = None
     gradients: TreeSum = field(init=False)
     numbers: TreeSum = field(init=False)
     rows: dict[Key, list[torch.Tensor]] = field(init=False)
     failure: Exception | None = None
     profiles: list[Profile] = field(default_factory=list)
-    ran: set[Executable] = field(default_factory=set)
+    used: dict[PartRows, Binding] = field(default_factory=dict)
     heard: torch.Tensor | None = None
     agreed: torch.Tensor | None = None
 
@@ -159,14 +164,15 @@ class Update:
         rows, arrays = self.division.rows(shard), self._cut(shard)
         try:
             self._prepare(shard)
-            binding = self.session.bound(part, rows)
-            self.ran.add(binding.executable)
+            binding = self._used(part, rows)
             try:
                 return self._run(binding, arrays if more is None else arrays | more())
             except ExecutionError:
                 self.session.require_indices(self.division.batch, self.feeds)  # an error names a row of the batch
                 raise
         except Exception as error:  # whatever it is, it must not leave the other ranks waiting
+            if self.captured is not None:
+                raise
             self.failure = error
             return None
 
@@ -178,7 +184,7 @@ class Update:
             self.offsets.copy_(self.division.offsets[shard])
         if self.position is not None:
             torch.bitwise_xor(self.position, self.division.salts[shard], out=self.stream)
-        if self.ran:
+        if self.used:
             self._restore_statistics()
 
     def _keep(self, found: Arrays | None, shard: int) -> None:
@@ -194,7 +200,16 @@ class Update:
         for key, arrays_of_key in self.rows.items():
             arrays_of_key.append(found[key].clone())
 
-    def _run(self, binding: Any, arrays: Arrays) -> Arrays:
+    def _bound(self, part: PartName, rows: int) -> Binding:
+        return self.session.bound(part, rows) if self.captured is None else self.captured.used[part, rows]
+
+    def _used(self, part: PartName, rows: int) -> Binding:
+        binding = self.used[part, rows] = self._bound(part, rows)
+        return binding
+
+    def _run(self, binding: Binding, arrays: Arrays) -> Arrays:
+        if self.captured is not None:
+            return binding.executable.include(binding, arrays)
         found = self.session.run(binding, arrays, self.options, self.execution)
         if self.execution.profile is not None:
             self.profiles.append(self.execution.profile)
@@ -224,7 +239,7 @@ class Update:
 
     def update(self, totals: Mapping[Tensor, torch.Tensor]) -> bool:
         """Updates the parameters with the gradients of all shards; returns whether that counts as a step."""
-        binding = self.session.bound(PartName.UPDATE, self.division.rows(0))
+        binding = self._used(PartName.UPDATE, self.division.rows(0))
         key = gradient if binding.executable.step.ownership is None else piece
         self._run(binding, {key(tensor): array for tensor, array in totals.items()})
         if self.profiles:
@@ -234,7 +249,8 @@ class Update:
     @property
     def executables(self) -> list[Executable]:
         """What this rank runs in an update like this one."""
-        return [*self.ran, self.session.bound(PartName.UPDATE, self.division.rows(0)).executable]
+        update = PartName.UPDATE, self.division.rows(0)
+        return [one.executable for one in ({update: self._bound(*update)} | self.used).values()]
 
     def copies(self) -> Arrays:
         """Copies of everything that the update changes."""

@@ -10,12 +10,12 @@ On a GPU, the device decides by what ranks have told whether the update changes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 
 import torch
 
-from stepgraph.compiler import guard
+from stepgraph.compiler import collectives, guard
 from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.news import HEADER, agreed
 from stepgraph.compiler.parallel import TREE, Parallel
@@ -25,11 +25,12 @@ from stepgraph.compiler.shards import TreeSum, own
 from stepgraph.compiler.slices import Traffic, traffic
 from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
 from stepgraph.errors import DataError, ExecutionError, NumericsError
-from stepgraph.graphs import fused_together, synchronized
+from stepgraph.graphs import fused_together, synchronized, update_graph
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.division import Division, divided
 from stepgraph.graphs.session import Answer, Session, announced
 from stepgraph.graphs.shard_update import Update
+from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import exchange
 from stepgraph.runtime.exchange import Bucket, Pieces
@@ -39,10 +40,12 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.refusal import explanation
 from stepgraph.runtime.sliced import Sliced
-from stepgraph.runtime.verdict import Verdict, disagreement
+from stepgraph.runtime.verdict import Sent, Verdict, disagreement
 from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
+
+Made = tuple[Outcome, Outcome | UpdateGraph]  # what an update leaves behind, and who keeps its results
 
 
 class Shards:
@@ -63,8 +66,11 @@ class Shards:
         self._last: tuple[Verdict, list[Executable]] | None = None  # on the last update, if the device has decided
         compiled = session.compilation
         self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
+        self._can_capture = compiled.device.torch.type in update_graph.CAPTURED
+        self._graphs = UpdateGraphs(session, world.is_alone)
         if not world.is_alone:
             release_before_leaving(compiled.programs)
+            release_before_leaving(self)
 
     @property
     def traffic(self) -> Traffic:
@@ -111,29 +117,97 @@ class Shards:
         execution: Execution,
         outputs_data: Data | None,
     ) -> Answer:
-        session, world = self.session, self.world
-        update = Update(session, division, feeds, options, execution, self.parallel.shards)
+        session = self.session
+        found = self._replayed(division, feeds, options, execution)
+        if found is None:
+            found = self._made_in_parts(division, feeds, options, execution)
+        outcome, results = found
+        session.hold(division.results, outcome.results)
+        session.has_drawn()
+        session.forget_passes(self._shown(division, outcome.totals))
+        if outcome.counts and session.state is not None:
+            session.state.updated()
+        session.write_outputs(outputs_data, {key.owner: array for key, array in outcome.results.items()})
+        return self._answer(results)
+
+    def _made_in_parts(
+        self, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
+    ) -> Made:
+        """Makes an update part by part."""
+        update = Update(self.session, division, feeds, options, execution, self.parallel.shards)
         try:
-            *earlier, last = own(self.parallel.shards, world.rank, world.size)
-            with over_ranks.among(world.gather):
-                for shard in earlier:
-                    update.run(shard)
-                self._settle()
-                totals = self._summed(update, last)
-            numbers = self._told(update)
-            results = update.losses(numbers) | self._joined(update)
-            update.store_statistics(numbers)
-            counts = self._applied(update, totals)
+            outcome = self._made(update)
         except BaseException:
             update.roll_back()
             raise
-        session.hold(division.results, results)
-        session.has_drawn()
-        session.forget_passes(self._shown(division, totals))
-        if counts and session.state is not None:
-            session.state.updated()
-        session.write_outputs(outputs_data, {key.owner: array for key, array in results.items()})
-        return self._answer(results)
+        if self._captures and update.failure is None:
+            self._graphs.note(division, update.used)
+        return outcome, outcome
+
+    def _made(self, update: Update) -> Outcome:
+        """Makes an update, or captures one."""
+        world = self.world
+        *earlier, last = own(self.parallel.shards, world.rank, world.size)
+        with over_ranks.among(world.gather):
+            for shard in earlier:
+                update.run(shard)
+            self._settle()
+            totals = self._summed(update, last)
+        numbers = self._told(update)
+        results = update.losses(numbers) | self._joined(update)
+        update.store_statistics(numbers)
+        return Outcome(results, totals, self._applied(update, totals))
+
+    @property
+    def _captures(self) -> bool:
+        """Whether updates are captured as a whole: nothing between their parts needs the host."""
+        compiled = self.session.compilation
+        return self._can_capture and not (compiled.checks_numerics or synchronized.sums(compiled))
+
+    def _replayed(
+        self, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
+    ) -> Made | None:
+        """Makes an update by replaying a graph, which is captured first if necessary; None if there is none."""
+        profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
+        graph = None if profiles else self._graphs.of(division)
+        if graph is None:
+            return None
+        self._settle()
+        if graph.is_outdated or not (graph.fits(feeds) or self._captured(graph, division, feeds, options, execution)):
+            return None
+        if graph.sent is not None:
+            division.telling.tell_facts(False, self._readiness(graph.executables))
+        with self.session.writing():
+            outcome = graph.replay(feeds)
+        if graph.sent is not None:
+            self._await_verdict(graph.sent.read, None, execution, graph.executables)
+        return outcome, graph
+
+    def _captured(
+        self, graph: UpdateGraph, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
+    ) -> bool:
+        """Captures an update with this data; returns whether that was possible."""
+        if not graph.can_be_captured:
+            return False
+        if not self.world.is_alone:
+            division.telling.tell_facts(False, self._readiness(graph.executables))  # nothing of it is captured
+        try:
+            graph.capture(
+                lambda read: self._made(
+                    Update(self.session, division, read, options, execution, self.parallel.shards, graph)
+                ),
+                feeds,
+            )
+        except Exception as error:  # parts have run, and will run again
+            self._graphs.refuse(division, error)
+            if not self.world.is_alone:
+                collectives.forget(self.world.group)
+            return False
+        return True
+
+    def release(self) -> None:
+        """Releases captured collectives."""
+        self._graphs.release()
 
     def _summed(self, update: Update, last: int) -> Pieces:
         """Runs the last shard; returns what this rank updates with, its part of the gradients of all shards.
@@ -143,7 +217,9 @@ class Shards:
         buckets, device = update.division.buckets, self.session.device.torch
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
-            totals = update.run_and_exchange(last, self.world.group, self.world.rank, lambda: self._readiness(update))
+            totals = update.run_and_exchange(
+                last, self.world.group, self.world.rank, lambda: self._readiness_of(update)
+            )
         else:
             update.run(last)
             if update.failure is not None:
@@ -155,12 +231,13 @@ class Shards:
             add = exchange.summed if self.parallel.order == TREE else exchange.summed_in_any_order
             sums = update.gradients if update.failure is None else TreeSum(self.parallel.shards)
             totals += add(sums, buckets[len(totals) :], self.world, device)
-        if device.type == "cuda" and not in_place:  # a captured update reads gradients where they were the last time
+        apart = device.type == "cuda" and update.captured is None
+        if apart and not in_place:  # a captured update reads gradients where they were the last time
             self._totals = self._totals or [torch.empty_like(one) for one in totals]
             totals = [kept.copy_(one) for kept, one in zip(self._totals, totals, strict=True)]
-        return self._pieces(buckets, totals)
+        return self._pieces(buckets, totals, kept=apart)
 
-    def _pieces(self, buckets: Sequence[Bucket], totals: list[torch.Tensor]) -> Pieces:
+    def _pieces(self, buckets: Sequence[Bucket], totals: list[torch.Tensor], kept: bool) -> Pieces:
         """The totals by parameter. On a GPU, they are mostly the arrays of the last update, whose views are kept."""
         before, arrays, found = self._viewed
         if buckets is before and all(map(is_, arrays, totals)):
@@ -168,7 +245,7 @@ class Shards:
         found = {}
         for bucket, total in zip(buckets, totals, strict=True):
             found |= bucket.pieces(total, self.world.rank)
-        if self.session.device.is_cuda:
+        if kept:
             self._viewed = buckets, totals, found
         return found
 
@@ -213,7 +290,7 @@ class Shards:
     def _shown(self, division: Division, totals: Pieces) -> Arrays:
         """Whole gradients that are read through tensors."""
         handles, found = self.session.gradients.handles, {}
-        for bucket in division.buckets:
+        for bucket in division.buckets if handles else ():
             for tensor in (one for one in bucket.tensors if gradient(one) in handles):
                 mine = totals[tensor]
                 if bucket.slices is not None:
@@ -235,19 +312,20 @@ class Shards:
             return update.numbers.total[0]
         heard = update.heard
         if heard is None:
-            heard = exchange.gathered(update.numbers, update.header(self._readiness(update)), division.news, world)
-        verdict = self._verdict(update, heard[:, 0, : division.news.head])
+            heard = exchange.gathered(update.numbers, update.header(self._readiness_of(update)), division.news, world)
+        told = heard[:, 0, : division.news.head]
         if self.session.compilation.decides:
-            self._let_device_decide(update, heard, verdict)
+            self._let_device_decide(update, heard, told)
         else:
+            verdict = self._verdict(lambda: told, failure)
             self._require_accepted(update, verdict)
-            self._switch(verdict, self._executables(update))
+            self._switch(verdict, self._fused_later(update.executables))
         return exchange.added(heard, division.news, world)
 
-    def _verdict(self, update: Update, told: torch.Tensor) -> Verdict:
+    def _verdict(self, read: Callable[[], torch.Tensor], failure: Exception | None) -> Verdict:
         """Whether an update counts, by what all ranks have told."""
-        failure, world = update.failure, self.world  # an update has gradients, which must not be kept
-        return Verdict(told, lambda found: failure or disagreement(found, world, self._explained), self._refused)
+        world = self.world  # an update has gradients, which must not be kept
+        return Verdict(read, lambda found: failure or disagreement(found, world, self._explained), self._refused)
 
     def _require_accepted(self, update: Update, verdict: Verdict) -> None:
         """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
@@ -261,14 +339,28 @@ class Shards:
         """The error for what a rank has noted about indices."""
         return explanation(self.session.compilation.guarded, self.session.feeds.titles)(noted)
 
-    def _let_device_decide(self, update: Update, heard: torch.Tensor, verdict: Verdict) -> None:
+    def _let_device_decide(self, update: Update, heard: torch.Tensor, told: torch.Tensor) -> None:
         state = self.session.state
         assert state is not None
         if update.agreed is None:
             update.agreed = agreed(heard)
         state.arrays[AGREED].copy_(update.agreed)
-        update.execution.check(verdict)
-        self.session.verdict, self._last = verdict, (verdict, self._executables(update))
+        if update.captured is None:
+            self._await_verdict(Sent(told).read, update.failure, update.execution, update.executables)
+        elif update.captured.sent is not None:
+            update.captured.sent.send(told)
+
+    def _await_verdict(
+        self,
+        read: Callable[[], torch.Tensor],
+        failure: Exception | None,
+        execution: Execution,
+        executables: list[Executable],
+    ) -> None:
+        """Lets the next update learn of the verdict on this one, and whoever reads its loss."""
+        verdict = self._verdict(read, failure)
+        execution.check(verdict)
+        self.session.verdict, self._last = verdict, (verdict, self._fused_later(executables))
 
     def _settle(self) -> None:
         """Takes note of the verdict on the last update, before this rank sends anything: all ranks do so here."""
@@ -279,9 +371,9 @@ class Shards:
             self.world.count_waits()  # the verdict came behind them
             self._switch(verdict, executables)
 
-    def _executables(self, update: Update) -> list[Executable]:
-        """What this rank runs in an update, and may have fused."""
-        return update.executables if self._fuses else []
+    def _fused_later(self, executables: list[Executable]) -> list[Executable]:
+        """Those that may have to switch to fused operators with other ranks."""
+        return executables if self._fuses else []
 
     @staticmethod
     def _switch(verdict: Verdict, executables: list[Executable]) -> None:
@@ -301,9 +393,13 @@ class Shards:
             state.arrays[REFUSED].zero_()
         session.refused()
 
-    def _readiness(self, update: Update) -> float:
+    def _readiness(self, executables: list[Executable]) -> float:
         """Whether this rank can run fused operators."""
-        return fused_together.readiness(update.executables) if self._fuses and update.failure is None else 0.0
+        return fused_together.readiness(executables) if self._fuses else 0.0
+
+    def _readiness_of(self, update: Update) -> float:
+        """The same for an update; one that has failed need not know."""
+        return self._readiness(update.executables) if self._fuses and update.failure is None else 0.0
 
     def _joined(self, update: Update) -> Arrays:
         """Results of the whole batch, from the rows of all ranks."""
@@ -319,17 +415,18 @@ class Shards:
             found[key] = torch.cat([one[: count * times] for one, count in zip(everyone, counts, strict=True)])
         return found
 
-    def _answer(self, results: Arrays) -> Answer:
+    def _answer(self, results: Outcome | UpdateGraph) -> Answer:
         compiled = self.session.compilation
-        parts = tuple(results[value(node.results[0])] for node in compiled.losses)
+        parts = tuple(results.loss(value(node.results[0])) for node in compiled.losses)
         loss = parts[0] if len(parts) == 1 else Total(parts)
-        outputs = {name: (t, results[value(t)]) for name, t in compiled.declaration.outputs.items()}
+        outputs = {name: (t, results.result(value(t))) for name, t in compiled.declaration.outputs.items()}
         return compiled.losses[-1].results[0], loss, loss, compiled.loss_names, outputs
 
     def _division(self, batch: int) -> Division:
         compiled = self.session.compilation
         if self._compilation is not compiled:  # what is kept may have changed
             self._divisions, self._compilation = {}, compiled
+            self._graphs = UpdateGraphs(self.session, self.world.is_alone)
         if batch not in self._divisions:
             self._divisions[batch] = divided(compiled, batch, self.parallel.shards)
         return self._divisions[batch]

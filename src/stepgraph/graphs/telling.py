@@ -6,7 +6,7 @@ What stays the same is written once. A captured shard reads the array in place.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import nan
 
 import torch
@@ -39,13 +39,17 @@ class Telling:
 
         A sample shows whether ranks have the same batch: a weighted sum of a few elements of each array.
         """
-        if self._facts != (failed, readiness):
-            self._facts = failed, readiness
-            self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
+        self.tell_facts(failed, readiness)
         few = [_few(one).to(DTYPE) for one in feeds]
         every = torch.cat(few) if len(few) > 1 else few[0].clone()
         sum_ = every.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(every), every.device))
         torch.asinh(sum_, out=self._sample)  # large ones differ by their ratio
+
+    def tell_facts(self, failed: bool, readiness: float) -> None:
+        """Writes what the host knows of this rank, unless it is there already."""
+        if self._facts != (failed, readiness):
+            self._facts = failed, readiness
+            self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
 
     def tell_shards(self, sums: TreeSum, shares: torch.Tensor) -> None:
         """Writes the sums of earlier shards, and the shares of the last one, unless these are the same array again."""
@@ -65,12 +69,12 @@ def _few(array: torch.Tensor) -> torch.Tensor:
     return array.take(_places(array.numel(), step, array.device))
 
 
-@lru_cache(maxsize=16)
+@cache  # captured updates read it, so it must stay
 def _places(count: int, step: int, device: torch.device) -> torch.Tensor:
     return torch.arange(0, count, step, device=device)
 
 
-@lru_cache(maxsize=16)
+@cache
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=DTYPE, device=device)
 

@@ -98,6 +98,7 @@ class Executable:
         self._bound: tuple[list[Any], Binding] | None = None
         self.runs_alone = step.device.type == "cpu" and part.is_tiny  # in one thread
         self.is_fused = self.was_fused_first = False
+        self.is_included = False  # in a capture of more than itself
         self._fused_plan: Callable[[], MemoryPlan | None] = lambda: None
         self._fusing: Future[Fused] | None = None
         self._searches = step.fusion is Fusion.LATER and step.ownership is None and fused is None  # in its first call
@@ -112,7 +113,7 @@ class Executable:
     @property
     def mode(self) -> str:
         """How calls run: `traced`, or `CUDA graph` once captured; preceded by `fused` if operators are fused."""
-        captured = self._capture is not None and self._capture.graph is not None
+        captured = self.is_included or (self._capture is not None and self._capture.graph is not None)
         return ("fused " if self.is_fused else "") + ("CUDA graph" if captured else "traced")
 
     @property
@@ -161,7 +162,7 @@ class Executable:
             self._search(others)
         if self._fusing is not None and self._fusing.done() and self.step.ownership is None:
             self.take_fused()
-        capture = self._capture
+        capture, self.is_included = self._capture, False
         given = binding.filled(others) if capture is None else ()
         try:
             found = self.run(given, binding.views) if capture is None else capture.run(binding, others)
@@ -169,6 +170,24 @@ class Executable:
             raise
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
+        return dict(zip(self.part.outputs, found, strict=True))
+
+    @property
+    def can_be_included(self) -> bool:
+        """Whether more than this part can be captured at once: this thread has run it, and nothing will replace it."""
+        has_worked = self._capture is None or self._capture.has_worked
+        return has_worked and self.fusing not in ("not yet", "under way")
+
+    def discard_capture(self) -> None:
+        """Releases what was captured of this part alone; the next call would capture it again."""
+        if self._capture is not None:
+            self._capture.discard()
+
+    def include(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Runs once inside a capture of more than this part."""
+        with self.settings():
+            found = self.run(binding.filled(self.fitted(others)))
+        self.is_included = True
         return dict(zip(self.part.outputs, found, strict=True))
 
     @cached_property
@@ -277,6 +296,11 @@ class Executable:
         """Whether operators can read an image in its order; fused ones were compiled for one."""
         order = self.orders.get(key)
         return not self.is_fused or (image.is_contiguous() if order is None else image.stride() == order)
+
+    def fitted(self, others: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+        """The arrays of a call, with copies of images that operators cannot read."""
+        unfit = [key for key in self.images if key in others and not self.fits(key, others[key])]
+        return {**others, **{key: self.fitting(key, others[key]) for key in unfit}} if unfit else others
 
     def fitting(self, key: Key, given: torch.Tensor) -> torch.Tensor:
         """A copy of an input, in an order that operators can read."""
@@ -517,8 +541,21 @@ class _Capture:
         like = [executable.part.results[executable.part.outputs[index]] for index in executable.loss_indices]
         self.losses = [Losses(one, step.device) if one.numel() == 1 else None for one in like]
         self.lending = Lending()
+        self.arrays: list[torch.Tensor] = []
+        self.results: Sequence[torch.Tensor] = ()
         self.in_place: dict[Key, int] = {}
         self.orders: dict[Key, tuple[int, ...]] = {}
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether this thread has run operator by operator, so that it can capture."""
+        return hasattr(self.warm, "is_ready")
+
+    def discard(self) -> None:
+        """Releases the graph and its memory; a further call would capture it again."""
+        self.lending.call_in()
+        self.graph = self.binding = None
+        self.arrays, self.results = [], ()
 
     def run(self, binding: Binding, others: Mapping[Key, torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.waits:
@@ -528,7 +565,7 @@ class _Capture:
         if self.orders:
             moved += [key for key, order in self.orders.items() if key not in moved and others[key].stride() != order]
         if self.graph is None or self.binding is not binding or moved:
-            if not hasattr(self.warm, "is_ready") or time.monotonic() < self.resting:
+            if not self.has_worked or time.monotonic() < self.resting:
                 return self._work(binding, others)
             try:
                 self._record(binding, others, moved)
@@ -549,7 +586,7 @@ class _Capture:
         """Leaves calls uncaptured for a while, because another thread waits for the device again and again."""
         self.resting = time.monotonic() + RESTS
         problem = "the step runs without a CUDA graph, since another thread keeps breaking its capture: %s"
-        logger.warning(f"{problem}; the next attempt is in %d s", reason(error.__cause__ or error), RESTS)
+        logger.warning(f"{problem}; the next attempt is in %d s", reason(error), RESTS)
 
     def _count(self, others: Mapping[Key, torch.Tensor]) -> None:
         """Counts a call, and starts fusing if the part is worth it, but not beside a capture.
@@ -571,10 +608,7 @@ class _Capture:
         self._note(binding, others)
         with self.executable.settings():
             self.executable.choose_algorithms()
-            images = [key for key in self.executable.images if key in others]
-            unfit = [key for key in images if not self.executable.fits(key, others[key])]
-            fitting = {key: self.executable.fitting(key, others[key]) for key in unfit}
-            return self.executable.run(binding.filled({**others, **fitting} if fitting else others))
+            return self.executable.run(binding.filled(self.executable.fitted(others)))
 
     def _fits(self, key: Key, image: torch.Tensor) -> bool:
         return key in self.copied or self.executable.fits(key, image)

@@ -19,17 +19,14 @@ from stepgraph.runtime.world import World
 Explain = Callable[[torch.Tensor], Exception | None]
 
 
-class Verdict:
-    """Whether one update has counted.
+class Sent:
+    """What ranks have told, on its way to the host.
 
     Args:
         told: what every rank has told about itself, `[rank, number]`, on the device.
-        explain: makes the error for that, on the host; None if the update has counted.
-        report: called once if there is an error, before it is raised.
     """
 
-    def __init__(self, told: torch.Tensor, explain: Explain, report: Callable[[], None]) -> None:
-        self._explain, self._report = explain, report
+    def __init__(self, told: torch.Tensor) -> None:
         self._copy, self._copied = told, None
         if told.is_cuda:
             self._copy = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
@@ -37,12 +34,68 @@ class Verdict:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    @cached_property
-    def told(self) -> torch.Tensor:
-        """What ranks have told; waits until they have."""
+    def read(self) -> torch.Tensor:
+        """What they have told; waits until they have."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy
+
+
+class SentAgain:
+    """The same of an update that is captured: each replay sends it to one place, and counts.
+
+    The count shows that what is there comes from the last replay, whatever PyTorch says of an event inside a graph.
+
+    Args:
+        shape: the shape of what ranks tell.
+        device: where they tell it.
+    """
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._device, self._expected = device, 0
+        self._count = torch.zeros(1, dtype=news.DTYPE, device=device)
+        on_gpu = device.type == "cuda"
+        self._copy = torch.zeros(shape[0] * shape[1] + 1, dtype=news.DTYPE, pin_memory=on_gpu)
+        self._numbers = self._copy.numpy()  # the same memory, read without an operator
+        self._told = self._copy[:-1].view(shape)
+        self._copied = torch.cuda.Event(external=True) if on_gpu else None
+
+    def send(self, told: torch.Tensor) -> None:
+        """Copies what ranks have told, in every replay; called during capture."""
+        self._count.add_(1)
+        self._copy.copy_(torch.cat([told.reshape(-1), self._count]), non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def expect(self) -> None:
+        """Must be called before each replay, which overwrites what was sent before."""
+        self._expected += 1
+
+    def read(self) -> torch.Tensor:
+        """What ranks have told in the last replay; waits until they have."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            if self._numbers[-1] != self._expected:
+                torch.cuda.synchronize(self._device)
+        return self._told.clone()
+
+
+class Verdict:
+    """Whether one update has counted.
+
+    Args:
+        read: waits for what every rank has told about itself, `[rank, number]`, on the host.
+        explain: makes the error for that; None if the update has counted.
+        report: called once if there is an error, before it is raised.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor], explain: Explain, report: Callable[[], None]) -> None:
+        self._read, self._explain, self._report = read, explain, report
+
+    @cached_property
+    def told(self) -> torch.Tensor:
+        """What ranks have told; waits until they have."""
+        return self._read()
 
     @cached_property
     def _error(self) -> Exception | None:
@@ -69,9 +122,9 @@ def disagreement(
         world: the ranks.
         refused: makes the error for what a rank has noted about indices.
     """
-    where, first = f"rank {world.rank} of {world.size}", told[0].tolist()
-    for rank, (failed, rows, sample, *_) in enumerate(told.tolist()):
-        noted = news.notes_of(told[rank])
+    where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
+    first = headers[0]
+    for rank, ((failed, rows, sample, *_), noted) in enumerate(zip(headers, notes, strict=True)):
         if any(noted):
             error = refused(noted)
             error.facts["found_by"] = f"rank {rank} of {world.size}"

@@ -59,5 +59,5 @@ def _captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cu
         torch_private.end_allocations(device, pool)
         # In a broken capture every launch fails, each library with its own words; only the end is certain to say why.
         if _BROKEN in str(error) and _FORBIDDEN not in str(first):
-            raise Broken from first or error
+            raise Broken(str(first or error)) from first or error
         raise first or error from None
