@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -170,6 +170,12 @@ class Rows:
         """Batches per epoch."""
         return math.ceil(self.count / self.batch_size)
 
+    @property
+    def sizes(self) -> set[int]:
+        """The numbers of rows of batches."""
+        size = min(self.batch_size, self.count)
+        return {size, self.count % size or size}
+
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; their order depends only on `seed` and `number`."""
         order = np.random.default_rng((*seed, number)).permutation(self.count) if self.shuffle else None
@@ -190,6 +196,7 @@ class Stream:
         repeats: whether there is a second epoch.
         generator: that of a loader, which is seeded for each epoch.
         rows: the rows of a batch, if the data says so.
+        items: the batches themselves, if they are a list.
     """
 
     reader: BatchReader
@@ -198,6 +205,7 @@ class Stream:
     repeats: bool = True
     generator: Any = None
     rows: int | None = None
+    items: Sequence[Any] = ()
     wants_a_thread: bool = True
     _walked: int | None = field(default=None, init=False)
 
@@ -205,6 +213,12 @@ class Stream:
     def batches(self) -> int | None:
         """Batches per epoch: the length of the data, or the count of the previous epoch."""
         return self.known if self._walked is None else self._walked
+
+    @property
+    def sizes(self) -> set[int]:
+        """The numbers of rows of batches, as far as they are known beforehand."""
+        known = {self.reader.batch(item).rows for item in self.items} | {self.rows}
+        return {rows for rows in known if rows is not None}
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; those before are read and discarded."""
@@ -271,7 +285,8 @@ def source(
     rows = getattr(data, "batch_size", None)
     generator = getattr(data, "generator", None)
     rows = rows if isinstance(rows, int) else None
-    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=generator, rows=rows)
+    items = data if isinstance(data, list) else ()
+    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=generator, rows=rows, items=items)
 
 
 def _arrays(reader: BatchReader, data: Any, batch_size: int, shuffle: bool) -> Rows:
