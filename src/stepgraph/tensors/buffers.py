@@ -64,7 +64,7 @@ def as_array(data: Any, where: str) -> torch.Tensor:
     """`data` as a torch array of its own type and shape, sharing its memory if that is writable."""
     if isinstance(data, torch.Tensor):
         _require_plain(data, where)
-        return data.detach()
+        return data.detach().resolve_neg()
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
@@ -123,7 +123,7 @@ def read(
     # Checked first, because in a loop the data usually needs no conversion.
     kind = type(data)
     if kind is torch.Tensor and data.layout is torch.strided and not (data.is_meta or data.is_nested):
-        if data.dtype is data_type.torch and data.shape == shape and data.is_contiguous():
+        if data.dtype is data_type.torch and data.shape == shape and data.is_contiguous() and not data.is_neg():
             return data.detach() if data.requires_grad else data
     elif kind is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
