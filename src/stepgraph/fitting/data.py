@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -164,6 +164,7 @@ class Rows:
     shuffle: bool
     repeats: bool = True
     wants_a_thread: bool = False
+    may_overwrite: bool = False
 
     @property
     def batches(self) -> int | None:
@@ -213,6 +214,11 @@ class Stream:
     def batches(self) -> int | None:
         """Batches per epoch: the length of the data, or the count of the previous epoch."""
         return self.known if self._walked is None else self._walked
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether reading a batch may change the one before: a program may fill the same memory again."""
+        return not self.items
 
     @property
     def sizes(self) -> set[int]:
@@ -363,6 +369,61 @@ def _pin(values: Any) -> Any:
         return values
     array = buffers.as_array(values, "data")
     return array.pin_memory() if array.device.type == "cpu" and not array.is_pinned() else array
+
+
+def kept(batches: Iterator[Batch], held: int) -> Iterator[Batch]:
+    """The same batches, copied where the data writes a later one into the same memory.
+
+    At first all are copied. Memory that is new in each of the next `held` batches is then used as it is.
+
+    Args:
+        batches: what a program yields; it may write to a batch as soon as it is asked for the next one.
+        held: how many batches are held while others are read.
+    """
+    looks: dict[tuple[int, str], _Look] = {}
+    for batch in batches:
+        parts = tuple(
+            {name: looks.setdefault((kind, name), _Look()).kept(values, held) for name, values in part.items()}
+            for kind, part in enumerate(batch.parts)
+        )
+        yield replace(batch, parts=parts)
+
+
+class _Look:
+    """Finds out whether the arrays of one name share memory."""
+
+    def __init__(self) -> None:
+        self._first: list[Any] = []  # held, so that no later one gets their memory
+        self._is_shared: bool | None = None
+
+    def kept(self, values: Any, held: int) -> Any:
+        """An array that nobody writes to."""
+        if not isinstance(values, np.ndarray | torch.Tensor) or self._is_shared is False:
+            return values
+        if self._is_shared is None:
+            shared = any(_share(values, one) for one in self._first)
+            self._first.append(values)
+            if shared or len(self._first) > held:
+                self._is_shared, self._first = shared, []
+        return values.copy() if isinstance(values, np.ndarray) else values.clone()
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Whether two arrays have bytes in common; those of a view that skips some count, too."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(one, other)
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    (start, stop), (begin, end) = _span(one), _span(other)
+    return start < end and begin < stop
+
+
+def _span(array: torch.Tensor) -> tuple[int, int]:
+    """The addresses of an array: of its first byte, and behind its last one."""
+    if array.layout is not torch.strided or not array.numel():
+        return 0, 0
+    last = sum((extent - 1) * step for extent, step in zip(array.shape, array.stride(), strict=True))
+    return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

@@ -141,7 +141,7 @@ class Loop:
         position, settings, recorder = self.position, self.settings, self.parts.recorder
         self._report(recorder.epoch_begins)
         epoch = self.parts.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
-        with self.graph.fed(epoch, self.parts.train, settings.prefetch) as batches:
+        with self.graph.fed(epoch, self.parts.train, settings.prefetch, settings.accumulate) as batches:
             coming = self._timed(until(batches, self.stopping))
             while group := list(islice(coming, settings.accumulate)):
                 if len(group) < settings.accumulate and self.stopping.is_due():

@@ -12,7 +12,7 @@ import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
-from stepgraph.fitting.data import Batch, Rows, Source, ahead
+from stepgraph.fitting.data import Batch, Rows, Source, ahead, kept
 from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
 from stepgraph.fitting.metrics import Tally
 from stepgraph.fitting.stopping import Stopping
@@ -78,10 +78,14 @@ class Trained:
         return seed, position
 
     @contextmanager
-    def fed(self, batches: Iterator[Batch], origin: Source, prefetch: int | None) -> Iterator[Iterator[Batch]]:
-        """Batches, prepared ahead if that pays off."""
+    def fed(
+        self, batches: Iterator[Batch], origin: Source, prefetch: int | None, held: int = 1
+    ) -> Iterator[Iterator[Batch]]:
+        """Batches, prepared ahead if that pays off; the caller uses `held` of them at once."""
         on_gpu = self.device.torch.type == "cuda"
         count = (2 if on_gpu or origin.wants_a_thread else 0) if prefetch is None else prefetch
+        if origin.may_overwrite and count + held > 1:
+            batches = kept(batches, count + held)
         transfer = self._transfer() if on_gpu and count else None
         if on_gpu and count:
             prepared = Batch.pinned if transfer is None else transfer.moved
