@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.fitting.data import Batch, ahead
+from stepgraph.fitting.data import Batch, BatchReader, ahead, kept
 from tests.fit_runs import BATCH, FEATURES, ROWS, arrays, network, parameters, renewed
 
 
@@ -263,3 +263,47 @@ def test_a_mask_anywhere_in_the_data_is_found_before_the_first_step(name: str) -
     with pytest.raises(sg.DataError, match="masked elements"):
         sg.fit(training, masked, shuffle=False, progress="quiet")
     assert parameters(training) == before
+
+
+@pytest.mark.parametrize("own", [np.empty_like, lambda like: torch.empty(like.shape)], ids=["numpy", "torch"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_program_may_fill_the_same_arrays_again(own: Any, count: int) -> None:
+    """The thread that reads ahead, and an update of several batches, ask for a batch before they use the last one."""
+    rows = np.random.default_rng(0).standard_normal((48, 3)).astype(np.float32)
+    buffers = [(own(rows[:4]), own(rows[:4])) for _ in range(count)]
+
+    def filled(epoch: int) -> Iterator[Any]:
+        for start in range(0, 48, 4):
+            x, y = buffers[start // 4 % count]
+            x[:], y[:] = (
+                torch.from_numpy(a) if isinstance(x, torch.Tensor) else a for a in (rows[start : start + 4],) * 2
+            )
+            yield x, y
+
+    fresh = [(rows[start : start + 4], rows[start : start + 4]) for start in range(0, 48, 4)]
+    for accumulate, prefetch in ((1, None), (4, 0), (3, 5)):
+        ours, theirs = linear(), linear()
+        history = sg.fit(ours, filled, epochs=2, accumulate=accumulate, prefetch=prefetch, progress="quiet")
+        expected = sg.fit(theirs, fresh, epochs=2, accumulate=accumulate, progress="quiet")
+        assert history.losses == expected.losses
+        assert sg.evaluate(ours, filled) == sg.evaluate(ours, fresh)
+        found, wanted = sg.predict(ours, filled), sg.predict(ours, fresh)
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_new_arrays_are_not_copied_for_long() -> None:
+    reader = BatchReader(linear(), "data")
+    made = [reader.batch((np.ones((4, 3), np.float32), np.ones((4, 3), np.float32))) for _ in range(6)]
+    found = list(kept(iter(made), 3))
+    same = [one.parts[0]["x"] is other.parts[0]["x"] for one, other in zip(found, made, strict=True)]
+    assert same == [False, False, False, False, True, True]
+
+
+def linear() -> sg.TrainingGraph:
+    sg.set_seed(0)
+    x, y, graph = sg.Tensor((sg.BATCH, 3)), sg.Tensor((sg.BATCH, 3)), sg.Graph()
+    graph.dense(x, 3)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu", deterministic=True)
+    return training

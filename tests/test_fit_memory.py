@@ -154,6 +154,47 @@ def test_batches_of_a_stream_are_divided_too() -> None:
     close(again, whole)
 
 
+def pairs() -> sg.TrainingGraph:
+    """A row of labels for every two rows of the input."""
+    sg.set_seed(3)
+    x, y, graph = sg.Tensor((2 * sg.BATCH, WIDTH)), sg.Tensor((sg.BATCH, 3)), sg.Graph()
+    graph.sum(graph.dense(x, 3).reshape(sg.BATCH, -1, 3), [1]).reshape(sg.BATCH, 3)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu", deterministic=True)
+    return training
+
+
+def test_inputs_with_several_rows_for_each_of_the_batch_are_divided() -> None:
+    whole, parts = pairs(), pairs()
+    batches = [(X[:80], X[200:240, :3]), (X[80:120], X[300:320, :3])]
+    sg.fit(whole, batches, epochs=2, **QUIET)
+    history = sg.fit(parts, batches, epochs=2, memory_limit=parts.memory_plan_for(9).total, **QUIET)
+    assert history.notes[0].startswith("batches of 40 rows run in ")  # of the longest in the list
+    close(parts, whole)
+
+
+def test_batches_of_unknown_size_are_refused() -> None:
+    training = pairs()
+    with pytest.raises(sg.ArgumentError, match="neither the graph nor the data shows"):
+        sg.fit(training, lambda epoch: [(X[:80], X[:40, :3])], memory_limit="1 GB", **QUIET)
+    history = sg.fit(training, [(X[:80], X[:40, :3])], memory_limit="1 GB", **QUIET)
+    assert history.notes == [] and ("step", 40) in training.executables  # it fits, so it is not divided
+
+
+def test_inputs_that_cannot_be_divided_are_refused() -> None:
+    sg.set_seed(3)
+    x, mask, y, graph = sg.Tensor((sg.BATCH, 3)), sg.Tensor((sg.BATCH, sg.BATCH)), sg.Tensor((sg.BATCH, 3)), sg.Graph()
+    graph.node(sg.MatMulLayer(sg.MatMulDescriptor()), [mask, graph.dense(x, 3)])
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x, "mask": mask}, {"y": y})
+    training.compile("cpu", deterministic=True)
+    batch = {"x": X[:40, :3], "mask": np.eye(40, dtype=np.float32), "y": X[:40, :3]}
+    assert sg.fit(training, [batch], memory_limit="1 GB", **QUIET).notes == []
+    with pytest.raises(sg.ArgumentError, match=r"input 'mask'\) cannot be divided with the batch"):
+        sg.fit(training, [batch], memory_limit=training.memory_plan_for(9).total, **QUIET)
+
+
 @pytest.mark.deep
 def test_the_limit_of_compile_counts_too() -> None:
     free = network()

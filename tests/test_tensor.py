@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stepgraph as sg
+from stepgraph.tensors import buffers
 
 CPU = sg.Device.cpu()
 TYPES = {  # Apple's raw value (ours above 1000), bytes of an element, spellings
@@ -297,6 +298,12 @@ class TestMemory:
     )
     def test_the_first_values_count_whatever_their_layout(self, data: Any) -> None:
         assert sg.Tensor((2, 2), data=data).data.tolist() == [[0, 1], [2, 3]]
+
+    def test_a_sign_that_torch_only_notes_is_in_the_memory_of_what_is_read(self) -> None:
+        noted = torch.complex(torch.zeros(1, 1), torch.ones(1, 1)).conj().imag  # fused kernels read memory
+        assert noted.is_neg() and noted.is_contiguous()
+        found = buffers.read(noted, (1, 1), sg.DataType.FLOAT32, "x")
+        assert not found.is_neg() and found.tolist() == [[-1.0]]
 
     @pytest.mark.parametrize(
         ("values", "kind", "words"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -164,11 +164,18 @@ class Rows:
     shuffle: bool
     repeats: bool = True
     wants_a_thread: bool = False
+    may_overwrite: bool = False
 
     @property
     def batches(self) -> int | None:
         """Batches per epoch."""
         return math.ceil(self.count / self.batch_size)
+
+    @property
+    def sizes(self) -> set[int]:
+        """The numbers of rows of batches."""
+        size = min(self.batch_size, self.count)
+        return {size, self.count % size or size}
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; their order depends only on `seed` and `number`."""
@@ -190,6 +197,7 @@ class Stream:
         repeats: whether there is a second epoch.
         generator: that of a loader, which is seeded for each epoch.
         rows: the rows of a batch, if the data says so.
+        items: the batches themselves, if they are a list.
     """
 
     reader: BatchReader
@@ -198,6 +206,7 @@ class Stream:
     repeats: bool = True
     generator: Any = None
     rows: int | None = None
+    items: Sequence[Any] = ()
     wants_a_thread: bool = True
     _walked: int | None = field(default=None, init=False)
 
@@ -205,6 +214,17 @@ class Stream:
     def batches(self) -> int | None:
         """Batches per epoch: the length of the data, or the count of the previous epoch."""
         return self.known if self._walked is None else self._walked
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether reading a batch may change the one before: a program may fill the same memory again."""
+        return not self.items
+
+    @property
+    def sizes(self) -> set[int]:
+        """The numbers of rows of batches, as far as they are known beforehand."""
+        known = {self.reader.batch(item).rows for item in self.items} | {self.rows}
+        return {rows for rows in known if rows is not None}
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; those before are read and discarded."""
@@ -271,7 +291,8 @@ def source(
     rows = getattr(data, "batch_size", None)
     generator = getattr(data, "generator", None)
     rows = rows if isinstance(rows, int) else None
-    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=generator, rows=rows)
+    items = data if isinstance(data, list) else ()
+    return Stream(reader, lambda epoch: data, _length(data), repeats, generator=generator, rows=rows, items=items)
 
 
 def _arrays(reader: BatchReader, data: Any, batch_size: int, shuffle: bool) -> Rows:
@@ -348,6 +369,61 @@ def _pin(values: Any) -> Any:
         return values
     array = buffers.as_array(values, "data")
     return array.pin_memory() if array.device.type == "cpu" and not array.is_pinned() else array
+
+
+def kept(batches: Iterator[Batch], held: int) -> Iterator[Batch]:
+    """The same batches, copied where the data writes a later one into the same memory.
+
+    At first all are copied. Memory that is new in each of the next `held` batches is then used as it is.
+
+    Args:
+        batches: what a program yields; it may write to a batch as soon as it is asked for the next one.
+        held: how many batches are held while others are read.
+    """
+    looks: dict[tuple[int, str], _Look] = {}
+    for batch in batches:
+        parts = tuple(
+            {name: looks.setdefault((kind, name), _Look()).kept(values, held) for name, values in part.items()}
+            for kind, part in enumerate(batch.parts)
+        )
+        yield replace(batch, parts=parts)
+
+
+class _Look:
+    """Finds out whether the arrays of one name share memory."""
+
+    def __init__(self) -> None:
+        self._first: list[Any] = []  # held, so that no later one gets their memory
+        self._is_shared: bool | None = None
+
+    def kept(self, values: Any, held: int) -> Any:
+        """An array that nobody writes to."""
+        if not isinstance(values, np.ndarray | torch.Tensor) or self._is_shared is False:
+            return values
+        if self._is_shared is None:
+            shared = any(_share(values, one) for one in self._first)
+            self._first.append(values)
+            if shared or len(self._first) > held:
+                self._is_shared, self._first = shared, []
+        return values.copy() if isinstance(values, np.ndarray) else values.clone()
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Whether two arrays have bytes in common; those of a view that skips some count, too."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(one, other)
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    (start, stop), (begin, end) = _span(one), _span(other)
+    return start < end and begin < stop
+
+
+def _span(array: torch.Tensor) -> tuple[int, int]:
+    """The addresses of an array: of its first byte, and behind its last one."""
+    if array.layout is not torch.strided or not array.numel():
+        return 0, 0
+    last = sum((extent - 1) * step for extent, step in zip(array.shape, array.stride(), strict=True))
+    return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

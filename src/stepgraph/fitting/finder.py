@@ -13,7 +13,6 @@ import torch
 
 from stepgraph.errors import ArgumentError
 from stepgraph.fitting.data import Batch, Source, source
-from stepgraph.fitting.losses import mean_loss
 from stepgraph.fitting.trained import Trained
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.runtime.state import Progress
@@ -78,7 +77,8 @@ def find_learning_rate(
         best = math.inf
         for rate, batch in zip(rates, islice(coming, steps), strict=False):
             graph.optimizer.learning_rate = rate
-            losses.append(mean_loss(graph.read(graph.update([batch], None))))
+            [read] = graph.read(graph.update([batch], None))
+            losses.append(sum(read.losses))
             best = min(best, losses[-1])
             if not losses[-1] <= DIVERGED * best and len(losses) > 1:  # NaN included
                 break

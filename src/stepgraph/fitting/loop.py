@@ -18,7 +18,7 @@ from stepgraph.errors import ArgumentError, CheckpointError, StepgraphError, Sto
 from stepgraph.fitting.callbacks import Callbacks, EarlyStopping, Moment
 from stepgraph.fitting.data import Batch, Source
 from stepgraph.fitting.history import History
-from stepgraph.fitting.losses import Measured, mean_loss
+from stepgraph.fitting.losses import Measured, joined
 from stepgraph.fitting.metrics import Tally
 from stepgraph.fitting.progress import Quiet
 from stepgraph.fitting.ranks import Ranks
@@ -141,7 +141,7 @@ class Loop:
         position, settings, recorder = self.position, self.settings, self.parts.recorder
         self._report(recorder.epoch_begins)
         epoch = self.parts.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
-        with self.graph.fed(epoch, self.parts.train, settings.prefetch) as batches:
+        with self.graph.fed(epoch, self.parts.train, settings.prefetch, settings.accumulate) as batches:
             coming = self._timed(until(batches, self.stopping))
             while group := list(islice(coming, settings.accumulate)):
                 if len(group) < settings.accumulate and self.stopping.is_due():
@@ -289,11 +289,10 @@ class Loop:
         batches = iter(self.graph.read([batch for one in self.unread for batch in one.losses]))
         means, rows_read = [], 0
         for one in self.unread:
-            found = [next(batches) for _ in one.losses]
-            for batch in found:
-                self.graph.add_losses(self.tally, batch)
-                rows_read += batch.rows
-            means.append(mean_loss(found))
+            found = joined([next(batches) for _ in one.losses], self.graph.losses)  # of an update, as of one batch
+            self.graph.add_losses(self.tally, found)
+            rows_read += found.rows
+            means.append(sum(found.losses))
             self.history.add_step(one.step, means[-1], one.rate)
             self._point_out(one.step, means[-1])
         pending = [(one.step, mean, one.rate) for one, mean in zip(self.unread, means, strict=True)]

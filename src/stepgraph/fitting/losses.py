@@ -128,7 +128,7 @@ def _transferred(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 
 def joined(parts: Sequence[Read], losses: Sequence[TrainedLoss]) -> Read:
-    """The losses of a batch from those of its parts."""
+    """The losses of a batch from those of its parts, or of an update from those of its batches."""
     if len(parts) == 1:
         return parts[0]
     found, amounts = [], []
@@ -140,17 +140,6 @@ def joined(parts: Sequence[Read], losses: Sequence[TrainedLoss]) -> Read:
         else:
             found.append(sum(value * amount for value, amount in pairs) / (amounts[-1] or 1))
     return Read(tuple(found), tuple(amounts), sum(one.rows for one in parts))
-
-
-def mean_loss(batches: Sequence[Read]) -> float:
-    """The loss of several batches as if they were one: the sum over all losses of their means over what counts."""
-    total = 0.0
-    for index in range(len(batches[0].losses)):
-        amounts = [one.amounts[index] for one in batches]
-        total += sum(one.losses[index] * amount for one, amount in zip(batches, amounts, strict=True)) / (
-            sum(amounts) or 1
-        )
-    return total
 
 
 @dataclass(frozen=True)

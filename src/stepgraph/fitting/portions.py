@@ -6,6 +6,7 @@ confirms it. Sizes far above the limit are not even planned, since planning may 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -21,10 +22,11 @@ from stepgraph.compiler import memory
 from stepgraph.compiler.program import PartName
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, MemoryLimitError, StateError
-from stepgraph.fitting.data import Rows, Source
+from stepgraph.fitting.data import Source
 from stepgraph.fitting.trained import Trained
 from stepgraph.layers.dropout import DropoutLayer
 from stepgraph.layers.normalization import BatchNormalizationLayer
+from stepgraph.tensors.extents import BatchExtent, can_be_cut, shape_at
 
 AUTO = "auto"
 USED = 0.9  # of the free memory: allocators do not use the rest
@@ -97,7 +99,18 @@ class Portions:
             count += max(1, count // 16)
         while count > least and -(-rows // (count - 1)) <= expected * NEAR and self._fits(count - 1):
             count -= 1
+        if count > 1:
+            self._require_rows()
         return -(-rows // count)
+
+    def _require_rows(self) -> None:
+        """Rejects data that cannot be divided."""
+        feeds = self.compilation.feeds
+        for tensor in feeds.tensors:
+            if not can_be_cut(tensor.shape):
+                problem = f"{feeds.titles[tensor]} cannot be divided with the batch: {list(tensor.shape)}"
+                fix = "raise memory_limit, or make its first extent BATCH or a multiple, and no other"
+                raise ArgumentError("fit", problem, fix=fix)
 
     def _expected(self, whole: bool) -> int:
         """The rows that fit, by a straight line through the plans of two small sizes; 0 if not even one does."""
@@ -149,8 +162,9 @@ class Portions:
 
     def _row_bytes(self) -> int:
         """Bytes of the data of a row."""
-        tensors = [t for t in self.compilation.feeds.tensors if t.shape[0] == self.compilation.feeds.batch]
-        return sum(t.descriptor.tensor_allocation_size_in_bytes // t.shape[0] for t in tensors)
+        feeds = self.compilation.feeds
+        batched = ((t, math.prod(shape_at(t.shape, feeds.batch, 1))) for t in feeds.tensors if feeds.is_batched(t))
+        return sum(count * tensor.data_type.element_size for tensor, count in batched)
 
     def _free(self) -> int:
         """What the device has free, and what the graph has already taken for good."""
@@ -159,14 +173,15 @@ class Portions:
 
 
 def _batch_sizes(sources: list[Source], declared: int) -> set[int]:
-    """The numbers of rows of batches, as far as they are known beforehand."""
-    found = set()
+    """The numbers of rows of batches; of data that does not show them, those that the graph declares."""
+    found: set[int] = set()
     for one in sources:
-        if isinstance(one, Rows):
-            size = min(one.batch_size, one.count)
-            found |= {size, one.count % size or size}
-        else:
-            found.add(one.rows or declared)
+        sizes = one.sizes
+        if not sizes and isinstance(declared, BatchExtent):
+            problem = "memory_limit plans the rows of a batch, which neither the graph nor the data shows beforehand"
+            fix = "pass a list or a DataLoader with batch_size, or declare the number of rows instead of BATCH"
+            raise ArgumentError(one.reader.what, problem, fix=fix)
+        found |= sizes or {declared}
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stepgraph.errors import ArgumentError, DataTypeError
-from stepgraph.fitting.data import Source, ahead, source
+from stepgraph.fitting.data import Source, ahead, kept, source
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.compiled import CompiledGraph
 from stepgraph.graphs.inference import InferenceGraph, inference_of
@@ -68,9 +68,12 @@ def _predictor(graph: CompiledGraph) -> InferenceGraph:
 
 def _executions(graph: InferenceGraph, batches: Source, prefetch: int | None) -> Iterator[Execution]:
     """One call per batch, each returned when the next one is on its way: reading waits for a GPU."""
-    wanted = 2 if batches.wants_a_thread else 0
+    count = (2 if batches.wants_a_thread else 0) if prefetch is None else prefetch
     before: Execution | None = None
-    with closing(ahead(batches.epoch(0, (0,)), wanted if prefetch is None else prefetch)) as coming:  # type: ignore[type-var]
+    read = batches.epoch(0, (0,))
+    if batches.may_overwrite and count:
+        read = kept(read, count + 1)
+    with closing(ahead(read, count)) as coming:  # type: ignore[type-var]
         for batch in coming:
             execution = graph.execute(*batch.parts, batch_size=batch.rows)
             if before is not None:

@@ -12,7 +12,7 @@ import torch
 
 from stepgraph.compiler.step import gradient
 from stepgraph.errors import DataTypeError, StateError
-from stepgraph.fitting.data import Batch, Rows, Source, ahead
+from stepgraph.fitting.data import Batch, Rows, Source, ahead, kept
 from stepgraph.fitting.losses import Amount, Measured, Read, TrainedLoss, assigned, joined, read_losses
 from stepgraph.fitting.metrics import Tally
 from stepgraph.fitting.stopping import Stopping
@@ -78,10 +78,14 @@ class Trained:
         return seed, position
 
     @contextmanager
-    def fed(self, batches: Iterator[Batch], origin: Source, prefetch: int | None) -> Iterator[Iterator[Batch]]:
-        """Batches, prepared ahead if that pays off."""
+    def fed(
+        self, batches: Iterator[Batch], origin: Source, prefetch: int | None, held: int = 1
+    ) -> Iterator[Iterator[Batch]]:
+        """Batches, prepared ahead if that pays off; the caller uses `held` of them at once."""
         on_gpu = self.device.torch.type == "cuda"
         count = (2 if on_gpu or origin.wants_a_thread else 0) if prefetch is None else prefetch
+        if origin.may_overwrite and count + held > 1:
+            batches = kept(batches, count + held)
         transfer = self._transfer() if on_gpu and count else None
         if on_gpu and count:
             prepared = Batch.pinned if transfer is None else transfer.moved
@@ -151,7 +155,7 @@ class Trained:
             {name: self._rows(names[name], values, batch.rows) for name, values in part.items()}
             for part, names in zip(batch.parts, self._names(), strict=True)
         ]
-        return [self._slice(whole, start, min(start + size, batch.rows)) for start in starts]
+        return [_slice(whole, start, min(start + size, batch.rows)) for start in starts]
 
     def _joined(self, group: Sequence[Batch]) -> Batch:
         """Several batches as the one that an update in shards is made of; what has no rows must be the same in all."""
@@ -172,18 +176,11 @@ class Trained:
                     raise StateError("fit", problem, fix="leave accumulate out, or compile without parallel")
         return Batch(tuple(parts), sum(batch.rows for batch in group))
 
-    def _rows(self, tensor: Tensor, values: Any, rows: int) -> tuple[torch.Tensor, bool]:
-        """Data as an array, and whether its rows are those of the batch."""
-        batched = tensor.shape[0] == self.training.declaration.feeds.batch
-        shape = (rows, *tensor.shape[1:]) if batched else tensor.shape
-        return buffers.read(values, shape, tensor.data_type, tensor.where), batched
-
-    @staticmethod
-    def _slice(whole: Sequence[Mapping[str, tuple[torch.Tensor, bool]]], start: int, stop: int) -> Batch:
-        parts = (
-            {name: array[start:stop] if batched else array for name, (array, batched) in part.items()} for part in whole
-        )
-        return Batch(tuple(parts), stop - start)
+    def _rows(self, tensor: Tensor, values: Any, rows: int) -> tuple[torch.Tensor, int]:
+        """Data as an array, and how many of its rows belong to one of the batch; 0 if it is the same for all."""
+        feeds = self.training.declaration.feeds
+        array = buffers.read(values, shape_at(tensor.shape, feeds.batch, rows), tensor.data_type, tensor.where)
+        return array, len(array) // rows if feeds.is_batched(tensor) else 0
 
     @contextmanager
     def _rescaled(self, group: Sequence[Batch]) -> Iterator[Weighting]:
@@ -329,6 +326,15 @@ class Trained:
 
     def _names(self) -> tuple[dict[str, Tensor], ...]:
         return self.training.inputs, self.training.loss_labels, self.training.loss_label_weights
+
+
+def _slice(whole: Sequence[Mapping[str, tuple[torch.Tensor, int]]], start: int, stop: int) -> Batch:
+    """Some rows of a batch, from its arrays and how many of their rows belong to one of the batch."""
+    parts = (
+        {name: array[start * each : stop * each] if each else array for name, (array, each) in part.items()}
+        for part in whole
+    )
+    return Batch(tuple(parts), stop - start)
 
 
 def _on(amount: Amount, device: torch.device) -> Amount:

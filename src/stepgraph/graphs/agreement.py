@@ -18,7 +18,7 @@ from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.session import Session
 from stepgraph.runtime.world import World
-from stepgraph.tensors.extents import BatchExtent
+from stepgraph.tensors.extents import can_be_cut
 
 SLICED = (KeyKind.STATE, KeyKind.AVERAGE)  # what each rank has a part of
 
@@ -34,8 +34,7 @@ def require_divisible(compiled: Compilation) -> None:
         problem = f"{owner!r} takes a gradient from outside, which cannot be cut into shards"
         raise StateError(where, problem, fix="compile without parallel")
     for tensor in compiled.feeds.tensors:
-        follows = [extent for extent in tensor.shape if isinstance(extent, BatchExtent)]
-        if follows and (follows != [tensor.shape[0]] or follows[0].offset or follows[0].multiple.denominator > 1):
+        if not can_be_cut(tensor.shape):
             problem = f"{compiled.feeds.titles[tensor]} has no rows that can be cut into shards: {list(tensor.shape)}"
             raise ArgumentError(where, problem, fix="make its first extent BATCH or a multiple, and no other")
     program = compiled.programs.outline(compiled.rows_at_once(compiled.feeds.batch))

@@ -64,7 +64,7 @@ def as_array(data: Any, where: str) -> torch.Tensor:
     """`data` as a torch array of its own type and shape, sharing its memory if that is writable."""
     if isinstance(data, torch.Tensor):
         _require_plain(data, where)
-        return data.detach()
+        return data.detach().resolve_neg()
     try:
         if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__"):
             return torch.from_dlpack(data)
@@ -149,6 +149,8 @@ def read(
 
 def _is_in_order(array: torch.Tensor, channels_last: bool) -> bool:
     """Whether a compiled step can read an array as it is: its rows are contiguous, or its channels may be last."""
+    if array.is_neg():  # its signs are only noted
+        return False
     return array.is_contiguous() or (
         channels_last and array.ndim == 4 and array.is_contiguous(memory_format=torch.channels_last)
     )

@@ -111,6 +111,12 @@ def shape_at(shape: tuple[int, ...], declared: int, rows: int) -> tuple[int, ...
     return (rows, *shape[1:]) if shape[0] == declared else shape
 
 
+def can_be_cut(shape: Sequence[int]) -> bool:
+    """Whether parts of a batch are parts of an array of this shape: its rows, or equally many for each of the batch."""
+    follows = [extent for extent in shape if isinstance(extent, BatchExtent)]
+    return not follows or (follows == [shape[0]] and not follows[0].offset and follows[0].multiple.denominator == 1)
+
+
 def is_open(shape: Sequence[int]) -> bool:
     """Whether any extent follows the batch."""
     return any(isinstance(extent, BatchExtent) for extent in shape)
