@@ -1,4 +1,7 @@
-"""Imported once by the process that ranks are forked from: compiling a network imports most of PyTorch."""
+"""Imported once by the process that ranks are forked from: compiling a network imports most of PyTorch.
+
+It has differentiated then, so these tests also show that processes forked from such a one can still compile.
+"""
 
 import torch
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,20 @@ def tracing() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         if torch.is_anomaly_enabled():  # it would check arrays without memory for NaN
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        _let_autograd_count_devices()
         yield
+
+
+@cache
+def _let_autograd_count_devices() -> None:
+    """Differentiates once, before arrays without memory make a CUDA build without a GPU believe that it has eight.
+
+    Autograd counts devices when it first runs and starts a thread for each, and after that no forked process can
+    differentiate.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.grad(one * one, one)
 
 
 def reach(kind: str, open_to_switches: bool) -> bool:
