@@ -1,5 +1,6 @@
 """Updates in shards by one process: the numbers of whole batches, a fixed order of sums, and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.program import PartName
+from stepgraph.compiler import pipeline
+from stepgraph.compiler.program import PartName, fake
 from stepgraph.compiler.shards import TreeSum, climbed, most_nodes, own, partial_nodes, spans
+from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs.compilation import Compilation
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new
 
@@ -344,8 +347,28 @@ def test_frozen_layers_stay_as_they_are() -> None:
     assert [np.array_equal(one, other) for one, other in zip(before, after, strict=True)] == [True, True, False, False]
 
 
+def channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lays images out as on a GPU."""
+    decided = pipeline.decided
+    monkeypatch.setattr(pipeline, "decided", lambda step: replace(decided(step), channels_last=True))
+
+
+def test_updates_read_gradients_in_the_order_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused updates were compiled for the order in which a convolution leaves them."""
+    channels_last(monkeypatch)
+    training = new("cnn")
+    training.execute(*batch("cnn", 16, 0))
+    (update,) = (one for (name, _), one in training.compilation.programs.executables.items() if name == "update")
+    given = zip(update.part.inputs, update.part.placeholders, strict=True)
+    gradients = [fake(node) for key, node in given if key.kind is KeyKind.GRADIENT]
+    assert any(one.ndim == 4 for one in gradients) and all(one.is_contiguous() for one in gradients)
+
+
 @pytest.mark.deep
-def test_fused_shards() -> None:
+@pytest.mark.parametrize("are_channels_last", [False, True])
+def test_fused_shards(monkeypatch: pytest.MonkeyPatch, are_channels_last: bool) -> None:
+    if are_channels_last:
+        channels_last(monkeypatch)
     plain, fused = new("cnn"), new("cnn", fuse=True)
     for one, other in zip(steps(plain, "cnn", 16), steps(fused, "cnn", 16), strict=True):
         assert one == pytest.approx(other, rel=1e-4)

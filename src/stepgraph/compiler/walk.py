@@ -269,9 +269,10 @@ class _Walk:
                 self.open[tensor].append(torch.zeros_like(self._value(tensor)))
             self._total(tensor)
             self._own(gradient(tensor))
-            if self.step.ownership is not None and tensor in self.step.owned:
-                whole = self.found[gradient(tensor)].contiguous()
-                self.found[piece(tensor)] = self.step.ownership.piece(whole, tensor).clone()
+            if self.step.shards:  # gradients are summed in buckets, element by element
+                whole = self.found[gradient(tensor)] = self.found[gradient(tensor)].contiguous()
+                if self.step.ownership is not None and tensor in self.step.owned:
+                    self.found[piece(tensor)] = self.step.ownership.piece(whole, tensor).clone()
         if self.step.optimizer is None:
             return
         self.complete.append(tensor)
