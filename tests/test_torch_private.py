@@ -233,7 +233,6 @@ PRIVATE = {
     "torch._guards.TracingContext": ("_tracing", "load what an earlier run compiled"),
     "torch._guards.tracing": ("_tracing", "load what an earlier run compiled"),
     "torch._inductor.output_code.CompiledFxGraph.cache_key": ("generated_module", "find the kernels of a fused step"),
-    "torch._inductor.codecache.torch_key": ("hash_compiler", "hash PyTorch's source while a step is recorded"),
     "torch._inductor.codecache.PyCodeCache": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.codecache.PyCodeCache.modules": ("generated_module", "find the kernels of a fused step"),
     "torch._inductor.runtime.runtime_utils.triton_cache_dir": ("_keep_right", "find the code of a kernel"),

@@ -147,26 +147,23 @@ def knows(recorded: str) -> bool:
 
 
 def read_ahead() -> None:
-    """If anything is kept, starts to hash files for its keys."""
+    """If anything is kept, lets Triton hash its files."""
     if files():
         start_hashing()
 
 
 @cache
 def start_hashing() -> None:
-    """Hashes our source, and lets Triton and PyTorch hash theirs, in a separate thread while something else is done.
+    """Lets Triton hash its files in a separate thread, while something else is done.
 
-    Every key contains these hashes; Triton's takes half a second, without holding Python's lock.
+    Every key contains that hash; hashing takes half a second, without holding Python's lock.
     """
     threading.Thread(target=_hash, name="stepgraph hashing", daemon=True).start()
 
 
 def _hash() -> None:
-    with suppress(Exception):  # it only saves time: whoever needs a hash computes it
+    with suppress(Exception):  # it only saves time: whoever needs the hash computes it
         importlib.import_module("triton.runtime.cache").triton_key()
-    with suppress(Exception):
-        source()
-        torch_private.hash_compiler()
 
 
 def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -666,17 +665,6 @@ def load_compiled(entry: str, arrays: Sequence[torch.Tensor]) -> CompiledFxGraph
             found._fx_graph_cache_key = entry
             found.post_compile(list(arrays), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return found
-
-
-def hash_compiler() -> None:
-    """Lets PyTorch hash its source, once, for all its keys; publicly, only a search in its cache does.
-
-    Nothing happens if its compiler is not loaded yet: beside other imports, a thread might find half of a module.
-    """
-    if "torch._inductor.codecache" in sys.modules:
-        from torch._inductor.codecache import torch_key
-
-        torch_key()
 
 
 @contextmanager
