@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stepgraph as sg
+from stepgraph.compiler.news import HEADER, TOLERANCE, Layout
+from stepgraph.compiler.step import KeyKind
+from stepgraph.graphs.telling import Telling
 from tests.parallel_runs import NETWORKS, batch, fitted, marks, new, together, trained
 
 DEEP = pytest.mark.deep
@@ -94,6 +98,20 @@ def unequal_batches() -> None:
         assert marks(training) == before
 
 
+def unequal_numbers() -> None:
+    training = new("mlp")
+    training.execute(*batch("mlp", 13, seed=0))
+    before, rate = marks(training)[KeyKind.VALUE], training.optimizer.learning_rate
+    if os.environ["RANK"] == "1":
+        training.optimizer.learning_rate = rate * 1.001
+    try:
+        training.execute(*batch("mlp", 13, seed=0))
+    finally:
+        assert marks(training)[KeyKind.VALUE] == before
+        training.optimizer.learning_rate = rate
+        training.execute(*batch("mlp", 13, seed=0))
+
+
 def unequal_rows() -> None:
     new("mlp").execute(*batch("mlp", 13 + int(os.environ["RANK"]), seed=0))
 
@@ -115,6 +133,21 @@ def test_ranks_with_other_batches_are_refused_by_all() -> None:
     for job, rows_of_second in ((unequal_batches, 13), (unequal_rows, 14)):
         for answer in together(2, job):
             assert f"different batches, of 13 and {rows_of_second} rows" in answer
+
+
+def test_ranks_with_other_numbers_of_the_optimizer_are_refused_by_all() -> None:
+    """Each would update its slice with its own."""
+    for answer in together(2, unequal_numbers):
+        assert "different learning rates or other numbers of the optimizer" in answer
+
+
+def test_a_learning_rate_counts_beside_large_numbers() -> None:
+    told = Telling(Layout((), (), 2), 8, torch.device("cpu")), Telling(Layout((), (), 2), 8, torch.device("cpu"))
+    tokens = torch.full((8, 4096), 50_000)
+    for one, rate in zip(told, (1e-4, 1.1e-4), strict=True):
+        one.tell_header(False, 0.0, [tokens, torch.tensor([rate, float("inf")], dtype=torch.float64)])
+    first, second = (one.header[HEADER.index("sample")].item() for one in told)
+    assert abs(first - second) > TOLERANCE
 
 
 def test_no_rank_waits_for_one_that_has_failed() -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -47,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
+PAUSE = 3.0  # seconds after which a plan is computed; the first fused steps need Python's lock, too
 SMALL = 1 << 22  # elements; a kernel that fills a GPU for long gains nothing from a shared launch
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
 ALONE = {"cpp.threads": 1, "compile_threads": 1}
@@ -88,7 +90,7 @@ class TooLarge(Unusable):
 class Fused(NamedTuple):
     """A compiled function, and the memory that the step needs with it, if known.
 
-    The first to ask for the plan waits for it about a second, and keeps what was compiled for later runs.
+    The first to ask for the plan waits for it about a second, and keeps it for later runs.
     """
 
     function: Function
@@ -184,9 +186,13 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     if not on_cpu:
         _require_right(generated)
 
+    keeps = kept is None and is_alone
+    if keeps:
+        fused_cache.keep(known, fused_cache.Kept(generated[0], None))
+
     def planned() -> MemoryPlan | None:
         live = _timeline(module, arrays, generated) if kept is None or kept.live is None else kept.live
-        if kept is None and is_alone:
+        if keeps:
             fused_cache.keep(known, fused_cache.Kept(generated[0], live))
         return None if live is None else memory.plan(step, part, live)
 
@@ -358,6 +364,7 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
     searched = future.has_searched.set
 
     def work() -> None:
+        fused: Fused | None = None
         try:
             try:
                 fused = fuse(part, step, searched)
@@ -365,14 +372,15 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
                 if not captures.met_capture(error):
                     raise
                 fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
+            future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(fused)
-            fused.plan()
         finally:
             _under_way.discard(future)
             searched()
+        if fused is not None:
+            time.sleep(PAUSE)
+            fused.plan()
 
     _under_way.add(future)
     threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()

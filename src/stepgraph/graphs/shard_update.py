@@ -16,6 +16,7 @@ from stepgraph.compiler.step import (
     AGREED,
     HEARD,
     NEWS,
+    NUMBERS,
     OFFSETS,
     REFUSED,
     STREAM,
@@ -81,6 +82,7 @@ class Update:
         state = self.session.state
         assert state is not None
         self.stream, self.factors = state.arrays[STREAM], state.loss_factors
+        self.compared = (*self.feeds.values(), state.arrays[NUMBERS])  # what must be the same on all ranks
         self.notes, self.offsets = state.arrays.get(REFUSED), state.arrays.get(OFFSETS)
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
@@ -89,7 +91,7 @@ class Update:
     def header(self, readiness: float) -> torch.Tensor:
         """What this rank tells about itself, with its notes about indices."""
         telling = self.division.telling
-        telling.tell_header(self.failure is not None, readiness, self.feeds.values())
+        telling.tell_header(self.failure is not None, readiness, self.compared)
         if self.notes is None:
             return telling.header
         found = telling.header.clone()
@@ -155,7 +157,7 @@ class Update:
     def _news(self, shard: int, readiness: float) -> torch.Tensor:
         """What this rank tells in its last shard, which adds its notes about indices."""
         telling = self.division.telling
-        telling.tell_header(self.failure is not None, readiness, self.feeds.values())
+        telling.tell_header(self.failure is not None, readiness, self.compared)
         telling.tell_shards(self.numbers, self.shares[shard])
         return telling.array
 

@@ -34,16 +34,15 @@ class Telling:
         self._facts: tuple[bool, float] | None = None
         self._shared: torch.Tensor | None = None
 
-    def tell_header(self, failed: bool, readiness: float, feeds: Iterable[torch.Tensor]) -> None:
+    def tell_header(self, failed: bool, readiness: float, compared: Iterable[torch.Tensor]) -> None:
         """Writes the header, as `HEADER` names it; notes about indices are missing.
 
-        A sample shows whether ranks have the same batch: a weighted sum of a few elements of each array.
+        A sample shows whether ranks have the same arrays: a weighted sum of a few elements of each.
         """
         self.tell_facts(failed, readiness)
-        few = [_few(one).to(DTYPE) for one in feeds]
-        every = torch.cat(few) if len(few) > 1 else few[0].clone()
-        sum_ = every.nan_to_num_(posinf=0, neginf=0).dot(_weights(len(every), every.device))
-        torch.asinh(sum_, out=self._sample)  # large ones differ by their ratio
+        every = torch.cat([_few(one).to(DTYPE) for one in compared])
+        every.nan_to_num_(posinf=0, neginf=0).asinh_()  # a learning rate counts beside large numbers
+        torch.dot(every, _weights(len(every), every.device), out=self._sample)
 
     def tell_facts(self, failed: bool, readiness: float) -> None:
         """Writes what the host knows of this rank, unless it is there already."""
