@@ -9,7 +9,9 @@ import itertools
 import logging
 import random
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -272,6 +274,20 @@ def test_code_of_another_kind_leaves_the_plan_as_it_was(
     arrays = [fake(node) for node in part.placeholders]
     assert fusion._timeline(part.module, arrays, [code]) is None
     assert "remains that of unfused operators" in caplog.text
+
+
+def test_a_plan_is_computed_by_one_of_several_threads() -> None:
+    computed: list[int] = []
+
+    def compute() -> MemoryPlan:
+        computed.append(1)
+        time.sleep(0.2)
+        return MemoryPlan(activations=3)
+
+    plan = fusion._Once(compute)
+    with ThreadPoolExecutor(4) as threads:
+        found = [one.result() for one in [threads.submit(plan) for _ in range(4)]]
+    assert computed == [1] and found == [MemoryPlan(activations=3)] * 4
 
 
 # Limits

@@ -57,6 +57,11 @@ ALONE = {"cpp.threads": 1, "compile_threads": 1}
 EXCHANGING = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 
 
+_planning = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child would inherit a lock that no thread of its own releases
+    os.register_at_fork(before=_planning.acquire, after_in_parent=_planning.release, after_in_child=_planning.release)
+
+
 @cache
 def has_compiler() -> bool:
     """Whether there is a C++ compiler, under the name by which PyTorch's compiler calls it."""
@@ -98,17 +103,18 @@ class Fused(NamedTuple):
 
 
 class _Once:
-    """A plan that is computed when somebody asks; without a lock, which a forked child would find locked."""
+    """A plan that is computed when somebody asks, by one thread: arrays without memory are not for several."""
 
     def __init__(self, compute: Callable[[], MemoryPlan | None]) -> None:
         self._compute: Callable[[], MemoryPlan | None] | None = compute
         self._found: MemoryPlan | None = None
 
     def __call__(self) -> MemoryPlan | None:
-        if (compute := self._compute) is not None:
-            self._found = compute()
-            self._compute = None  # it refers to everything that was compiled
-        return self._found
+        with _planning:
+            if self._compute is not None:
+                self._found = self._compute()
+                self._compute = None  # it refers to everything that was compiled
+            return self._found
 
 
 class _Compiled(NamedTuple):
