@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import stepgraph as sg
 from stepgraph.compiler import held
 from stepgraph.compiler.program import PartName, notes
+from tests.parallel_runs import together
 from tests.test_memory import measured_peak, nothing_collected
 
 OPTIONS = sg.GraphCompilationOptions
@@ -160,6 +161,22 @@ def test_a_step_that_would_need_more_memory_holds_nothing(monkeypatch: pytest.Mo
     assert bytes_held(training) == 0
     nodes = training.compilation.programs.executable(PartName.STEP, BATCH).part.nodes
     assert not any(notes(node).offsets for node in nodes)
+
+
+def held_by_rank(worth: float) -> tuple[int, float]:
+    """Bytes held by the last shard of a rank, and a loss."""
+    held.WORTH = worth
+    training = network(parallel=sg.Parallel(2))
+    loss = step(training)
+    programs = training.compilation.programs
+    return next(one.part.held for (name, _), one in programs.executables.items() if name == PartName.LAST), loss
+
+
+def test_a_rank_holds_results_beside_what_it_exchanges() -> None:
+    """Gradients that are exchanged are not in it, and would make it look too large."""
+    (found, loss), _ = together(2, held_by_rank, 1.05)
+    (nothing, same), _ = together(2, held_by_rank, 0.1)
+    assert found > 0 and nothing == 0 and loss == same
 
 
 def tiny(rows: int) -> tuple[sg.TrainingGraph, tuple[sg.Tensor, ...], tuple[dict[str, Any], dict[str, Any]]]:

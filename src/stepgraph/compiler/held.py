@@ -46,7 +46,7 @@ class _Life(NamedTuple):
 def hold(part: Part) -> Part:
     """The part with offsets for results, unless that would need noticeably more memory."""
     lives = _candidates(part) if all(map(_is_known, part.nodes)) else []
-    enough = math.inf if part.is_tiny else WORTH * memory.peak(part)
+    enough = math.inf if part.is_tiny else WORTH * (memory.peak(part) + _exchanged(part))
     if not lives or (not part.is_tiny and sum(life.size for life in lives) < LEAST):
         return part
     offsets = _offsets(lives)
@@ -58,6 +58,12 @@ def hold(part: Part) -> Part:
     for life in lives:
         note(life.node, offsets={})
     return part
+
+
+def _exchanged(part: Part) -> int:
+    """Bytes that ranks exchange: they lie beside an arena; without one, where memory is free by then."""
+    nodes, (births, _) = list(part.module.graph.nodes), memory.lifetimes(part)
+    return sum(size for birth, size, _ in births.values() if notes(nodes[birth]).layer == EXCHANGE)
 
 
 def _candidates(part: Part) -> list[_Life]:
