@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as compiler_settings
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -66,7 +67,8 @@ def compared(found: list[int]) -> Any:
         found.append(check(graph, arrays))
         return propagate(graph, arrays)
 
-    with pytest.MonkeyPatch.context() as patch:
+    # What another test has compiled would not be compiled again.
+    with pytest.MonkeyPatch.context() as patch, compiler_settings.patch(force_disable_caches=True):
         patch.setattr(fusion, "propagate", compare)
         yield
 
