@@ -22,6 +22,7 @@ class Cycle:
 def threshold() -> Iterator[tuple[int, int, int]]:
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 5)
+    gc.collect()
     yield gc.get_threshold()
     gc.set_threshold(*before)
 
@@ -30,6 +31,46 @@ def test_only_full_collections_are_deferred(threshold: tuple[int, int, int]) -> 
     with FullCollectionsDeferred():
         assert gc.get_threshold() == (*threshold[:2], NEVER)
     assert gc.get_threshold() == threshold
+
+
+def survivors(collections: int) -> list[list[int]]:
+    """Creates objects that stay, until Python has collected middle-aged objects so often."""
+    found, until = list[list[int]](), gc.get_count()[2] + collections
+    while gc.get_count()[2] < until:
+        found.append([])
+    return found
+
+
+def test_a_full_collection_that_became_due_comes_once_as_many_objects_were_created_again(
+    threshold: tuple[int, int, int],
+) -> None:
+    with FullCollectionsDeferred():
+        kept = survivors(20)
+    assert gc.get_threshold() == (*threshold[:2], 40)
+    kept += survivors(19)
+    before = gc.get_stats()[2]["collections"]
+    while gc.get_stats()[2]["collections"] == before and len(kept) < 10_000_000:
+        kept.append([])
+    assert gc.get_stats()[2]["collections"] == before + 1 and gc.get_threshold() == threshold
+
+
+def test_blocks_one_after_another_put_it_off_once(threshold: tuple[int, int, int]) -> None:
+    kept = list[list[int]]()
+    for rounds in range(2):
+        with FullCollectionsDeferred():
+            kept += survivors(20 + rounds)
+    assert gc.get_threshold() == threshold
+
+
+def test_what_somebody_sets_while_one_is_put_off_stays() -> None:
+    with FullCollectionsDeferred():
+        kept = survivors(20)
+    gc.set_threshold(500, 5, 3)
+    with FullCollectionsDeferred():
+        assert gc.get_threshold() == (500, 5, NEVER)
+    del kept
+    gc.collect()
+    assert gc.get_threshold() == (500, 5, 3)
 
 
 def test_garbage_is_collected_when_somebody_asks() -> None:

@@ -215,6 +215,8 @@ PRIVATE = {
         ),
         ("order_kept", "update what a kernel reads behind that kernel"),
     ),
+    "torch._inductor.codegen.triton": ("named_briefly", "find the binary of a kernel again"),
+    "torch._inductor.codegen.triton.get_fused_kernel_name": ("named_briefly", "find the binary of a kernel again"),
     "torch._inductor.codecache.FxGraphCache": ("_graph_cache", "find what an earlier run compiled"),
     "torch._inductor.codecache.FxGraphCache.prepare_key": ("_graph_cache", "know what decides a compiled step"),
     "torch._inductor.codecache.FxGraphCache.load_with_key": ("_graph_cache", "load what an earlier run compiled"),

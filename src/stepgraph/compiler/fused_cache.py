@@ -16,7 +16,6 @@ import importlib
 import json
 import logging
 import re
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -31,7 +30,7 @@ from stepgraph.compiler.kernels.update import UPDATE, Recorded, expanded_update
 from stepgraph.compiler.memory import Timeline
 from stepgraph.compiler.program import Phase, fakes, notes
 from stepgraph.errors import StorageError, reason
-from stepgraph.system import torch_private
+from stepgraph.system import background, torch_private
 from stepgraph.system.storage import read_regular, replace_file
 
 logger = logging.getLogger("stepgraph")
@@ -158,7 +157,7 @@ def start_hashing() -> None:
 
     Every key contains that hash; hashing takes half a second, without holding Python's lock.
     """
-    threading.Thread(target=_hash, name="stepgraph hashing", daemon=True).start()
+    background.start("stepgraph hashing", _hash)
 
 
 def _hash() -> None:

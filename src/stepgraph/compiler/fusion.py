@@ -32,7 +32,7 @@ from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import reason
-from stepgraph.system import captures, torch_private
+from stepgraph.system import background, captures, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
 
 logger = logging.getLogger("stepgraph")
@@ -264,8 +264,7 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
         compiled_for = torch_private.compiled_for(fused_cache.fingerprint(module.graph))
-        rules = torch_private.combined_up_to(SMALL), torch_private.order_kept()
-        with torch_private.kept_between_runs(arrays), compiled_for, rules[0], rules[1]:
+        with torch_private.kept_between_runs(arrays), compiled_for, _rules():
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         complete.append(torch_private.is_complete())
         return generated[-1]
@@ -284,6 +283,13 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
     if complete == [True] and torch_private.cache_entry(generated[0]) is not None:
         return _Compiled.alone(generated[0])
     return _Compiled(around, generated, False)
+
+
+@contextmanager
+def _rules() -> Iterator[None]:
+    """What the compiler does otherwise here than by itself."""
+    with torch_private.combined_up_to(SMALL), torch_private.order_kept(), torch_private.named_briefly():
+        yield
 
 
 def _lowered(step: Step) -> list[str]:
@@ -389,5 +395,5 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
             fused.plan()
 
     _under_way.add(future)
-    threading.Thread(target=work, name="stepgraph fusion", daemon=True).start()
+    background.start("stepgraph fusion", work)
     return future

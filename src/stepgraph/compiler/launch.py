@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.system import background
 from stepgraph.system.torch_private import FakeTensor
 
 GENERATIONS = (8, 9, 10, 12)  # of NVIDIA's GPUs: Ampere, Hopper, Blackwell
@@ -122,7 +123,7 @@ class _Preparations:
         if name not in self._begun:
             self._begun[name] = future = Future[None]()
             work = partial(self._run, future, prepare)
-            threading.Thread(target=work, name="stepgraph kernels", daemon=True).start()
+            background.start("stepgraph kernels", work)
 
     def wait(self) -> None:
         """Waits for all of them."""

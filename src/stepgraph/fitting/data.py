@@ -19,6 +19,7 @@ import torch
 
 from stepgraph.errors import ArgumentError, DataError, DataTypeError, ShapeError, StateError, UnknownNameError
 from stepgraph.graphs.compiled import CompiledGraph
+from stepgraph.system import background
 from stepgraph.tensors import buffers
 from stepgraph.tensors.tensor import Tensor
 
@@ -452,8 +453,7 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         except BaseException as error:
             hand(None, error)
 
-    thread = threading.Thread(target=work, name="stepgraph data", daemon=True)
-    thread.start()
+    thread = background.start("stepgraph data", work)
     try:
         while True:
             batch, error = waiting.get()

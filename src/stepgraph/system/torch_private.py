@@ -775,6 +775,24 @@ def order_kept() -> Iterator[None]:
         loops.recompute_size_and_body = divide
 
 
+@contextmanager
+def named_briefly(characters: int = 100) -> Iterator[None]:
+    """Cuts the names of kernels in Triton, which list all operators that a kernel fuses.
+
+    Triton cuts the names of its files after 150 characters. PyTorch then does not find them, keeps no binary of such a
+    kernel, and every later run asks Triton to compile it again.
+    """
+    from torch._inductor.codegen import triton
+
+    generator: Any = triton
+    name = triton.get_fused_kernel_name
+    generator.get_fused_kernel_name = lambda *given: name(*given)[:characters].rstrip("_")
+    try:
+        yield
+    finally:
+        generator.get_fused_kernel_name = name
+
+
 def drop(compiled: CompiledFxGraph) -> None:
     """Removes a compiled graph from the compiler's cache; a public name only clears all of it."""
     entry = cache_entry(compiled)

@@ -1,0 +1,58 @@
+"""Threads that work beside the program, and that the program does not wait for at its end.
+
+Python ends daemon threads wherever they are. Inside PyTorch's code in C++ that aborts the whole process: a program that
+has done its work is reported as crashed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+PATIENCE = 2.0  # seconds that the end of a program waits; a thread that waits for something cannot be asked to end
+PAUSE = 0.01  # seconds until a thread that goes on is asked again
+
+_running = set[threading.Thread]()
+
+
+def start(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Starts a thread; at the end of the program, `SystemExit` is raised where it works."""
+
+    def run() -> None:
+        with suppress(SystemExit):
+            work()
+        _running.discard(thread)
+
+    _end_at_exit()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running.add(thread)
+    thread.start()
+    return thread
+
+
+@cache
+def _end_at_exit() -> None:
+    atexit.register(end)
+
+
+def end(patience: float = PATIENCE) -> None:
+    """Ends all threads, wherever they are; waits some seconds for it."""
+    deadline, said = time.monotonic() + patience, sys.unraisablehook
+    sys.unraisablehook = lambda one: None if one.exc_type is SystemExit else said(one)  # it may hit a finalizer
+    while (running := [one for one in [*_running] if one.is_alive()]) and time.monotonic() < deadline:
+        for one in running:  # again and again: PyTorch's code in C++ turns some exceptions into others
+            _raise_exit(one)
+        running[0].join(PAUSE)
+    sys.unraisablehook = said
+
+
+def _raise_exit(thread: threading.Thread) -> None:
+    raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))

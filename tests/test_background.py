@@ -1,0 +1,83 @@
+"""A program ends as if nothing worked beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stepgraph.system import background
+
+# A program that ends while its step is being fused; the moment is given in seconds.
+ENDING = """
+import sys, time
+import numpy as np
+import stepgraph as sg
+from stepgraph.compiler import fusion
+
+x, y, graph = sg.Tensor((4, 32)), sg.Tensor((4, 32)), sg.Graph()
+hidden = x
+for _ in range(12):
+    hidden = graph.tanh(graph.dense(hidden, 32))
+training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(0.1))
+training.add_inputs({"x": x}, {"y": y})
+training.compile("cpu")
+training.execute({"x": np.ones((4, 32), np.float32)}, {"y": np.ones((4, 32), np.float32)})
+(executable,) = training.require_session("test").compilation.programs.executables.values()
+fusion.load_compiler()
+fusing = fusion.fuse_in_background(executable.part, executable.step)
+time.sleep(float(sys.argv[1]))
+assert not fusing.done() or fusing.exception() is None
+"""
+
+
+def end_after(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(folder / f"{name} {seconds}"))
+    found = subprocess.run([sys.executable, "-c", ENDING, str(seconds)], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", ""), f"after {seconds} s"
+
+
+def test_a_program_that_ends_while_a_step_is_fused_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_after(0.1, tmp_path, monkeypatch)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("moment", range(30))
+def test_a_program_that_ends_at_any_moment_ends_without_a_word(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_after(moment * 0.13, tmp_path, monkeypatch)
+
+
+def test_threads_end_wherever_they_work() -> None:
+    ended, begun = [], threading.Barrier(3)
+
+    def work() -> None:
+        try:
+            begun.wait(10)
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.append(threading.current_thread())
+
+    threads = [background.start("test", work) for _ in range(2)]
+    begun.wait(10)
+    background.end()
+    assert {*threads} == {*ended} and not any(one.is_alive() for one in threads)
+
+
+def test_the_end_does_not_wait_for_a_thread_that_waits() -> None:
+    leave = threading.Event()
+    thread = background.start("test", lambda: [leave.wait()])
+    began = time.monotonic()
+    background.end(0.2)
+    assert time.monotonic() - began < 2 and thread.is_alive()
+    leave.set()
+    thread.join(10)
