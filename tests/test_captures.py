@@ -11,7 +11,6 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import fusion
-from stepgraph.runtime import executable as executable_module
 from stepgraph.system import captures, torch_private
 
 BROKEN = "CUDA error: operation failed due to a previous error during capture"
@@ -165,6 +164,6 @@ def test_steps_train_without_a_capture_while_none_succeeds(
     losses, executable = trained(6)
     assert losses == undisturbed and executable.mode == "traced"
     assert len(attempts) == 1 and "CUBLAS failed" in caplog.text
-    monkeypatch.setattr(executable_module, "RESTS", 0)
+    monkeypatch.setattr(captures, "RESTS", 0)
     trained(6)
     assert len(attempts) == 6

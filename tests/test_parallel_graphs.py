@@ -172,6 +172,30 @@ def test_an_update_that_cannot_be_captured_runs_part_by_part(caplog: pytest.LogC
     assert len(said) == 2 and "updates of 13 rows are captured part by part: " in said[0]
 
 
+def test_an_update_whose_capture_was_broken_is_captured_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def losses(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, Any]:
+        attempts, capture = [0], captures.capture
+
+        def broken_twice(run: Any, device: Any) -> Any:
+            attempts[0] += 1
+            if attempts[0] <= 2:
+                raise captures.Broken("CUBLAS failed")
+            return capture(run, device)
+
+        captures.capture = broken_twice
+        return trained(names, sizes)
+
+    monkeypatch.setattr(captures, "RESTS", 0)
+    given = ("mlp",), (13,) * 6
+    expected = decided(trained, *given)
+    with caplog.at_level(logging.WARNING, "stepgraph"):
+        assert captured(losses, *given) == expected | {"replays of mlp": 3}  # not the first, and not the broken two
+    said = [one.getMessage() for one in caplog.records if "part by part" in one.getMessage()]
+    assert len(said) == 2 and "CUBLAS failed; the next attempt is in 0 s" in said[0]
+
+
 def test_what_needs_the_host_runs_part_by_part() -> None:
     def checked() -> int:
         training = new("mlp", check_numerics=True)
@@ -208,7 +232,11 @@ def launched(name: str, exchanges: bool, captures_wholly: bool, fuse: bool) -> d
     executions += [training.execute(*given) for _ in range(5)]
     found = {"launches": counts[0], "losses": [one.loss for one in executions], "waited": training.world.place.waited}
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
-    held = training.require_session("test").compilation.held
+    compilation = training.require_session("test").compilation
+    # The gradient of keys' biases is zero but for rounding, of which AdamW makes steps of any size and sign.
+    layers = [node.layer for node in compilation.step(16, True).nodes]
+    noise = [one.parameters["biases.1"] for one in layers if isinstance(one, sg.MultiheadAttentionLayer)]
+    held = [one for one in compilation.held if one not in noise]
     return found | {"held": [one.torch().double().sum().item() for one in held]}
 
 

@@ -8,8 +8,10 @@ single part, it reads the caller's data in place as long as its memory stays the
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from operator import is_
 
 import torch
@@ -169,7 +171,7 @@ class UpdateGraphs:
         self._session, self._is_alone = session, is_alone
         self._graphs: dict[int, UpdateGraph] = {}
         self._parts: dict[int, tuple[PartRows, ...]] = {}  # what an update has run, part by part
-        self._refused: set[int] = set()
+        self._refused: dict[int, float] = {}  # when to try again
 
     def note(self, division: Division, used: Iterable[PartRows]) -> None:
         """Notes what an update has run, part by part: further ones run the same."""
@@ -178,7 +180,7 @@ class UpdateGraphs:
     def of(self, division: Division) -> UpdateGraph | None:
         """The graph for batches of one size, captured or not yet; None if updates run part by part."""
         batch = division.batch
-        if batch not in self._parts or batch in self._refused:
+        if batch not in self._parts or time.monotonic() < self._refused.get(batch, 0):
             return None
         used = {one: self._session.bound(*one) for one in self._parts[batch]}
         graph = self._graphs.get(batch)
@@ -203,10 +205,15 @@ class UpdateGraphs:
         self._graphs = {batch: one for batch, one in self._graphs.items() if there.issuperset(one.executables)}
 
     def refuse(self, division: Division, error: Exception) -> None:
-        """Lets updates run part by part, because they could not be captured as a whole."""
-        logger.warning("updates of %d rows are captured part by part: %s", division.batch, reason(error))
+        """Lets updates run part by part, because they could not be captured as a whole.
+
+        What another thread has broken is tried again after a while.
+        """
+        rests = captures.RESTS if isinstance(error, captures.Broken) else inf
+        again = f"; the next attempt is in {rests} s" if rests < inf else ""
+        logger.warning("updates of %d rows are captured part by part: %s%s", division.batch, reason(error), again)
         self._graphs.pop(division.batch, None)
-        self._refused.add(division.batch)
+        self._refused[division.batch] = time.monotonic() + rests
 
     def release(self) -> None:
         """Releases all graphs; further updates would capture them again."""

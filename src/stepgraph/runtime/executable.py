@@ -45,7 +45,6 @@ FUSES_AT = 10  # calls
 FUSES_AFTER = 1.0  # seconds from its first call on
 # Bytes of all results. Nobody trains a step that moves this much for a few calls only.
 LARGE = 2**32
-RESTS = 10  # seconds without an attempt to capture, if other threads have broken all of them
 _FILE = "<compiled step>"
 _InferenceMode: Any = torch_private.InferenceMode  # `torch.inference_mode` without its Python wrapper
 
@@ -584,9 +583,9 @@ class _Capture:
 
     def _rest(self, error: captures.Broken) -> None:
         """Leaves calls uncaptured for a while, because another thread waits for the device again and again."""
-        self.resting = time.monotonic() + RESTS
+        self.resting = time.monotonic() + captures.RESTS
         problem = "the step runs without a CUDA graph, since another thread keeps breaking its capture: %s"
-        logger.warning(f"{problem}; the next attempt is in %d s", reason(error), RESTS)
+        logger.warning(f"{problem}; the next attempt is in %d s", reason(error), captures.RESTS)
 
     def _count(self, others: Mapping[Key, torch.Tensor]) -> None:
         """Counts a call, and starts fusing if the part is worth it, but not beside a capture.

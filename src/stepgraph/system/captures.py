@@ -17,6 +17,7 @@ from stepgraph.system import torch_private
 
 Result = TypeVar("Result")
 ATTEMPTS, PAUSE = 20, 0.05  # seconds
+RESTS = 10  # seconds without an attempt, if other threads have broken all of these
 _BROKEN, _FORBIDDEN = "due to a previous error during capture", "not permitted when stream is capturing"
 _kept: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators refer to graphs whose capture has failed
 
