@@ -1,13 +1,14 @@
 """What every test shares: few threads, no hidden defects of fused steps, no GPU test where there is no GPU."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="stepgraph-tests-")  # kernels chosen here stay here
+CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="stepgraph-tests-")  # kernels chosen here stay here
 torch.set_num_threads(int(os.environ.get("STEPGRAPH_TEST_THREADS", "1")))
 
 
@@ -27,6 +28,11 @@ def expansions(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fails where a fused step was left to PyTorch because of a defect: it computes the same, only later."""
     yield
     assert not [one.message for one in caplog.get_records("call") if "PyTorch expands its operators" in one.message]
+
+
+def pytest_unconfigure() -> None:
+    """Leaves nothing behind."""
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

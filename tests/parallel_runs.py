@@ -6,7 +6,6 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Container
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +17,7 @@ from stepgraph.compiler.program import PartName, notes
 from stepgraph.compiler.step import KeyKind
 from stepgraph.runtime.sliced import whole
 from stepgraph.runtime.world import leave
+from tests.forked import forked
 
 SHARDS, STEPS = 8, 20
 SIZES = (13, 16, 5)  # rows of a batch: uneven shards, even ones, and fewer rows than shards
@@ -250,8 +250,7 @@ def together(
     world: int, job: Callable[..., Any], *given: Any, lost: Container[int] = (), timeout: float = 300
 ) -> list[Any]:
     """What a function returns on each rank; what it raised is text. Ranks that are `lost` give no answer."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_warm"])
+    context = forked()
     port, ends = _free_port(), [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
         context.Process(target=_rank, args=(rank, world, port, job, given, ends[rank][1]), daemon=True)

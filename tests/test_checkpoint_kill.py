@@ -1,6 +1,5 @@
 """A training process killed with signal 9 leaves a whole checkpoint, and who goes on from it misses nothing."""
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -11,23 +10,16 @@ import pytest
 import stepgraph as sg
 from stepgraph.checkpoint import files
 from tests.checkpoint_runs import compiled, kill_at_every_file_operation, network, state, train, train_until_killed
+from tests.forked import forked
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="kills with POSIX signals")
 
 
-@pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.ForkServerContext:
-    """Processes of their own that need not import everything again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint_warm"])
-    return context
-
-
-def _kill_again_and_again(processes: multiprocessing.context.ForkServerContext, folder: Path, times: int) -> None:
+def _kill_again_and_again(folder: Path, times: int) -> None:
     generator, reached = np.random.default_rng(times), []
     for _ in range(times):
         before = sg.latest(folder)
-        process = processes.Process(target=train_until_killed, args=(folder,))
+        process = forked().Process(target=train_until_killed, args=(folder,))
         process.start()
         deadline = time.monotonic() + 120
         while sg.latest(folder) == before and process.is_alive() and time.monotonic() < deadline:
@@ -48,17 +40,17 @@ def _kill_again_and_again(processes: multiprocessing.context.ForkServerContext, 
 
 
 @pytest.mark.deep
-def test_killed_at_random_moments(processes: multiprocessing.context.ForkServerContext, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 4)
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    _kill_again_and_again(tmp_path, 4)
 
 
 @pytest.mark.deep
-def test_killed_at_many_random_moments(processes: multiprocessing.context.ForkServerContext, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 30)
+def test_killed_at_many_random_moments(tmp_path: Path) -> None:
+    _kill_again_and_again(tmp_path, 30)
 
 
-def test_killed_at_every_file_operation(processes: multiprocessing.context.ForkServerContext, tmp_path: Path) -> None:
-    process = processes.Process(target=kill_at_every_file_operation, args=(tmp_path,))
+def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+    process = forked().Process(target=kill_at_every_file_operation, args=(tmp_path,))
     process.start()
     process.join(timeout=300)
     assert process.exitcode == 0

@@ -1,12 +1,12 @@
 """Ctrl-C at moments drawn at random: what was being done has happened or has not, and all goes on as if undisturbed."""
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.forked import forked
 from tests.interrupt_runs import KINDS, Counts, interrupt_and_tell
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="interrupts with POSIX signals")
@@ -31,10 +31,8 @@ UNNOTICED = {"fit": 0.75, "batch size": 0.5, "compile again": 0.5}
 
 def _interrupted(kind: str, seed: int, times: int | None, folder: Path) -> Counts:
     """What so many interrupts did in a process of its own, which need not import everything again."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["tests.report_warm"])
     told = folder / "told.json"
-    process = processes.Process(target=interrupt_and_tell, args=(kind, seed, times, folder, told))
+    process = forked().Process(target=interrupt_and_tell, args=(kind, seed, times, folder, told))
     process.start()
     process.join()
     assert process.exitcode == 0, f"{kind} with seed {seed} ended with {process.exitcode}"

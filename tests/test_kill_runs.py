@@ -1,7 +1,6 @@
 """A recorded run, killed with signal 9 again and again and resumed each time, is the run that nobody killed."""
 
 import json
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -13,24 +12,16 @@ import pytest
 import stepgraph as sg
 from stepgraph.report import record as records
 from stepgraph.report.run import Run
+from tests.forked import forked
 from tests.kill_runs import UPDATES, record, recorded
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="kills with POSIX signals")
-Processes = multiprocessing.context.ForkServerContext
 SEED = 16
 
 
-@pytest.fixture(scope="module")
-def processes() -> Processes:
-    """Processes of their own that need not import everything again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.report_warm"])
-    return context
-
-
-def _life(processes: Processes, folder: Path, epochs: int, lines: int | None = None, wait: float = 0.0) -> int | None:
+def _life(folder: Path, epochs: int, lines: int | None = None, wait: float = 0.0) -> int | None:
     """One process that trains, killed a moment after so many lines of its record; its exit status."""
-    process = processes.Process(target=recorded, args=(folder / "run", folder / "results.json", epochs))
+    process = forked().Process(target=recorded, args=(folder / "run", folder / "results.json", epochs))
     before = _lines(folder)
     process.start()
     deadline = time.monotonic() + 120
@@ -52,17 +43,17 @@ def _results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def _kill_again_and_again(processes: Processes, folder: Path, times: int, epochs: int) -> None:
+def _kill_again_and_again(folder: Path, times: int, epochs: int) -> None:
     whole, killed = folder / "whole", folder / "killed"
     for one in (whole, killed):
         one.mkdir()
-    assert _life(processes, whole, epochs) == 0
+    assert _life(whole, epochs) == 0
     dice, reached = np.random.default_rng(SEED), []
     for number in range(times):
-        status = _life(processes, killed, epochs, int(dice.integers(1, 20)), dice.uniform(0, 0.02))
+        status = _life(killed, epochs, int(dice.integers(1, 20)), dice.uniform(0, 0.02))
         assert status == -9, f"the run ended with {status} after {number} of {times} kills"
         reached.append(max((step for step, _, _ in Run(killed / "run").steps), default=0))  # readable at once
-    assert _life(processes, killed, epochs) == 0
+    assert _life(killed, epochs) == 0
     print(f"{times} kills with seed {SEED}, at steps {reached} of {UPDATES * epochs}")
     assert _results(killed) == _results(whole) and _results(whole)["stopped"] == "finished"
     assert record(killed / "run") == record(whole / "run")
@@ -93,10 +84,10 @@ def test_ended_right_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert record(ended) == record(whole)
 
 
-def test_killed_at_random_moments(processes: Processes, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 4, epochs=14)
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    _kill_again_and_again(tmp_path, 4, epochs=14)
 
 
 @pytest.mark.deep
-def test_killed_at_many_random_moments(processes: Processes, tmp_path: Path) -> None:
-    _kill_again_and_again(processes, tmp_path, 60, epochs=250)
+def test_killed_at_many_random_moments(tmp_path: Path) -> None:
+    _kill_again_and_again(tmp_path, 60, epochs=250)

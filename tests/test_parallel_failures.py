@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from stepgraph.report.run import Run
 from stepgraph.runtime.heartbeat import Place
 from stepgraph.runtime.world import joined, leave, own_gpu, unused_gpus
 from stepgraph.system.interrupts import StopSignals
+from tests.forked import forked
 from tests.parallel_runs import batch, compiled, fitted, mlp, new, rows, together
 
 DEEP = pytest.mark.deep
@@ -60,7 +60,7 @@ def own_handler() -> Iterator[list[int]]:
 
 @POSIX
 def test_sigterm_ends_the_program_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
-    one = get_context("forkserver").Process(target=terminated, args=(str(tmp_path / "stopped"),))
+    one = forked().Process(target=terminated, args=(str(tmp_path / "stopped"),))
     one.start()
     one.join(60)
     assert one.exitcode == 128 + signal.SIGTERM
@@ -305,8 +305,7 @@ def restarting(folder: str, epochs: int, moments: Moments, back: Any) -> None:
 
 def survived(folder: Path, epochs: int, moments: Moments) -> int:
     """Whether a job that was killed ends like one that was not; returns how often it was."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_warm"])
+    context = forked()
     ours, theirs = context.Pipe(duplex=False)
     one = context.Process(target=restarting, args=(str(folder / "killed"), epochs, moments, theirs))
     one.start()

@@ -4,7 +4,6 @@ import copy
 import errno
 import json
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ from stepgraph.report.record import FILE
 from stepgraph.report.recorder import Recorder, look_after
 from stepgraph.report.run import Run
 from stepgraph.report.view import POINTS, view
+from tests.forked import forked
 from tests.junk import JUNK
 from tests.report_runs import BATCH, NASTY, QUIET, ROWS, arrays, deep, network, slow_training, state, time_to_look
 
@@ -297,10 +297,8 @@ def test_an_early_end_and_an_error_are_recorded(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="kills with POSIX signals")
 def test_killed_at_any_moment_it_can_be_read_and_goes_on(tmp_path: Path) -> None:
     whole = sg.fit(network(), arrays(), validation=arrays(9, 1), epochs=6, **QUIET)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["tests.report_warm"])
     for number in range(3):  # killed twice
-        process = processes.Process(target=slow_training, args=(tmp_path, 0.01, True))
+        process = forked().Process(target=slow_training, args=(tmp_path, 0.01, True))
         process.start()
         deadline = time.monotonic() + 120
         while process.is_alive() and time.monotonic() < deadline:

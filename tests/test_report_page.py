@@ -1,7 +1,6 @@
 """The page in a real browser: it draws, answers, stays quick, and asks nobody for anything."""
 
 import json
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from stepgraph.report.drawing import harmless
 from stepgraph.report.live import LiveServer
 from stepgraph.report.run import Run
 from tests.browser import browser, why_missing
+from tests.forked import forked
 from tests.report_runs import NASTY, QUIET, arrays, deep, network, slow_training, time_to_look
 
 needs_browser = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
@@ -255,9 +255,7 @@ def updates(driver: Any) -> int:
 @needs_browser
 def test_a_live_page_follows_a_training_process(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepgraph.report.live.AFTERWARDS", 3.0)  # enough for the page to ask once more
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.report_warm"])
-    process = context.Process(target=slow_training, args=(tmp_path, 0.1, False))
+    process = forked().Process(target=slow_training, args=(tmp_path, 0.1, False))
     process.start()
     eventually(lambda: (tmp_path / "run.jsonl").exists() and b'"memory"' in (tmp_path / "run.jsonl").read_bytes(), 120)
     server = LiveServer([Run(tmp_path)])
