@@ -189,7 +189,7 @@ def measured_models(
 ) -> Iterator[tuple[str, dict[str, dict[str, Any]], float]]:
     """The rows of each model and the minutes they took, as soon as they are there."""
     started = time.monotonic()
-    if given.together:
+    if given.together and wanted:
         for name, rows in together(wanted, given, said).items():
             yield name, rows, (time.monotonic() - started) / 60
         return

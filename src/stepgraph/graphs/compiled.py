@@ -40,6 +40,7 @@ from stepgraph.runtime.state import Progress
 from stepgraph.runtime.world import ALONE, World
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.tensors.arrivals import Arrivals, sent
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, GraphCompilationOptions
 
@@ -359,18 +360,21 @@ class CompiledGraph(Graph):
             else:
                 known = graph.require_session(call).compilation
                 known.renewed(group, known.declaration)
+        arrivals = [sent(one.held, one.device) for one in group]  # while the step is recorded
         for one in group:
             one.prepare(call)
         changes = [
-            graph.prepared(one, keeps_passes, same_call or graph is not self)
-            for graph, one in zip(together, group, strict=True)
+            graph.prepared(one, arrived, keeps_passes, same_call or graph is not self)
+            for graph, one, arrived in zip(together, group, arrivals, strict=True)
         ]
         with Uninterrupted():
             for graph, change in zip(together, changes, strict=True):
                 graph.linked = together
                 change()
 
-    def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
+    def prepared(
+        self, compilation: Compilation, arrived: Arrivals, keeps_passes: bool, same_call: bool
+    ) -> Callable[[], None]:
         """Creates a session and returns a function that installs it and cannot fail."""
         session = self._new_session(compilation)
         if same_call and self.session is not None:  # only details differ
@@ -378,10 +382,10 @@ class CompiledGraph(Graph):
         if keeps_passes and self.session is not None:
             session.forward_batch, session.saved = self.session.forward_batch, self.session.saved
             session.saved = session.repeated_forward()
-        arrays = [(tensor, tensor.on(compilation.device)) for tensor in compilation.held]
+        arrays = arrived()
 
         def put_in_place() -> None:
-            for tensor, array in arrays:
+            for tensor, array in zip(compilation.held, arrays, strict=True):
                 tensor.settle(array, compilation.device)
             self._set_device(compilation)
             fresh = self.session is None or self.session.state is None or self.session.device != compilation.device

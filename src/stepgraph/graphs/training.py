@@ -36,6 +36,7 @@ from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.runtime.world import ALONE, World, own_device
+from stepgraph.tensors.arrivals import Arrivals
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
@@ -774,7 +775,9 @@ class TrainingGraph(CompiledGraph):
     def _gradients_elsewhere(self) -> list[Gradients]:
         return [graph.gradients for graph in self.linked if graph is not self]
 
-    def prepared(self, compilation: Compilation, keeps_passes: bool, same_call: bool) -> Callable[[], None]:
+    def prepared(
+        self, compilation: Compilation, arrived: Arrivals, keeps_passes: bool, same_call: bool
+    ) -> Callable[[], None]:
         """Creates a session and returns a function that installs it and continues from previously restored state."""
         parallel, world = compilation.settings.parallel, ALONE
         if parallel is not None:
@@ -782,7 +785,7 @@ class TrainingGraph(CompiledGraph):
             world = compilation.world
             synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
-        put_in_place = super().prepared(compilation, keeps_passes, same_call)
+        put_in_place = super().prepared(compilation, arrived, keeps_passes, same_call)
 
         def put_and_resume() -> None:
             put_in_place()
