@@ -287,3 +287,5 @@ def test_the_program_measures_small_models_and_goes_on_with_its_file(tmp_path: A
     assert found["bert"]["at_once"] == 4 and found["bert"]["contenders"]["eager"]["ratio"]
     assert all(calls > 0 and ms >= 0 for _, calls, ms in found["unet"]["rows"][OURS]["kernels"])
     assert all(row["warm"]["ready"] > 0 for row in found["bert"]["rows"].values())
+    main([*arguments, "--models", "gpt2,bert", "--together"])  # nothing is left to measure
+    assert json.loads(path.read_text())["models"] == found
