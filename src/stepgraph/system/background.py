@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 PATIENCE = 2.0  # seconds that the end of a program waits; a thread that waits for something cannot be asked to end
@@ -30,16 +29,12 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
             work()
         _running.discard(thread)
 
-    _end_at_exit()
+    atexit.unregister(end)
+    atexit.register(end)  # the last one runs first: before libraries end that the thread uses
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running.add(thread)
     thread.start()
     return thread
-
-
-@cache
-def _end_at_exit() -> None:
-    atexit.register(end)
 
 
 def end(patience: float = PATIENCE) -> None:
