@@ -37,7 +37,7 @@ assert not fusing.done() or fusing.exception() is None
 
 def end_after(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(folder / f"{name} {seconds}"))
+        monkeypatch.setenv(name, str(folder / name))
     found = subprocess.run([sys.executable, "-c", ENDING, str(seconds)], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", ""), f"after {seconds} s"
 
