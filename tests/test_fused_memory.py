@@ -376,7 +376,7 @@ def test_fused_steps_with_a_limit_keep_it_and_give_the_same_losses(monkeypatch: 
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-4)
     part, step = settled(small)
     segments = recompute.fit(step, part, 1)  # as little memory as possible: products are recomputed, too
-    tight = fusion.fuse(segments, replace(step, memory_limit=1 << 40)).plan
+    tight = fusion.fuse(segments, replace(step, memory_limit=1 << 40)).plan()
     assert tight is not None and tight.intermediates < small.memory_plan.intermediates
 
 
