@@ -405,5 +405,10 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
             fused.plan()
 
     _under_way.add(future)
-    background.start("stepgraph fusion", work)
+    try:
+        background.start("stepgraph fusion", work)
+    except RuntimeError as error:  # the system allows no more threads; the step remains unfused
+        _under_way.discard(future)
+        future.set_exception(error)
+        searched()
     return future

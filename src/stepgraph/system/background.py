@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from stepgraph.system.interrupts import Uninterruptible
+
 PATIENCE = 2.0  # seconds that the end of a program waits; a thread that waits for something cannot be asked to end
 PAUSE = 0.01  # seconds until a thread that goes on is asked again
 
@@ -23,7 +25,10 @@ _running = set[threading.Thread]()
 
 
 def start(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Starts a thread; at the end of the program, `SystemExit` is raised where it works."""
+    """Starts a thread; at the end of the program, `SystemExit` is raised where it works.
+
+    Raises `RuntimeError` if the system allows no more threads.
+    """
 
     def run() -> None:
         with suppress(SystemExit):
@@ -33,7 +38,11 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     _end_at_exit()
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except BaseException:
+        _running.discard(thread)
+        raise
     return thread
 
 
@@ -45,12 +54,13 @@ def _end_at_exit() -> None:
 def end(patience: float = PATIENCE) -> None:
     """Ends all threads, wherever they are; waits some seconds for it."""
     deadline, said = time.monotonic() + patience, sys.unraisablehook
-    sys.unraisablehook = lambda one: None if one.exc_type is SystemExit else said(one)  # it may hit a finalizer
-    while (running := [one for one in [*_running] if one.is_alive()]) and time.monotonic() < deadline:
-        for one in running:  # again and again: PyTorch's code in C++ turns some exceptions into others
-            _raise_exit(one)
-        running[0].join(PAUSE)
-    sys.unraisablehook = said
+    with Uninterruptible():  # whoever presses Ctrl-C again wants this end
+        sys.unraisablehook = lambda one: None if one.exc_type is SystemExit else said(one)  # it may hit a finalizer
+        while (running := [one for one in [*_running] if one.is_alive()]) and time.monotonic() < deadline:
+            for one in running:  # again and again: PyTorch's code in C++ turns some exceptions into others
+                _raise_exit(one)
+            running[0].join(PAUSE)
+        sys.unraisablehook = said
 
 
 def _raise_exit(thread: threading.Thread) -> None:
