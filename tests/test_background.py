@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,32 @@ def test_the_end_does_not_wait_for_a_thread_that_waits() -> None:
     thread.join(10)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not say what a thread does")
+def test_the_end_waits_for_a_thread_that_computes_outside_of_python() -> None:
+    began = time.perf_counter()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    rounds = int(100_000 / (time.perf_counter() - began))  # a second's, without Python's lock
+    thread = background.start("test", lambda: [hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)])
+    background.end(0.2)
+    assert not thread.is_alive()
+
+
+def test_the_end_does_not_wait_for_python_code_that_cannot_be_ended() -> None:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            with suppress(SystemExit):
+                sum(range(1000))
+
+    thread, began = background.start("test", work), time.monotonic()
+    background.end(0.2, 5)
+    took = time.monotonic() - began
+    over.set()
+    thread.join(10)
+    assert took < 3
+
+
 # A program that is interrupted while it waits for a thread at its end.
 INTERRUPTED = """
 import os, signal, sys, threading, time
@@ -101,7 +129,6 @@ def interrupt():
 
 usual = sys.unraisablehook
 signal.signal(signal.SIGINT, signal.default_int_handler)
-background.end.__defaults__ = (0.5,)
 background.start("test", lambda: time.sleep(60))
 threading.Thread(target=interrupt, daemon=True).start()
 """
