@@ -157,7 +157,8 @@ def start_hashing() -> None:
 
     Every key contains that hash; hashing takes half a second, without holding Python's lock.
     """
-    background.start("stepgraph hashing", _hash)
+    with suppress(RuntimeError):  # the system allows no more threads
+        background.start("stepgraph hashing", _hash)
 
 
 def _hash() -> None:

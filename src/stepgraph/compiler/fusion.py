@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
 import shutil
@@ -32,7 +33,7 @@ from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import reason
-from stepgraph.system import background, captures, torch_private
+from stepgraph.system import background, captures, forks, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
 
 logger = logging.getLogger("stepgraph")
@@ -50,6 +51,7 @@ SETTINGS: dict[str, Any] = {
 }
 PAUSE = 3.0  # seconds after which a plan is computed; the first fused steps need Python's lock, too
 SMALL = 1 << 22  # elements; a kernel that fills a GPU for long gains nothing from a shared launch
+LOCKING = ("concurrent.futures.thread", "filelock")  # used by the compiler; forks hold their locks until they are done
 # For work that finishes before other threads wake up. Threads of the compiler would keep the process alive at its end.
 ALONE = {"cpp.threads": 1, "compile_threads": 1}
 # Other ranks read what an exchange sends until it is waited for, so nothing else may be written there. All ranks start
@@ -58,8 +60,7 @@ EXCHANGING = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 
 
 _planning = threading.RLock()
-if hasattr(os, "register_at_fork"):  # a child would inherit a lock that no thread of its own releases
-    os.register_at_fork(before=_planning.acquire, after_in_parent=_planning.release, after_in_child=_planning.release)
+forks.wait_for(_planning)
 
 
 @cache
@@ -78,6 +79,14 @@ def load_compiler() -> None:
     """Imports PyTorch's compiler: beside other imports, its own thread might find half of a module."""
     fused_cache.start_hashing()
     torch_private.inductor()
+
+
+@cache
+def _hold_forks_first() -> None:
+    """Lets forks wait for a fusion before they take the locks that it may still need, which none would ever get."""
+    for name in LOCKING:
+        importlib.import_module(name)
+    forks.wait_for(recording)
 
 
 class Unusable(Exception):
@@ -158,6 +167,7 @@ def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) ->
         searched: is called before a wait that is not worth waiting for: no earlier run has compiled it, or another
             step is being compiled.
     """
+    _hold_forks_first()
     with FullCollectionsDeferred():
         for one in _candidates(part)[:-1]:
             with suppress(TooLarge):
@@ -395,5 +405,10 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
             fused.plan()
 
     _under_way.add(future)
-    background.start("stepgraph fusion", work)
+    try:
+        background.start("stepgraph fusion", work)
+    except RuntimeError as error:  # the system allows no more threads; the step remains unfused
+        _under_way.discard(future)
+        future.set_exception(error)
+        searched()
     return future

@@ -7,7 +7,6 @@ Every recorded operator has its layer and phase.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -42,14 +41,13 @@ from stepgraph.compiler.step import (
 )
 from stepgraph.compiler.walk import run
 from stepgraph.errors import StateError
-from stepgraph.system import surroundings, torch_private
+from stepgraph.system import forks, surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 logger = logging.getLogger("stepgraph")
 # PyTorch's tracer keeps the current layer in process-wide state, so only one recording or fusion runs at a time.
 recording = threading.RLock()
-if hasattr(os, "register_at_fork"):  # a child would inherit a lock that no thread of its own releases
-    os.register_at_fork(before=recording.acquire, after_in_parent=recording.release, after_in_child=recording.release)
+forks.wait_for(recording)
 
 
 def trace(step: Step) -> Program:

@@ -59,6 +59,20 @@ class Uninterrupted:
                 self._before(*self._came)
 
 
+class Uninterruptible:
+    """Ignores interrupts while a short block runs at the end of the program."""
+
+    _before: Any = None
+
+    def __enter__(self) -> None:
+        if get_ident() == _main.ident and callable(getsignal(SIGINT)):
+            self._before = signal(SIGINT, SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal(SIGINT, self._before)
+
+
 class StopSignals:
     """Makes the first Ctrl-C or SIGTERM during a block a request to stop; the next one does what it did before.
 
