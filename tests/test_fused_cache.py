@@ -21,7 +21,8 @@ import stepgraph as sg
 from stepgraph.compiler import fused_cache, fused_memory, fusion, launch
 from stepgraph.compiler.kernels.update import expanded_update, number_of
 from stepgraph.compiler.memory import MemoryPlan, Timeline
-from stepgraph.compiler.program import Phase, note, set_fake
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.program import Part, Phase, note, set_fake
 from stepgraph.compiler.step import Fusion
 from stepgraph.compiler.trace import recording
 from stepgraph.runtime import executable as executables
@@ -181,6 +182,14 @@ def test_what_was_kept_is_known_by_the_beginning_of_its_key(folder: Path) -> Non
     assert not fused_cache.knows("ab")
     fused_cache.keep(f"ab-{KEY}", compiled(ENTRY))
     assert fused_cache.knows("ab") and not fused_cache.knows("a") and not fused_cache.knows(KEY)
+
+
+def test_the_outline_of_a_part_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, outline = list[fx.Graph](), fused_cache.outline
+    monkeypatch.setattr(fused_cache, "outline", lambda one: (calls.append(one), outline(one))[1])
+    parts = [Part(Module(torch.nn.Module(), one), (), ()) for one, _ in (graph(), graph(operator.mul))]
+    outlines = [fused_cache.outline_of(part) for part in (*parts, *parts)]
+    assert outlines[:2] == outlines[2:] == [outline(part.module.graph) for part in parts] and len(calls) == 2
 
 
 @pytest.mark.parametrize(

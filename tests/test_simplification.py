@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.program import operators, storage
+from stepgraph.compiler.program import operators, remove_dead, storage
 from stepgraph.compiler.simplification import simplify
 
 
@@ -50,3 +50,15 @@ def test_arrays_keep_their_shapes() -> None:
     assert [name for name in names if "_." in name] == ["aten.resize_.default"]
     for found, expected in zip(traced(given), step(given), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_nothing_reads_is_removed_as_by_pytorch() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        x.view(-1).add_(1)  # nothing reads the sum, but the next product
+        (x * 3).sum().neg()
+        return [x * 2]
+
+    own, theirs = (make_fx(step, tracing_mode="fake")(torch.ones(2), torch.ones(2)).graph for _ in range(2))
+    remove_dead(own)
+    theirs.eliminate_dead_code()
+    assert str(own) == str(theirs) and len(operators(own)) == 3

@@ -58,6 +58,13 @@ PRIVATE = {
         "ask cuDNN for sizes in the middle of a recording",
     ),
     "torch._C._DisableTorchDispatch": ("unseen", "note the results of recorded operators"),
+    "torch.Tensor._make_subclass": ("_fake", "make arrays without memory in a fifth of the time"),
+    "torch._C._set_warn_deprecated_on_mutable_data_ptr": ("laid_out", "make arrays without memory as PyTorch does"),
+    "torch._C._set_throw_on_mutable_data_ptr": ("laid_out", "make arrays without memory as PyTorch does"),
+    "torch._subclasses.FakeTensorMode._allow_unsafe_data_ptr_access": (
+        "laid_out",
+        "make arrays without memory as PyTorch does",
+    ),
     "torch._C.DispatchKey.CompositeImplicitAutograd": ("is_composed", "record what an operator is composed of"),
     "torch._C._dispatch_key_for_device": ("is_composed", "record operators that a device has kernels for"),
     "torch._C._dispatch_has_kernel_for_dispatch_key": ("is_composed", "record operators that a device has kernels for"),

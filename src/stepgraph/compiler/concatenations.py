@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from stepgraph.compiler.absorbed import made, users_of
-from stepgraph.compiler.program import fake, inherit, is_view
+from stepgraph.compiler.program import fake, inherit, is_view, remove_dead
 from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size, write, write_once
 from stepgraph.system import torch_private
 
@@ -88,7 +88,7 @@ def store_parts(graph: fx.Graph) -> None:
             for part in kept:
                 write_once(part)
             _write_parts(node)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     graph.lint()
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import derive, fake, mutates, refresh, set_fake, storages, writes
+from stepgraph.compiler.program import derive, fake, mutates, refresh, remove_dead, set_fake, storages, writes
 from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
@@ -75,7 +75,7 @@ def expand(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> fx.GraphModule:
         except Exception as error:  # whatever PyTorch raises for one operator, it may record the whole graph
             raise ExpansionFailed(reason(error)) from error
         work.complete()
-        module.graph.eliminate_dead_code()
+        remove_dead(module.graph)
         return module
 
 
@@ -179,7 +179,7 @@ class _Work:
         """Copies what an equal operator was recorded as, or records it."""
         sources: dict[fx.Node, int] = {}
         arguments = fx.map_arg((node.args, node.kwargs), self._read)
-        key = node.target, key_of(arguments, sources), tuple(map(_layout, sources))
+        key = node.target, _key_of(arguments, sources), tuple(map(_layout, sources))
         if key in self.known:
             return self._copy(self.known[key], tuple(sources))
         return self._record(node, arguments, tuple(sources), key)
@@ -253,7 +253,7 @@ class _Work:
         last = self.trace.current(value)
         if last is array:
             return
-        if layout_of(last)[0] != layout_of(array)[0]:
+        if last.shape != array.shape:
             raise Unexpandable("an input changes its shape")
         copied = self.trace.graph.call_function(aten.copy_.default, (self.trace.node(array), self.trace.node(last)))
         set_fake(copied, array)
@@ -287,28 +287,23 @@ def _after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
     return found[::-1]
 
 
-def key_of(value: Any, sources: dict[fx.Node, int]) -> Any:
+def _key_of(value: Any, sources: dict[fx.Node, int]) -> Any:
     """Arguments as a value that can be compared; arrays are numbers, in the order in which they first occur."""
     if isinstance(value, fx.Node):
         return fx.Node, sources.setdefault(value, len(sources))
     if isinstance(value, tuple | list):
-        return type(value), *(key_of(one, sources) for one in value)
+        return type(value), *(_key_of(one, sources) for one in value)
     if isinstance(value, dict):
-        return dict, *((name, key_of(one, sources)) for name, one in value.items())
+        return dict, *((name, _key_of(one, sources)) for name, one in value.items())
     if isinstance(value, slice):
-        return slice, *(key_of(one, sources) for one in (value.start, value.stop, value.step))
+        return slice, *(_key_of(one, sources) for one in (value.start, value.stop, value.step))
     if not isinstance(value, SIMPLE):
         raise Unexpandable(f"{value!r} is an argument")
     return type(value), repr(value) if isinstance(value, float | complex) else value  # 0.0 equals -0.0
 
 
-def _layout(node: fx.Node) -> tuple[Any, ...]:
-    return layout_of(fake(node))
-
-
-def layout_of(array: torch.Tensor) -> tuple[Any, ...]:
-    """What operators can know about an array without memory."""
-    return array.shape, array.stride(), array.storage_offset(), array.dtype, array.device
+def _layout(node: fx.Node) -> torch_private.Layout:
+    return torch_private.layout(fake(node))
 
 
 def _is_closed(nodes: Sequence[fx.Node], sources: Sequence[fx.Node]) -> bool:

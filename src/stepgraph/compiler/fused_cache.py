@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from torch import fx
 from stepgraph.compiler.kernels.choices import cache_folder, processor
 from stepgraph.compiler.kernels.update import UPDATE, Recorded, expanded_update
 from stepgraph.compiler.memory import Timeline
-from stepgraph.compiler.program import Phase, fakes, notes
+from stepgraph.compiler.program import Part, Phase, fakes, notes
 from stepgraph.errors import StorageError, reason
 from stepgraph.system import background, torch_private
 from stepgraph.system.storage import read_regular, replace_file
@@ -75,6 +76,17 @@ def key(graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> st
         return None
     under = torch_private.compiled_under(arrays)
     return None if under is None else hashlib.sha256(f"{outline(graph)} {under} {decided}".encode()).hexdigest()
+
+
+def outline_of(part: Part) -> str:
+    """The outline of a part, computed once: it is needed to look for what was kept, and to load that."""
+    found = _outlines.get(part)
+    if found is None:
+        found = _outlines[part] = outline(part.module.graph)
+    return found
+
+
+_outlines: WeakKeyDictionary[Part, str] = WeakKeyDictionary()
 
 
 def outline(graph: fx.Graph) -> str:

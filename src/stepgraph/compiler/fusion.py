@@ -182,7 +182,7 @@ def _candidates(part: Part) -> list[Part]:
 
 def was_fused(part: Part) -> bool:
     """Whether an earlier run seems to have fused a part; this takes little time."""
-    outlines = (fused_cache.outline(one.module.graph) for one in _candidates(part))
+    outlines = map(fused_cache.outline_of, _candidates(part))
     return bool(fused_cache.files()) and any(map(fused_cache.knows, outlines))
 
 
@@ -249,7 +249,7 @@ def _beside_steps(arrays: Sequence[torch.Tensor]) -> AbstractContextManager[Any]
 def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
     """Where the compiled function is kept: under the operators as they were recorded, then as they are compiled."""
     known = fused_cache.key(module.graph, arrays, *decided, SMALL, _hardware(arrays))
-    return None if known is None else f"{fused_cache.outline(part.module.graph)}-{known}"
+    return None if known is None else f"{fused_cache.outline_of(part)}-{known}"
 
 
 def _prepared(part: Part, step: Step) -> Module:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import call, fake, inherit
+from stepgraph.compiler.program import call, fake, inherit, remove_dead
 
 aten = torch.ops.aten
 BIASES = 2  # the index among the gradients of a convolution
@@ -24,7 +24,7 @@ def hide(graph: fx.Graph) -> None:
             _hide_convolution(node)
         elif node.target is aten.convolution_backward.default and _may_lie_either_way(*node.args[:3]):
             _hide_convolution_backward(node)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def _hide_convolution(node: fx.Node) -> None:

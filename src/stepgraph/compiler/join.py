@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import call, fake, inherit, notes, writes
+from stepgraph.compiler.program import call, fake, inherit, notes, remove_dead, writes
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def join_products(graph: fx.Graph) -> None:
             if gradients is not None:
                 _join_source_gradient(graph, family, *gradients, order)
     _sort(graph, order)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def join_activations(graph: fx.Graph) -> None:
@@ -96,12 +96,8 @@ def _join_weight_gradients(
     shapes = {fake(one).shape for one in family.weights}
     members = {
         node.args[0].args[0]: node
-        for node in graph.find_nodes(op="call_function", target=aten.mm.default)
-        if fake(node) is not None
-        and fake(node.args[1]) is not None
-        and _viewed(node.args[1]) == _viewed(family.source)
-        and node.args[0].target is aten.t.default
-        and fake(node).shape in shapes
+        for node in _products_with(family.source, order)
+        if node.args[0].target is aten.t.default and fake(node) is not None and fake(node).shape in shapes
     }
     if len(members) != len(family.weights):
         return None
@@ -120,6 +116,16 @@ def _join_weight_gradients(
     _date(order, order[last], (joint, turned, whole, *parts))
     _replace(list(members.values()), parts)
     return tuple(members), joint
+
+
+def _products_with(source: fx.Node, order: dict[fx.Node, int]) -> list[Any]:
+    """The products `… source`, in order."""
+    found, views, shape = [], [_root(source)], fake(source).shape
+    for view in views:  # grows meanwhile
+        views += [user for user in view.users if user.target in VIEWS]
+        if fake(view) is not None and fake(view).shape == shape:
+            found += [user for user in view.users if user.target is aten.mm.default and user.args[1] is view]
+    return sorted(found, key=order.__getitem__)
 
 
 def _attention(gradients: Iterable[fx.Node]) -> fx.Node | None:
@@ -157,9 +163,10 @@ def _join_source_gradient(
 ) -> None:
     """The sum of `gᵢ Wᵢ` as one product, if nothing else reads its parts."""
     products = {
-        node.args[0]: node
-        for node in graph.find_nodes(op="call_function", target=aten.mm.default)
-        if node.args[0] in gradients and node.args[1] in family.weights
+        one: node
+        for one in gradients
+        for node in one.users
+        if node.target is aten.mm.default and node.args[0] is one and node.args[1] in family.weights
     }
     if set(products) != set(gradients):
         return

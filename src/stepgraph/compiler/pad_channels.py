@@ -19,7 +19,7 @@ from torch import fx
 
 from stepgraph.compiler import hidden  # noqa: F401  defines the operators
 from stepgraph.compiler.absorbed import is_absorbed, is_reduction, made, users_of
-from stepgraph.compiler.program import call, fake, set_fake, update_views
+from stepgraph.compiler.program import call, fake, remove_dead, set_fake, update_views
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 ALIGNED = 16  # bytes that matrix units read at a time
@@ -41,7 +41,7 @@ def pad_channels(graph: fx.Graph) -> None:
         bare = not any(map(_sums_biases, readers)) and are_unaligned(readers)
         if bare and _is_computed_for_these(gradient):
             _pad_gradient(gradient, padded)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     graph.lint()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import label_losses
-from stepgraph.compiler.program import call, fake, inherit, set_fake
+from stepgraph.compiler.program import call, fake, inherit, remove_dead, set_fake
 from stepgraph.system import torch_private
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -31,7 +31,7 @@ def pad_classes(graph: fx.Graph) -> None:
         product = _product(node.args[0])
         if product is not None:
             _pad(product, node)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     graph.lint()
 
 

@@ -23,7 +23,7 @@ from stepgraph.compiler.pad_channels import (
     read_padded,
     sums,
 )
-from stepgraph.compiler.program import call, fake, inherit
+from stepgraph.compiler.program import call, fake, inherit, remove_dead
 from stepgraph.compiler.stored import write
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -44,7 +44,7 @@ def pad_predictions(graph: fx.Graph) -> None:
         found = _predictions(both)
         if found is not None:
             _pad(both, found, padded)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     graph.lint()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
+from stepgraph.compiler.alike import Known
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
@@ -162,17 +163,16 @@ def call(like: fx.Node, target: Any, arguments: tuple[Any, ...], **settings: Any
     """A new operator of the same layer and phase as another, at the graph's insertion point."""
     node = like.graph.call_function(target, arguments, settings)
     note(node, layer=notes(like).layer, phase=notes(like).phase)
-    arrays = [one for source in node.all_input_nodes for one in fakes(source)]
-    # PyTorch types arrays without memory as ordinary ones; numbers that the function makes itself join their mode.
-    with arrays[0].fake_mode:  # type: ignore[attr-defined]
-        set_fake(node, target(*fx.map_arg(arguments, fake), **settings))
+    refresh(node)
     return node
 
 
 def refresh(node: fx.Node) -> None:
-    """Computes the fake of an operator again, from those of its arguments."""
-    with fakes(node.all_input_nodes[0])[0].fake_mode:  # type: ignore[attr-defined]
-        set_fake(node, node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake)))  # type: ignore[operator]
+    """Computes the fake of an operator from those of its arguments."""
+    arrays = (one for source in node.all_input_nodes for one in fakes(source))
+    # PyTorch types arrays without memory as ordinary ones; numbers that a function makes itself join their mode.
+    known = Known.of(next(arrays).fake_mode)  # type: ignore[attr-defined]
+    set_fake(node, known.result(node.target, *fx.map_arg((node.args, node.kwargs), fake)))
 
 
 def set_fake(node: fx.Node, value: Any) -> None:
@@ -185,8 +185,7 @@ def update_views(node: fx.Node) -> None:
     for user in node.users:
         if is_view(user) and user.target is not getitem:
             user.target = aten.reshape.default if user.target is aten.view.default else user.target
-            with fake(user).fake_mode:
-                set_fake(user, user.target(*fx.map_arg(user.args, fake)))  # type: ignore[operator]
+            refresh(user)
             update_views(user)
 
 
@@ -359,6 +358,13 @@ class Part:
 def operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators of a graph, in order."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Removes operators whose results nothing reads. PyTorch's own function spends most of its time on other checks."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 def _asks_switches(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ from stepgraph.compiler.absorbed import (
     reads,
 )
 from stepgraph.compiler.minimum_cut import UNLIMITED, Network
-from stepgraph.compiler.program import fake, inherit, is_view, notes
+from stepgraph.compiler.program import fake, inherit, is_view, notes, remove_dead
 from stepgraph.compiler.rewritten import (
     affordable,
     kept_for_products,
@@ -110,7 +110,7 @@ def _recompute(graph: fx.Graph, cut: _Cut) -> None:
                 copy = again.copy(source, node, repeated)
                 alone = source in cut.apart and node in cut.inside
                 node.replace_input_with(source, again.alone(source, node) if alone else copy)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def _staying(order: Iterable[fx.Node], kept: Set[fx.Node]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import call, fake
+from stepgraph.compiler.program import call, fake, remove_dead
 from stepgraph.compiler.stored import store
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def multiply_windows(graph: fx.Graph) -> None:
         is_part = not fake(gradient).is_contiguous(memory_format=LAST)
         if _fits(gradient, x, filters, settings) and is_part and not mask[BIASES]:
             moved.add(_multiply_gradient(node))
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     store(graph, moved)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.absorbed import is_absorbed, is_gradient, is_reduction, is_small, made, sums_rows, users_of
-from stepgraph.compiler.program import call, fake, is_view
+from stepgraph.compiler.program import call, fake, is_view, remove_dead
 from stepgraph.compiler.stored import MOVES
 from stepgraph.system import torch_private
 
@@ -113,7 +113,7 @@ def sum_rows_where_written(graph: fx.Graph) -> None:
         _write_in_blocks(node, blocks)
     for node, count in summed.items():
         _add_in_blocks(node, count)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def _sum_together(node: fx.Node) -> None:

@@ -122,14 +122,12 @@ unseen: Any = torch._C._DisableTorchDispatch
 def snapshot(array: Any) -> torch.Tensor:
     """An array without memory that stays as another one is now; inside of a recording, `detach` would be recorded."""
     with unseen():
-        meta = array.detach()
-    return FakeTensor(array.fake_mode, meta, array.fake_device)
+        return _fake(array.fake_mode, array, array.fake_device)
 
 
 class Layout(NamedTuple):
     """What is known about an array without memory, besides its memory."""
 
-    mode: Any
     device: torch.device
     dtype: torch.dtype
     shape: Sequence[int]
@@ -140,15 +138,15 @@ class Layout(NamedTuple):
 
 
 def layout(array: Any) -> Layout:
-    """The layout of an array without memory; its mode and device have no public names."""
-    kept = array.fake_mode, array.fake_device, array.dtype, array.shape, array.stride(), array.storage_offset()
+    """The layout of an array without memory; its device has no public name that a recording would not see."""
+    kept = array.fake_device, array.dtype, array.shape, array.stride(), array.storage_offset()
     return Layout(*kept, array.is_conj(), array.is_neg())
 
 
-def laid_out(given: Layout, storage: torch.UntypedStorage | None) -> torch.Tensor:
+def laid_out(given: Layout, mode: FakeTensorMode, storage: torch.UntypedStorage | None) -> torch.Tensor:
     """An array without memory with a layout, also in a recording, as a view of a storage or of its own.
 
-    Public functions would ask the recording, which takes five times as long.
+    Public functions would ask the recording, which takes twenty times as long.
     """
     with unseen():
         if storage is None:
@@ -156,7 +154,32 @@ def laid_out(given: Layout, storage: torch.UntypedStorage | None) -> torch.Tenso
         else:
             made = torch.empty(0, dtype=given.dtype, device="meta")
             made.set_(storage, given.offset, given.shape, given.strides)
-    return FakeTensor(given.mode, made, given.device)
+        found = _fake(mode, made, given.device)
+    if storage is None:
+        guard = torch._C._set_warn_deprecated_on_mutable_data_ptr
+        (guard if mode._allow_unsafe_data_ptr_access else torch._C._set_throw_on_mutable_data_ptr)(found)
+    return found
+
+
+def _fake(mode: Any, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An array without memory in the place of another one.
+
+    Its constructor takes five times as long: it sets twenty attributes, and allocates an array on a GPU each time.
+    """
+    known = _attributes(device)
+    made: Any = torch.Tensor._make_subclass(
+        FakeTensor, like, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    made.__dict__.update(known, fake_mode=mode)
+    return made
+
+
+@cache
+def _attributes(device: torch.device) -> dict[str, Any]:
+    """What the constructor of an array without memory sets, except its mode."""
+    with unseen():
+        made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
+    return {name: value for name, value in vars(made).items() if name != "fake_mode"}
 
 
 def without_memory(
@@ -168,18 +191,8 @@ def without_memory(
 
 
 def another(value: Any) -> Any:
-    """An array without memory like one, which shares nothing with it; public functions take five times as long."""
-    if not isinstance(value, FakeTensor):
-        return value
-    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return FakeTensor(value.fake_mode, alike, value.device)
-
-
-def placed(value: Any, owner: torch.Tensor) -> torch.Tensor:
-    """An array without memory like one, in the memory of another; public functions take ten times as long."""
-    alike = torch.empty(0, dtype=value.dtype, device="meta")
-    alike.set_(owner.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-    return FakeTensor(value.fake_mode, alike, value.device)
+    """An array without memory like one, which shares nothing with it; public functions take twenty times as long."""
+    return laid_out(layout(value), value.fake_mode, None) if isinstance(value, FakeTensor) else value
 
 
 @cache

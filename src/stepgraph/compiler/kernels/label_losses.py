@@ -322,8 +322,8 @@ def expand(graph: fx.Graph) -> None:
         if node.target in _OVERWRITING and stays_one(fake(node.args[0])) and _is_needed_after(node):
             with graph.inserting_before(node):
                 node.update_arg(0, call(node, torch.ops.aten.clone.default, (node.args[0],)))
-        if node.op == "call_function":
-            node.target = _EXPANDED.get(node.target, node.target)
+        if node.target in _EXPANDED:
+            node.target = _EXPANDED[node.target]
 
 
 def _is_needed_after(node: fx.Node) -> bool:

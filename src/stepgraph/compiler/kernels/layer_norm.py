@@ -125,7 +125,8 @@ EXPANDED: dict[Any, Callable[..., Triple]] = {
 def expand_layer_norms(graph: fx.Graph) -> None:
     """Expands them into PyTorch's operators, for a compiler that fuses them."""
     for node in graph.nodes:
-        node.target = EXPANDED.get(node.target, node.target)
+        if node.target in EXPANDED:
+            node.target = EXPANDED[node.target]
 
 
 class _Kernels:

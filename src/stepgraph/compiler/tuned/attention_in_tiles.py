@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.launch import run_on
-from stepgraph.compiler.program import fake, inherit
+from stepgraph.compiler.program import fake, inherit, remove_dead
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.tuned.gpus import ROOMY
 from stepgraph.compiler.tuned.row import Tuned
@@ -36,7 +36,7 @@ def tile_attention(graph: fx.Graph) -> None:
             plain = all(given.get(name, value) == value for name, value in PLAIN.items())
             if plain and fits_tiles(*(fake(one) for one in sources)):
                 _replace(node, sources, given)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def _replace(node: fx.Node, sources: list[fx.Node], given: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
-from stepgraph.compiler.program import call, fake, inherit
+from stepgraph.compiler.program import call, fake, inherit, remove_dead
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
 from stepgraph.compiler.tuned.small_convolution_sums import convolve_and_pool, pooled_gradients
 
@@ -74,7 +74,7 @@ def _join_pool(convolution: fx.Node, images: fx.Node, pool: fx.Node) -> None:
         node.graph.erase_node(node)
     if relu is not None:
         relu.replace_all_uses_with(results[0])
-        relu.graph.eliminate_dead_code()
+        remove_dead(relu.graph)
 
 
 def _relu_between(maxima: fx.Node, spread: Sequence[fx.Node]) -> fx.Node | None:
