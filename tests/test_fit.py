@@ -111,7 +111,11 @@ def test_the_loss_of_an_epoch_does_not_depend_on_batches(kind: sg.ReductionType,
     for size, together in ((5, 1), (8, 1), (4, 3)):
         settings = {"batch_size": size, "accumulate": together, "validation": data, "progress": "quiet"}
         history = sg.fit(training, data, **settings)
-        found = [history["loss"][0], history["validation loss"][0], sg.evaluate(training, data, batch_size=size)["loss"]]
+        found = [
+            history["loss"][0],
+            history["validation loss"][0],
+            sg.evaluate(training, data, batch_size=size)["loss"],
+        ]
         assert found == pytest.approx([whole] * 3, rel=1e-5)
 
 
