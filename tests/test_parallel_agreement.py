@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
+from stepgraph.compiler.step import STREAM
 from stepgraph.report.run import Run
 from tests.parallel_runs import batch, compiled, first_weights, marks, mlp, new, rows, together
 
@@ -264,3 +265,29 @@ def compiled_again() -> Any:
 
 def test_compiling_again_gives_all_ranks_the_numbers_of_the_first() -> None:
     assert together(2, compiled_again) == [compiled_again()] * 2
+
+
+def other_numbers(kind: str) -> list[str]:
+    """One rank has another random stream, or another scale of the loss; then it has that of the others again."""
+    training = new("cnn", compute_type="float16" if kind == "scale" else None)
+    found = [tried(training, "cnn", 0)]
+    state, last = training.require_session("test").state, os.environ[RANK] == "1"
+    assert state is not None
+    scale, stream = training.loss_scale, state.arrays[STREAM]
+    if last and scale is not None:
+        training.loss_scale = scale / 2
+    elif last:
+        stream[1] += 1
+    found.append(tried(training, "cnn", 1))
+    if scale is not None:
+        training.loss_scale = scale  # on every rank, since it begins to count finite steps again
+    elif last:
+        stream[1] -= 1
+    return [*found, tried(training, "cnn", 1)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of float16 on the CPU
+@pytest.mark.parametrize("kind", ["stream", "scale"])
+def test_ranks_with_another_random_stream_or_loss_scale_are_refused(kind: str) -> None:
+    for first, second, third in together(2, other_numbers, kind):
+        assert first == third == "fine" and "random streams or loss scales" in second

@@ -140,7 +140,9 @@ def disagreement(
         if rows != first[1] or abs(sample - first[2]) >= news.TOLERANCE:
             problem = f"ranks 0 and {rank} have different batches, of {first[1]:.0f} and {rows:.0f} rows"
             if rows == first[1]:
-                problem += ", or different learning rates or other numbers of the optimizer"
+                problem += (
+                    ", or different learning rates or other numbers of the optimizer, random streams or loss scales"
+                )
             fix = "pass the whole batch, with its rows in the same order, on every rank, which takes its own rows; "
             return ExecutionError(where, problem, fix=f"{fix}assign numbers of the optimizer on every rank")
     return None
