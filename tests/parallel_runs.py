@@ -206,6 +206,26 @@ def marks(training: sg.TrainingGraph) -> dict[str, str]:
     return {kind: one.hexdigest() for kind, one in found.items()}
 
 
+REFUSED = {
+    "label": ["row 11 holds the class index 99", "found by      rank 1 of 2"],
+    "batch": ["ranks 0 and 1 have different batches, of 13 and 13 rows"],
+    "failure": ["rank 1 failed in this step; nothing has changed"],
+    "write": ["rank 1 has written to 'Convolution1.weights' since the last update, and rank 0 has not"],
+}
+
+
+def first_weights(training: sg.TrainingGraph) -> sg.Tensor:
+    return next(layer.parameters["weights"] for layer in training.layers if "weights" in layer.parameters)
+
+
+def expect_refusal(kind: str, first: str, second: str) -> None:
+    """Two ranks have refused an update: both say why, but for the one that failed, which has an error of its own."""
+    for text in REFUSED[kind]:
+        assert text in first, first
+        assert kind == "failure" or text in second, second
+    assert kind != "failure" or "out of order" in second
+
+
 # fit
 
 

@@ -95,6 +95,30 @@ def test_accumulated_batches_are_one_large_batch(kind: sg.ReductionType, rows: i
     assert small.optimizer.time_step == 3 and history["step"] == [1, 2]
 
 
+@pytest.mark.parametrize("kind", [sg.ReductionType.MEAN, sg.ReductionType.SUM, sg.ReductionType.NONE])
+@pytest.mark.parametrize("shards", [None, 3])
+def test_the_loss_of_an_epoch_does_not_depend_on_batches(kind: sg.ReductionType, shards: int | None) -> None:
+    """It is that of all rows as one batch, whatever runs at once."""
+    x, y = sg.Tensor((sg.BATCH, FEATURES), label="x"), sg.Tensor((sg.BATCH,), "int64", label="y")
+    graph = sg.Graph()
+    graph.dense(x, CLASSES)
+    loss = sg.LossLayer.softmax_cross_entropy(kind)
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(0.0))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu", parallel=None if shards is None else sg.Parallel(shards))
+    data = arrays(27)
+    whole = sg.fit(training, data, batch_size=27, progress="quiet")["loss"][0]
+    for size, together in ((5, 1), (8, 1), (4, 3)):
+        settings = {"batch_size": size, "accumulate": together, "validation": data, "progress": "quiet"}
+        history = sg.fit(training, data, **settings)
+        found = [
+            history["loss"][0],
+            history["validation loss"][0],
+            sg.evaluate(training, data, batch_size=size)["loss"],
+        ]
+        assert found == pytest.approx([whole] * 3, rel=1e-5)
+
+
 def test_an_epoch_may_end_within_a_group() -> None:
     training = network()
     history = sg.fit(training, arrays(), epochs=1, accumulate=4, progress="quiet")  # 6 batches: 4 and 2

@@ -342,9 +342,10 @@ def differing() -> dict[str, str]:
     other, found = os.environ["RANK"] == "1", {}
 
     def attempt(name: str, width: int = 8, rate: float = 0.1, activation: str = "tanh", **settings: Any) -> None:
+        average = settings.pop("average", None)
         x, y, graph = sg.Tensor((sg.BATCH, 6)), sg.Tensor((sg.BATCH, 3)), sg.Graph()
         graph.dense(getattr(graph, activation)(graph.dense(x, width)), 3)
-        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(rate))
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(rate), average=average)
         training.add_inputs({"x": x}, {"y": y})
         try:
             compiled(training, **settings)
@@ -355,6 +356,7 @@ def differing() -> dict[str, str]:
     attempt("shapes", width=9 if other else 8)
     attempt("layers", activation="relu" if other else "tanh")
     attempt("optimizer", rate=0.2 if other else 0.1)
+    attempt("average", average=0.5 if other else 0.9)
     attempt("shards", shards=4 if other else 8)
     attempt("numerics", check_numerics=other)
     attempt("precision", compute_type="bfloat16" if other else None)
@@ -377,7 +379,17 @@ def differing() -> dict[str, str]:
 def test_ranks_with_another_program_are_refused_with_both_digests() -> None:
     first, second = together(2, differing)
     assert first == second
-    assert list(first) == ["shapes", "layers", "optimizer", "shards", "numerics", "precision", "version", "processor"]
+    assert list(first) == [
+        "shapes",
+        "layers",
+        "optimizer",
+        "average",
+        "shards",
+        "numerics",
+        "precision",
+        "version",
+        "processor",
+    ]
     for text in first.values():
         assert "rank 1 has another program than rank 0" in text
         digests = [line.split()[-1] for line in text.splitlines() if line.lstrip().startswith("rank ")]

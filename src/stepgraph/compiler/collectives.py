@@ -179,7 +179,8 @@ _library.define(
     "-> Tensor"
 )
 _library.define(
-    "finish_gather_(Tensor(a!)[] parameters, Tensor started, int[] bounds, int rank, int size, str group) -> ()"
+    "finish_gather_(Tensor(a!)[] parameters, Tensor started, Tensor? agreed, int[] bounds, int rank, int size, "
+    "str group) -> ()"
 )
 
 
@@ -218,9 +219,18 @@ def swaps(device: torch.device, size: int) -> bool:
 
 @torch.library.impl(_library, "finish_gather_", _ANYWHERE)
 def _finish_gather_(
-    parameters: Arrays, started: torch.Tensor, bounds: Sequence[int], rank: int, size: int, group: str
+    parameters: Arrays,
+    started: torch.Tensor,
+    agreed: torch.Tensor | None,
+    bounds: Sequence[int],
+    rank: int,
+    size: int,
+    group: str,
 ) -> None:
-    """Writes what other ranks have sent; `bounds` are their slices as starts and stops, parameter by parameter."""
+    """Writes what other ranks have sent; `bounds` are their slices as starts and stops, parameter by parameter.
+
+    An update that the device refuses writes nothing: a rank may have other numbers, which is why it is refused.
+    """
     _lines[group].finish(started)
     swapped = swaps(started.device, size)
     gathered = started.view(parameters[0].dtype).view(1 if swapped else size, -1)
@@ -233,7 +243,10 @@ def _finish_gather_(
                 to.append(flat[start:stop])
                 of.append(gathered[0 if swapped else other, places[other] : places[other] + stop - start])
             places[other] += stop - start
-    if to:
+    if agreed is not None:
+        for kept, new in zip(to, of, strict=True):
+            torch.where(agreed, new, kept, out=kept)
+    elif to:
         torch_private.foreach_copy_(to, of)
 
 

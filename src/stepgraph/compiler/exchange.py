@@ -250,6 +250,7 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
     given = zip(part.inputs, part.placeholders, strict=True)
     tensors = {node: key.owner for key, node in given if key.kind == KeyKind.VALUE}
     nodes = {tensors[node]: node for node in marker.all_input_nodes}
+    agreed = part.placeholders[part.inputs.index(AGREED)] if AGREED in part.inputs else None
     graph, started = marker.graph, []
     following = _after_numbers(part)
     for bucket in _by_completion(nodes, step):
@@ -265,7 +266,7 @@ def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:
         for bucket, start in started:
             bounds = [edge for one in bucket for piece in ranks.slices[one] for edge in piece]
             rest = (bounds, ranks.rank, ranks.size, ranks.group)
-            _call(marker, collectives.finish_gather_, ([nodes[one] for one in bucket], start, *rest))
+            _call(marker, collectives.finish_gather_, ([nodes[one] for one in bucket], start, agreed, *rest))
 
 
 def _after_numbers(part: Part) -> fx.Node:

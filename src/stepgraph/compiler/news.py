@@ -18,8 +18,8 @@ from stepgraph.compiler.program import Part
 from stepgraph.compiler.shards import most_nodes
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 
-HEADER = ("failed", "rows", "sample", "readiness")  # the first row
-COMPARED = 3  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
+HEADER = ("failed", "rows", "sample", "changed", "which", "readiness")  # the first row
+COMPARED = 4  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
 TOLERANCE = 1e-9  # by which they may differ
 WHAT = "losses and statistics"
 DTYPE = torch.float64

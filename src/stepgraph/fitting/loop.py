@@ -21,7 +21,7 @@ from stepgraph.fitting.history import History
 from stepgraph.fitting.losses import Measured, joined
 from stepgraph.fitting.metrics import Tally
 from stepgraph.fitting.progress import Quiet
-from stepgraph.fitting.ranks import Ranks
+from stepgraph.fitting.ranks import Ranks, agreed
 from stepgraph.fitting.schedule import Schedule, completed, rate_at
 from stepgraph.fitting.stopping import FAILED, FINISHED, NAN, Stopping
 from stepgraph.fitting.trained import Trained, until
@@ -117,6 +117,7 @@ class Loop:
             while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
                 self._run_epoch()
             self.history.stopped = self.stopping.why or FINISHED
+            self.remark([] if self.stopping.who is None else [self.stopping.who])
         finally:
             self._end()
 
@@ -178,7 +179,7 @@ class Loop:
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
-        row = self._row(tested)
+        row = agreed(self.world, self._row(tested))
         self.history.epochs.append(row)
         moment = self._moment(row["epoch"], row)
         watcher.epoch(moment)
@@ -229,7 +230,7 @@ class Loop:
         finally:
             self.parts.screen.end()
             self.graph.release()
-            self._report(lambda: self.parts.recorder.end(self.position.step, stopped))
+            self._report(lambda: self.parts.recorder.end(self.position.step, stopped, self.stopping.who))
             self.history.notes += [one for one in self.parts.recorder.problems if one not in self.history.notes]
 
     def _tell_end(self, moment: Moment) -> None:

@@ -280,24 +280,21 @@ class Tally:
             self.sums[name] = part if before is None else before.to(part.device) + part
             self.rows[name] = self.rows.get(name, 0) + weight
 
-    def add_loss(self, loss: float, rows: float) -> None:
-        """Adds a batch's loss, once it was read, with its rows or whatever its mean divides by."""
-        self.loss_sum += loss * rows
-        self.loss_rows += rows
+    def add_loss(self, loss: float, rows: float | None) -> None:
+        """Adds a batch's loss, once it was read, with what its mean divides by; None for a loss that is a sum."""
+        self.loss_sum, self.loss_rows = _with(loss, rows, self.loss_sum, self.loss_rows)
 
-    def add_losses(self, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Adds a batch's losses by name, each with what its mean divides by; a single loss needs no name."""
+    def add_losses(self, losses: Mapping[str, tuple[float, float | None]]) -> None:
+        """Adds a batch's losses by name, as `add_loss` does; a single loss needs no name."""
         if len(losses) == 1:
             [(loss, rows)] = losses.values()
             self.add_loss(loss, rows)
             return
         for name, (loss, rows) in losses.items():
-            total = self.losses.setdefault(name, [0.0, 0.0])
-            total[0] += loss * rows
-            total[1] += rows
+            self.losses[name] = [*_with(loss, rows, *self.losses.get(name, (0.0, 0.0)))]
 
     def values(self) -> dict[str, Any]:
-        """Means by row, and sums as nested lists."""
+        """The numbers of all batches as of one: means by row, and sums, of which some are nested lists."""
         each = {name: total / (rows or 1) for name, (total, rows) in self.losses.items()}
         found: dict[str, Any] = {"loss": sum(each.values()) if each else self.loss_sum / (self.loss_rows or 1), **each}
         for name in self.names:
@@ -331,6 +328,11 @@ class Tally:
                 kind = None if _adds_up(metric) else torch.float64
                 self.sums[name] = torch.tensor(state["sums"][name], dtype=kind)
                 self.rows[name] = rows[name] if isinstance(rows, Mapping) else rows  # one number in earlier versions
+
+
+def _with(loss: float, rows: float | None, total: float, all_rows: float) -> tuple[float, float]:
+    """A weighted sum of losses and the sum of the weights with one more loss; sums are divided by nothing."""
+    return (total + loss, 1.0) if rows is None else (total + loss * rows, all_rows + rows)
 
 
 def _measured(name: str, given: Any, real: torch.dtype) -> torch.Tensor:

@@ -29,6 +29,15 @@ def require_alike(world: World, what: str, facts: Mapping[str, Any], fix: str) -
             raise ArgumentError("fit", problem, **mine, fix=fix)
 
 
+def agreed(world: World, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an epoch as the first rank has them: times differ, and epochs are judged by them on every rank."""
+    if world.size == 1:
+        return {**row}
+    names = [name for name, one in row.items() if isinstance(one, float)]
+    first, *_ = world.gather_numbers([row[name] for name in names], "numbers of an epoch")
+    return {**row, **dict(zip(names, first, strict=True))}
+
+
 class Ranks:
     """Measures the updates of this rank, and collects what the others have measured.
 

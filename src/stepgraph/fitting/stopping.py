@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import SIGTERM, StopSignals
 
 NAN, INTERRUPTED, TERMINATED, FAILED, FINISHED = "nan", "interrupted", "terminated", "failed", "finished"
-_WHY = (None, INTERRUPTED, INTERRUPTED, TERMINATED)  # where another rank decides, by urgency
-_ASKED, _CTRL_C, _SIGTERM = 1, 2, 3
+_ASKED, _CTRL_C, _SIGTERM = 1, 2, 3  # by urgency
+_HOW = {_ASKED: "asked to stop", _CTRL_C: "received Ctrl-C", _SIGTERM: "received SIGTERM"}
+_WHY = {_CTRL_C: INTERRUPTED, _SIGTERM: TERMINATED}
 
 
 class Stopping:
@@ -17,14 +20,16 @@ class Stopping:
         world: the ranks that train together.
 
     Attributes:
-        why: why this rank stops, or None.
+        why: why the run stops, or None; as soon as `is_due` says so, the same on all ranks.
+        who: which ranks stop it, and how, if not all do for the same reason.
         is_terminated: whether a rank has received SIGTERM, which ends the programs of all.
     """
 
     def __init__(self, world: World) -> None:
         self.world, self.signals = world, StopSignals()
         self.why: str | None = None
-        self.is_terminated = False
+        self.who: str | None = None
+        self.is_terminated = self._is_decided = False
 
     def ask(self, why: str) -> None:
         """Asks to stop; the first reason counts."""
@@ -44,8 +49,29 @@ class Stopping:
         mine = _ASKED if self.why is not None else 0
         if came is not None:
             mine = _SIGTERM if came == SIGTERM else _CTRL_C
-        most = self.world.most(mine, "whether to stop")
+        found = [int(one) for (one,) in self.world.gather_numbers([mine], "whether to stop")]
+        most = max(found)
         if most == _SIGTERM:
             self.is_terminated = True
-        self.why = self.why or _WHY[most]
+        if most and not self._is_decided:
+            self._decide(found, self.why or _WHY.get(mine, ""))
         return most > 0
+
+    def _decide(self, found: Sequence[int], mine: str) -> None:
+        """Takes the reason of the first rank with the most urgent one.
+
+        Args:
+            found: how urgent it is for each rank.
+            mine: the reason of this one.
+        """
+        reasons = self.world.gather_texts(mine, "why to stop")
+        self.why, self._is_decided = reasons[found.index(max(found))], True
+        if len({*zip(found, reasons, strict=True)}) > 1:
+            asking = [rank for rank, urgency in enumerate(found) if urgency]
+            self.who = "; ".join(_told(rank, found[rank], reasons[rank]) for rank in asking)
+
+
+def _told(rank: int, urgency: int, reason: str) -> str:
+    """What a rank has done to stop a run, and its own words for it, if there are any."""
+    how = f"rank {rank} {_HOW[urgency]}"
+    return how if reason == _WHY.get(urgency) else f"{how}: {reason}"

@@ -265,8 +265,8 @@ class Trained:
 
     def add_losses(self, tally: Tally, one: Read) -> None:
         """Adds the losses of a batch to a tally."""
-        pairs = zip(one.losses, one.amounts, strict=True)
-        tally.add_losses({loss.name: pair for loss, pair in zip(self.losses, pairs, strict=True)})
+        found = zip(self.losses, one.losses, one.amounts, strict=True)
+        tally.add_losses({loss.name: (value, None if loss.adds_up else amount) for loss, value, amount in found})
 
     def _measured(self, execution: Execution, batch: Batch) -> Measured:
         """The losses of a call, on the device; reading the numbers would synchronize."""

@@ -55,7 +55,7 @@ def digest(compiled: Compilation) -> str:
         (sys.modules["stepgraph"].__version__, torch.__version__, compiled.device.torch.type),
         kind() if compiled.device.torch.type == "cpu" else (),
         (int(settings.options), settings.compute_type, settings.parallel, compiled.feeds.batch),
-        (optimizer.rule, sorted(numbers.items())),
+        (optimizer.rule, sorted(numbers.items()), compiled.declaration.average),
         _signatures(program),
         _operators(program),
     ]

@@ -19,6 +19,7 @@ from stepgraph.compiler.step import (
     NUMBERS,
     OFFSETS,
     REFUSED,
+    SCALE,
     STREAM,
     Key,
     gradient,
@@ -82,11 +83,13 @@ class Update:
         state = self.session.state
         assert state is not None
         self.stream, self.factors = state.arrays[STREAM], state.loss_factors
-        self.compared = (*self.feeds.values(), state.arrays[NUMBERS])  # what must be the same on all ranks
         self.notes, self.offsets = state.arrays.get(REFUSED), state.arrays.get(OFFSETS)
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone() if self.division.draws else None
+        numbers = (state.arrays[NUMBERS], state.arrays.get(SCALE), self.position)
+        # What must be the same on all ranks.
+        self.compared = (*self.feeds.values(), *(one for one in numbers if one is not None))
 
     def header(self, readiness: float) -> torch.Tensor:
         """What this rank tells about itself, with its notes about indices."""

@@ -15,6 +15,7 @@ from operator import is_
 
 import torch
 
+from stepgraph import draw
 from stepgraph.compiler import collectives, guard
 from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.news import HEADER, agreed
@@ -33,6 +34,7 @@ from stepgraph.graphs.shard_update import Update
 from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import exchange
+from stepgraph.runtime.changes import Changes
 from stepgraph.runtime.exchange import Bucket, Pieces
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution
@@ -68,6 +70,7 @@ class Shards:
         self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
         self._can_capture = compiled.device.torch.type in update_graph.CAPTURED
         self._graphs = UpdateGraphs(session, world.is_alone)
+        self.changes = Changes([] if world.is_alone else [*compiled.held])
         if not world.is_alone:
             release_before_leaving(compiled.programs)
             release_before_leaving(self)
@@ -118,9 +121,11 @@ class Shards:
         outputs_data: Data | None,
     ) -> Answer:
         session = self.session
+        division.telling.change = self.changes.told()
         found = self._replayed(division, feeds, options, execution)
         if found is None:
             found = self._made_in_parts(division, feeds, options, execution)
+        self.changes.accept()
         outcome, results = found
         session.hold(division.results, outcome.results)
         session.has_drawn()
@@ -325,7 +330,9 @@ class Shards:
     def _verdict(self, read: Callable[[], torch.Tensor], failure: Exception | None) -> Verdict:
         """Whether an update counts, by what all ranks have told."""
         world = self.world  # an update has gradients, which must not be kept
-        return Verdict(read, lambda found: failure or disagreement(found, world, self._explained), self._refused)
+        return Verdict(
+            read, lambda found: failure or disagreement(found, world, self._explained, self._named), self._refused
+        )
 
     def _require_accepted(self, update: Update, verdict: Verdict) -> None:
         """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
@@ -338,6 +345,13 @@ class Shards:
     def _explained(self, noted: list[int]) -> DataError:
         """The error for what a rank has noted about indices."""
         return explanation(self.session.compilation.guarded, self.session.feeds.titles)(noted)
+
+    def _named(self, number: int) -> str:
+        """The name of a tensor that a rank has changed."""
+        tensor, layers = self.changes.tensors[number], (node.layer for node in self.session.compilation.nodes)
+        fields = ((f"{name}.{field}", one) for layer, name in draw.unique_names(layers).items()
+                  for field, one in (layer.parameters | layer.statistics).items())  # fmt: skip
+        return next((name for name, one in fields if one is tensor), tensor.label)
 
     def _let_device_decide(self, update: Update, heard: torch.Tensor, told: torch.Tensor) -> None:
         state = self.session.state
@@ -388,6 +402,7 @@ class Shards:
         if state is None or not session.compilation.decides:
             return
         self._last = session.verdict = None
+        self.changes.refuse()
         state.arrays[AGREED].fill_(True)
         if REFUSED in state.arrays:
             state.arrays[REFUSED].zero_()

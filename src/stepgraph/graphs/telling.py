@@ -24,6 +24,9 @@ class Telling:
         told: what the array has.
         rows: the rows of a batch.
         device: where the array is.
+
+    Attributes:
+        change: by how much numbers that ranks share have changed on this one, and which; None if they cannot have.
     """
 
     def __init__(self, told: Layout, rows: int, device: torch.device) -> None:
@@ -31,6 +34,9 @@ class Telling:
         self.array = torch.zeros(height + 1, width, dtype=DTYPE, device=device)
         self.header, self._sums = self.array[0, : told.head], self.array[1:-1, : told.size].unbind()
         self._sample, self._shares = self.array[0, HEADER.index("sample")], self.array[-1, : len(told.losses)]
+        self.change: torch.Tensor | None = None
+        self._told: torch.Tensor | None = None  # the change that the array has
+        self._changed = self.array[0, HEADER.index("changed") : HEADER.index("which") + 1]
         self._facts: tuple[bool, float] | None = None
         self._shared: torch.Tensor | None = None
 
@@ -46,9 +52,12 @@ class Telling:
 
     def tell_facts(self, failed: bool, readiness: float) -> None:
         """Writes what the host knows of this rank, unless it is there already."""
-        if self._facts != (failed, readiness):
-            self._facts = failed, readiness
-            self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
+        if self._facts == (failed, readiness) and self._told is self.change:
+            return
+        self._facts, self._told = (failed, readiness), self.change
+        self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
+        if self.change is not None:
+            self._changed.copy_(self.change)
 
     def tell_shards(self, sums: TreeSum, shares: torch.Tensor) -> None:
         """Writes the sums of earlier shards, and the shares of the last one, unless these are the same array again."""

@@ -111,6 +111,7 @@ class Imported:
                 raise ShapeError("load_state_dict", problem, fix="pass a state_dict of the same model")
         with torch.no_grad():
             for name, value in values.items():
+                self.tensors[name].expect_writes()
                 target = self.tensors[name].array()
                 target.copy_(value.reshape(target.shape))
             writes.note()

@@ -57,8 +57,8 @@ class Unrecorded:
     def ranks(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """What each of several ranks has done up to an update."""
 
-    def end(self, step: int, stopped: str) -> None:
-        """Training has ended."""
+    def end(self, step: int, stopped: str, who: str | None = None) -> None:
+        """Training has ended; `who` says which of several ranks have stopped it."""
 
 
 class Recorder(Unrecorded):
@@ -146,7 +146,7 @@ class Recorder(Unrecorded):
         if rows:
             self._add("ranks", step=step, ranks=[{**row, "seconds": short(row["seconds"])} for row in rows])
 
-    def end(self, step: int, stopped: str) -> None:
+    def end(self, step: int, stopped: str, who: str | None = None) -> None:
         try:
             if self.batch is not None and stopped != "failed":
                 self._wait()
@@ -154,7 +154,8 @@ class Recorder(Unrecorded):
                 if not self.profiles or self.budget.has_room(self.gradient_seconds):
                     self._write_profile(step, "end")
             at, looking = (round(one, 3) for one in (time.perf_counter() - self.began, self.budget.spent))
-            self._add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking)
+            more = {} if who is None else {"who": who}
+            self._add("end", time=_now(), step=step, stopped=stopped, at=at, looking=looking, **more)
             self._write_page()
         finally:
             self.record.close()

@@ -113,7 +113,7 @@ class Verdict:
 
 
 def disagreement(
-    told: torch.Tensor, world: World, refused: Callable[[list[int]], StepgraphError]
+    told: torch.Tensor, world: World, refused: Callable[[list[int]], StepgraphError], name: Callable[[int], str]
 ) -> StepgraphError | None:
     """Why ranks cannot make an update together; None if they can.
 
@@ -121,10 +121,11 @@ def disagreement(
         told: what each has told about itself.
         world: the ranks.
         refused: makes the error for what a rank has noted about indices.
+        name: the name of a tensor that a rank has changed, by its number.
     """
     where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
     first = headers[0]
-    for rank, ((failed, rows, sample, *_), noted) in enumerate(zip(headers, notes, strict=True)):
+    for rank, ((failed, rows, sample, changed, *_), noted) in enumerate(zip(headers, notes, strict=True)):
         if any(noted):
             error = refused(noted)
             error.facts["found_by"] = f"rank {rank} of {world.size}"
@@ -132,10 +133,33 @@ def disagreement(
         if math.isnan(failed):
             problem = f"rank {rank} failed in this step; nothing has changed"
             return ExecutionError(where, problem, fix=f"see the error of rank {rank}")
+        if changed != first[news.HEADER.index("changed")]:
+            which = [int(one[news.HEADER.index("which")]) for one in headers]
+            fix = "write the same numbers on every rank, or let every rank restore a checkpoint"
+            return ExecutionError(where, _written(which, name), fix=fix)
         if rows != first[1] or abs(sample - first[2]) >= news.TOLERANCE:
             problem = f"ranks 0 and {rank} have different batches, of {first[1]:.0f} and {rows:.0f} rows"
             if rows == first[1]:
-                problem += ", or different learning rates or other numbers of the optimizer"
+                problem += (
+                    ", or different learning rates or other numbers of the optimizer, random streams or loss scales"
+                )
             fix = "pass the whole batch, with its rows in the same order, on every rank, which takes its own rows; "
             return ExecutionError(where, problem, fix=f"{fix}assign numbers of the optimizer on every rank")
     return None
+
+
+def _written(which: list[int], name: Callable[[int], str]) -> str:
+    """Which ranks have written to what, by the number of the first tensor that each has changed; 0 is none."""
+    ranks = [rank for rank, one in enumerate(which) if one]
+    others = [rank for rank, one in enumerate(which) if not one]
+    names = " and ".join(f"'{name(one - 1)}'" for one in dict.fromkeys(which[rank] for rank in ranks))
+    if not others:
+        return f"{_listed(ranks)} have written different numbers to {names} since the last update"
+    has, have_not = ("has" if len(some) == 1 else "have" for some in (ranks, others))
+    return f"{_listed(ranks)} {has} written to {names} since the last update, and {_listed(others)} {have_not} not"
+
+
+def _listed(ranks: list[int]) -> str:
+    """`rank 1`, `ranks 1 and 2`, or `ranks 1, 2 and 3`."""
+    *most, last = map(str, ranks)
+    return f"rank {last}" if not most else f"ranks {', '.join(most)} and {last}"

@@ -111,6 +111,13 @@ class World:
         sent = torch.tensor([*numbers], dtype=torch.float64, device=self.device)
         return self.gather(sent, what)().tolist()
 
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """A text of each rank, by rank."""
+        mine = text.encode()
+        longest = self.most(len(mine), f"lengths of {what}")
+        sent = torch.tensor([*mine.ljust(longest, b"\0")], dtype=torch.uint8, device=self.device)
+        return [bytes(one).rstrip(b"\0").decode() for one in self.gather(sent, what)().tolist()]
+
     def most(self, number: int, what: str) -> int:
         """The greatest of the numbers of all ranks."""
         return int(max(one for (one,) in self.gather_numbers([number], what)))

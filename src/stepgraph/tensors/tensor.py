@@ -190,6 +190,7 @@ class Tensor:
         self._own: Array | None = None  # device memory that this tensor allocated itself and may overwrite
         self._missing = "it was created without memory" if is_described else "it has never received data"
         self._is_lent, self._shares = False, writes.Shares()
+        self.watch: writes.Watch | None = None  # where ranks must have the same numbers
 
     @classmethod
     def image(cls, width: int, height: int, channels: int, batch_size: int, **settings: Any) -> Tensor:
@@ -227,13 +228,17 @@ class Tensor:
     def data(self) -> np.ndarray | None:
         """Host data, shared, not copied, or None. For a parameter on a GPU: as of the last synchronization."""
         array = self.current if self._host is None else self._host
-        return None if array is None else self._as_numpy(array)
+        if array is None or array is not self.current:
+            return None if array is None else self._as_numpy(array)
+        return self.numpy()
 
     @property
     def memory(self) -> TensorData | None:
         """The host memory behind `data`, including the rest of the caller's buffer; None without data."""
         if self._host is None:
             return None if self.current is None else TensorData(self.current.detach().cpu().contiguous())
+        if self._host is self.current:
+            self.expect_writes()
         start = self._host.storage_offset() * self._host.element_size()
         whole = torch.empty(0, dtype=torch.uint8).set_(self._host.untyped_storage())
         return TensorData(whole[start:])
@@ -251,6 +256,7 @@ class Tensor:
     def torch(self) -> Array:
         """The current value on its device, shared, not copied."""
         if self._is_watched:
+            self.expect_writes()
             return self._shares.give(self.array())
         if not self._is_lent:
             self._is_lent = True
@@ -270,7 +276,7 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """The current value on the host; shared if it is there, otherwise copied."""
-        return self._as_numpy(self.array())
+        return self._as_numpy(self.array() if self.watch is None or self.array().is_cuda else self.torch())
 
     def _as_numpy(self, array: Array) -> np.ndarray:
         if array.dtype is torch.bfloat16:
@@ -373,7 +379,7 @@ class Tensor:
             self._graph = weakref.ref(graph)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_graph": None}  # a copy is a result of no graph
+        return {**self.__dict__, "_graph": None, "watch": None}  # a copy is a result of no graph, and no rank has it
 
     @property
     def __array_priority__(self) -> float:
@@ -447,13 +453,28 @@ class Tensor:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether its memory is its own, on a device where steps keep something that they computed from it."""
-        return self.current is not None and self.current is self._own and self.current.is_cuda
+        """Whether somebody must know who writes to its memory.
+
+        Ranks that must have the same numbers, or steps that keep something they computed from it, on a device.
+        """
+        if self.current is None:
+            return False
+        return self.watch is not None or (self.current is self._own and self.current.is_cuda)
 
     @property
     def is_exposed(self) -> bool:
         """Whether others may write to its memory unnoticed: it is theirs, or they hold an array that shares it."""
         return self.current is not self._own or self._shares.are_held
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody holds an array that shares its memory, of those that were given away on watch."""
+        return self._shares.are_held
+
+    def expect_writes(self) -> None:
+        """Must be called before anybody but an update writes to its memory."""
+        if self.watch is not None and self.current is not None:
+            self.watch.expect_writes(self.current)
 
     def on(self, device: Device) -> Array:
         """The value as it will be on `device`, copied if necessary; the tensor itself does not change."""
@@ -472,6 +493,7 @@ class Tensor:
 
     def bind(self, array: Array, device: Device) -> None:
         """Uses `array` as data and writes it to `device`, into the buffer in use if this tensor allocated it."""
+        self.expect_writes()
         if device.torch.type == "cpu":
             self.current = array
         elif self._own is not None and self._own is self.current and self._fits(self._own, array, device):
@@ -486,6 +508,7 @@ class Tensor:
 
     def overwrite(self, array: Array) -> None:
         """Writes new values into the existing memory, so that everything that shares it sees them."""
+        self.expect_writes()
         if self.has_data:
             _copied(self.array(), array)
             self.synchronize_data()

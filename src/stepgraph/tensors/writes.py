@@ -27,6 +27,36 @@ def latest() -> int:
     return _last[0]
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTH = 4096
+
+
+@torch.inference_mode()
+def checksum(array: torch.Tensor) -> torch.Tensor:
+    """A number, on the device of the array, that depends on all its bits and their order; integers add up exactly."""
+    flat = array.contiguous().view(-1).view(_INTEGERS[array.element_size()])
+    whole = flat.numel() // _WIDTH * _WIDTH
+    table = flat[:whole].view(-1, _WIDTH)
+    sums = torch.cat([table.sum(0), table.sum(1), flat[whole:].long()])
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+class Watch:
+    """Shows whether the numbers of a tensor, which other ranks have, too, are still the same.
+
+    Attributes:
+        before: the checksum of these numbers, taken when somebody could begin to write; None if nobody can have.
+    """
+
+    def __init__(self) -> None:
+        self.before: torch.Tensor | None = None
+
+    def expect_writes(self, array: torch.Tensor) -> None:
+        """Must be called before anybody but an update writes to the array."""
+        if self.before is None:
+            self.before = checksum(array)
+
+
 class Shares:
     """Arrays that were given away and share the memory of another: who still holds one may write to it unnoticed."""
 

@@ -81,10 +81,11 @@ function times(run) {
           : "Training began again: there was no checkpoint to go on from";
     return `${moment(one.time)} · ${what}.`;
   });
+  const who = run.end && run.end.who ? ` (${run.end.who})` : "";
   return [
     ...begun,
     run.end
-      ? `${moment(run.end.time)} · It ended after update ${number(run.end.step)}: ${run.end.stopped}.`
+      ? `${moment(run.end.time)} · It ended after update ${number(run.end.step)}: ${run.end.stopped}${who}.`
       : `${moment(run.changed)} · The last entry of its record.`,
   ];
 }
