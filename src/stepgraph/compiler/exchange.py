@@ -197,10 +197,14 @@ class _Exchange:
                 return _call(started, collectives.finish_scatter, (started, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
-            sent, _, given = started.args[:3]
+            arguments: Any = started.args
+            sent, _, given = arguments[:3]
             kept = [sent] if collectives.swaps(fake(started).device, ranks.size) else []
             rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            return _sized(started, collectives.finish_trade, (started, kept, given, ranks.rank, *rest), size, dtype)
+            made = _sized(started, collectives.finish_trade, (started, kept, given, ranks.rank, *rest), size, dtype)
+            if kept and len(levels) > 2:
+                note(made, workspace=given[ranks.rank])  # sums of more than two are taken in a copy of its own part
+            return made
 
 
 def _call(like: fx.Node, target: object, arguments: tuple[object, ...]) -> fx.Node:
