@@ -58,6 +58,7 @@ METRICS = {  # what they print beside an accuracy
     "14_gan": "recognized as what was asked for",
     "16_small_llama": "bits per character",
     "19_fine_tune_transformers": "bits per character",
+    "20_parallel": "of the test digits",
 }
 
 
