@@ -793,7 +793,7 @@ def named_briefly(characters: int = 100) -> Iterator[None]:
     """Cuts the names of kernels in Triton, which list all operators that a kernel fuses.
 
     Triton cuts the names of its files after 150 characters. PyTorch then does not find them, keeps no binary of such a
-    kernel, and every later run asks Triton to compile it again.
+    kernel, and asks Triton again in later runs, whose own key depends on what the process has compiled before.
     """
     from torch._inductor.codegen import triton
 
