@@ -12,11 +12,11 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler.passes.recompute import largest_batch
 from stepgraph.compiler.program import PartName, Program, fake
-from stepgraph.compiler.recompute import largest_batch
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.slices import Ownership, slices
 from stepgraph.compiler.settings import Settings, fusion_of
-from stepgraph.compiler.slices import Ownership, slices
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError

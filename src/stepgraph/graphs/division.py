@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.exchange import gradient_buckets, title
-from stepgraph.compiler.news import Layout, layout
+from stepgraph.compiler.passes.exchange import gradient_buckets, title
 from stepgraph.compiler.program import Part, PartName
-from stepgraph.compiler.shards import spans
+from stepgraph.compiler.ranks.news import Layout, layout
+from stepgraph.compiler.ranks.shards import spans
 from stepgraph.compiler.step import STREAM, Key, Step, value
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Compilation

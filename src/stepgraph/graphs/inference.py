@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from stepgraph.checkpoint.kept import Kept
-from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
 from stepgraph.graphs.averaging import AverageTensors

@@ -16,14 +16,15 @@ from operator import is_
 import torch
 
 from stepgraph import draw
-from stepgraph.compiler import collectives, guard
-from stepgraph.compiler.exchange import gradient_buckets
-from stepgraph.compiler.news import HEADER, agreed
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler import guard
+from stepgraph.compiler.passes.exchange import gradient_buckets
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks import collectives
+from stepgraph.compiler.ranks.news import HEADER, agreed
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.shards import TreeSum, own
+from stepgraph.compiler.ranks.slices import Traffic, traffic
 from stepgraph.compiler.settings import fusion_of
-from stepgraph.compiler.shards import TreeSum, own
-from stepgraph.compiler.slices import Traffic, traffic
 from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
 from stepgraph.errors import DataError, ExecutionError, NumericsError
 from stepgraph.graphs import fused_together, synchronized, update_graph

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError

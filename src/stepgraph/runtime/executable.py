@@ -27,8 +27,8 @@ from torch import fx
 
 from stepgraph.compiler import filters, fusion, operators
 from stepgraph.compiler.fusion import Function, Fused
-from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.passes.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
