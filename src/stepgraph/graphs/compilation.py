@@ -297,7 +297,7 @@ class Compilation:
 
         The gradient of a prediction that is not kept can overwrite it.
         """
-        unasked = [t for t in self.compared if program is None or self._keeps_unasked(t, program)]
+        unasked = [t for t in self.unasked if program is None or self._keeps_unasked(t, program)]
         found = [value(tensor) for tensor in dict.fromkeys([*self._asked_results(), *unasked])]
         if self.declaration.trains:
             found += self._kept_gradients()
@@ -308,6 +308,12 @@ class Compilation:
         """The predictions: the results that losses compare with labels."""
         made = {t for node in self.nodes for t in node.results}
         return tuple(dict.fromkeys(t for node in self.losses for t in node.sources if t in made))
+
+    @property
+    def unasked(self) -> list[Tensor]:
+        """Results that may be asked for: predictions, and what has only a name."""
+        made = {t for node in self.nodes for t in node.results}
+        return [*self.compared, *(t for t in self.declaration.optional_outputs if t in made)]
 
     def _keeps_unasked(self, prediction: Tensor, program: Program) -> bool:
         step = program.step
@@ -321,7 +327,7 @@ class Compilation:
         watched = [t for node in self._watched() for t in node.results]
         losses = [t for node in self.losses for t in node.results]
         made = {t for node in nodes for t in node.results}
-        wanted = [*self.declaration.outputs.values(), *nodes[-1].results, *losses, *watched]
+        wanted = [*self.declaration.kept_outputs, *nodes[-1].results, *losses, *watched]
         return [tensor for tensor in wanted if tensor in made]
 
     def _kept_gradients(self) -> list[Key]:

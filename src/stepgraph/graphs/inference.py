@@ -121,7 +121,7 @@ class InferenceGraph(CompiledGraph):
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
             binding = session.bound(PartName.INFERENCE, batch)
-            session.check_destinations(outputs_data, binding.executable.part)
+            session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable.results, found)
