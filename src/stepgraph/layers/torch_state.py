@@ -7,12 +7,16 @@ call of `holding` it holds other arrays everywhere; afterwards every attribute i
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
+from types import CellType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
 from stepgraph.types import DataType
 
+_EMPTY = CellType()
 _CONTAINERS = (dict, OrderedDict, list, tuple, set, deque)
 
 
@@ -98,7 +103,7 @@ def holding(module: nn.Module, arrays: Mapping[int, torch.Tensor], settings: Map
     """Lets a module hold other arrays, and attributes of submodules have other values, until the end of the block.
 
     The module works on copies of its lists and dictionaries, and every attribute is restored: what it assigns,
-    appends or removes meanwhile has no effect later.
+    appends or removes meanwhile has no effect later. What its functions have cached is forgotten before and after.
 
     Args:
         module: the module.
@@ -109,6 +114,7 @@ def holding(module: nn.Module, arrays: Mapping[int, torch.Tensor], settings: Map
     before = [dict(one.__dict__) for one in everywhere]
     copies: dict[int, Any] = {}
     try:
+        _forget(everywhere)
         for one, attributes in zip(everywhere, before, strict=True):
             one.__dict__.update({name: _replaced(value, arrays, copies) for name, value in attributes.items()})
             one.__dict__.update(settings.get(one, {}))
@@ -117,6 +123,33 @@ def holding(module: nn.Module, arrays: Mapping[int, torch.Tensor], settings: Map
         for one, attributes in zip(everywhere, before, strict=True):
             one.__dict__.clear()
             one.__dict__.update(attributes)
+        _forget(everywhere)
+
+
+_caches: WeakKeyDictionary[type, list[Any]] = WeakKeyDictionary()
+
+
+def _forget(modules: Sequence[nn.Module]) -> None:
+    """Clears what `functools` caches for code of modules: an array without memory must not be found in a later call."""
+    for kind in {parent for one in modules for parent in type(one).__mro__}:
+        if kind not in _caches:
+            beside = vars(sys.modules.get(kind.__module__, kind)) if issubclass(kind, nn.Module) else {}
+            is_own = not kind.__module__.startswith(("torch.", "builtins"))
+            values = [*vars(kind).values(), *beside.values()] if is_own else []
+            _caches[kind] = [cache for value in values for cache in _cached(value)]
+        for cache in _caches[kind]:
+            cache.cache_clear()
+
+
+def _cached(value: Any) -> Iterator[Any]:
+    """The caches of a function: its own, or one that a decorator has put inside."""
+    inside = (cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY)
+    yield from (one for one in (value, *inside) if isinstance(one, type(_example)))
+
+
+@lru_cache
+def _example() -> None:
+    """Has the type of all cached functions."""
 
 
 def _replaced(value: Any, arrays: Mapping[int, torch.Tensor], copies: dict[int, Any]) -> Any:
