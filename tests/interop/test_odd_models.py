@@ -302,6 +302,38 @@ def through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(y - self.mean)
 
 
+def neighbours(self: Any, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    return self.b(torch.zeros_like(x).index_add(0, edges[1], self.a(x)[edges[0]]))
+
+
+def caching(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.calls += 1
+    self.ramp = torch.arange(6.0) if self.ramp is None else self.ramp
+    return self.b(self.a(x) * self.ramp)
+
+
+def warming_up(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.calls += self.training
+    return self.b(self.a(x)) * (min(1.0, self.calls / 3) if self.training else 1.0)
+
+
+def going_on(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x) if self.last is None else self.a(x + self.last)
+    self.last = y.detach()
+    return self.b(y)
+
+
+class Repeated(nn.Module):
+    """Learned rows, as many as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.rows.expand(count, 6) / count
+
+
 def parametrized() -> nn.Module:
     made = model(lambda self, x: self.b(self.a(x)))
     made.a = parametrizations.weight_norm(made.a)
@@ -336,6 +368,12 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
         X,
         {"": "wrapped"},
     ),
+    "indices of rows": (
+        lambda: model(neighbours),
+        {"x": X, "edges": torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 1]])},
+        {"a": "native"},
+    ),
+    "a cache and a counter": (lambda: model(caching, calls=[0], ramp=[None]), X, {"a": "native"}),
     "detach": (lambda: model(lambda self, x: self.b(self.a(x).detach())), X, {"a": "native"}),
     "data": (lambda: model(lambda self, x: self.b(self.a(x).data)), X, {"a": "native"}),
     "in place": (lambda: model(in_place), X, {"a": "native"}),
@@ -375,6 +413,11 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     ),
     "numbers that follow the batch": (lambda: model(by_rows), X, {"a": "native"}),
     "numbers that follow the batch in another way": (lambda: model(odd_rows), X, {"": "wrapped"}),
+    "a module that takes the number of rows": (
+        lambda: model(lambda self, x: self.b(self.a(x) + self.start(len(x))), start=Repeated()),
+        X,
+        {"": "wrapped"},
+    ),
     "six dimensions within functions": (
         lambda: model(lambda self, x: self.b(self.a(x).view(-1, 1, 2, 1, 3, 1).mul(2).reshape(x.shape))),
         X,
@@ -573,6 +616,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception]
     "nonzero": (lambda: model(lambda self, x: x.nonzero().float()), X, {}, sg.StateError, "depends on the data"),
     "if, in a module": (lambda: nested(data_dependent_inner), X, {}, sg.StateError, "test_odd_models.py"),
     "layers dropped at random": (lambda: model(drop_layers), X, {}, sg.StateError, "depends on the data"),
+    "a factor that grows": (lambda: model(warming_up, calls=[0]), X, {}, sg.StateError, "assigned   calls"),
+    "a state between calls": (lambda: model(going_on, last=[None]), X, {}, sg.StateError, "assigned   last"),
+    "a complex buffer": (
+        lambda: model(lambda self, x: self.a(x), turns=torch.ones(3, dtype=torch.complex64)),
+        X,
+        {},
+        sg.DataTypeError,
+        "view_as_real",
+    ),
     "a lazy module": (lambda: nn.LazyLinear(3), X, {}, sg.StateError, "call the module once"),
     "a module on the meta device": (on_meta, X, {}, sg.StateError, "meta device"),
     "a scripted module": (scripted, X, {}, sg.DataTypeError, "scripted"),

@@ -56,8 +56,9 @@ def _name_every_dimension(node: fx.Node) -> None:
     """Lets a convolution have one stride, padding and so on per dimension: `padding="valid"` becomes a single 0."""
     if node.target in CONVOLUTIONS:
         first = CONVOLUTIONS[node.target]
-        images, settings = fake(node.args[first - 3]), node.args[first:]
-        count = images.ndim - 2
+        filters, settings = node.args[first - 2], node.args[first:]
+        assert isinstance(filters, fx.Node)
+        count = fake(filters).ndim - 2
         full = (one * count if isinstance(one, list | tuple) and len(one) == 1 else one for one in settings)
         node.args = (*node.args[:first], *full)
 

@@ -22,7 +22,7 @@ from stepgraph.interop.example import WHERE, Example
 from stepgraph.layers.failures import explained
 from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
-from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding
+from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, names_of, noting_assigned
 from stepgraph.system import surroundings, torch_private
 
 _capturing = threading.RLock()
@@ -30,7 +30,7 @@ _BELOW = (torch.Tensor.lt, torch.Tensor.__lt__, torch.lt)
 _PLAIN = (bool, int, float, str, type(None))
 _UNSEEN = {  # what a recording of arrays does not show
     torch.Tensor.register_hook: "registers a hook on an array",
-    torch.Tensor.data.__set__: "assigns the data of an array",
+    torch.Tensor.data.__set__: "assigns the data of an array",  # type: ignore[attr-defined]
 }
 
 
@@ -100,6 +100,7 @@ class Capture:
         output: what the model returned, with a `Value` for every array.
         reached: the numbers of the parameters that a gradient reaches, by the path of the result it starts at.
         problems: paths of modules that must become one node, and why.
+        assigned: attributes that the call gave another value, by path.
     """
 
     rows: int
@@ -111,6 +112,7 @@ class Capture:
     output: Any = None
     reached: dict[str, frozenset[int]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    assigned: tuple[str, ...] = ()
 
 
 def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[str, nn.Module], bool]) -> Capture:
@@ -138,9 +140,10 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
                 arguments, settings = example.call(values)
                 with holding(model, state, {}):
                     recorder.keep(model)
-                    with recorder.intercepting(), recorder:
+                    with noting_assigned(model) as assigned, recorder.intercepting(), recorder:
                         returned = model(*arguments, **settings)
                     recorder.finish(returned)
+                found.assigned = names_of(model, assigned)
         except StepgraphError:
             raise
         except Exception as error:
