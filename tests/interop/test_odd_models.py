@@ -323,6 +323,18 @@ def going_on(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(y)
 
 
+def likely(self: Any, x: torch.Tensor) -> torch.Tensor:
+    found = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)) + 0.1)
+    return found.log_prob(x) + found.mean
+
+
+def averaging(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.training:
+        with torch.no_grad():
+            self.b.weight.lerp_(self.a.weight, 0.1)
+    return self.a(x) - self.b(x)
+
+
 class Repeated(nn.Module):
     """Learned rows, as many as it is told."""
 
@@ -368,6 +380,7 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
         X,
         {"": "wrapped"},
     ),
+    "a distribution": (lambda: model(likely), X, {"a": "native"}),
     "indices of rows": (
         lambda: model(neighbours),
         {"x": X, "edges": torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 1]])},
@@ -670,6 +683,13 @@ def test_a_model_is_refused_with_a_reason_and_left_as_it_was(name: str) -> None:
     assert (nn.Module.__call__, vars(torch.autograd.Function)["apply"]) == (call, apply)
     for key, value in before.items():
         assert value.is_meta or torch.equal(made.state_dict()[key], value)
+
+
+def test_a_parameter_that_a_model_averages_is_refused_for_that() -> None:
+    imported = sg.from_torch(model(averaging), X)
+    training = imported.training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), sg.Tensor((sg.BATCH, 6)))
+    with pytest.raises(sg.StateError, match=r"changes the parameter 'b.weight' in place.*\n.*make it a buffer"):
+        training.compile("cpu")
 
 
 RANDOM: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {

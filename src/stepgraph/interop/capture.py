@@ -130,6 +130,7 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
         surroundings.tracing(),
         torch_private.without_checkpointing(),
         torch_private.nothing_compiled(),
+        torch_private.nothing_validated(),
     ):
         found = Capture(rows)
         recorder = _Recorder(model, found, is_node)
