@@ -131,6 +131,27 @@ def test_fused_cpu_kernels_equal_the_plain_rule(rule: str, preparation: str) -> 
         assert all(torch.equal(a, b) == stands_still for a, b in zip(found[0], parameters, strict=True))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.startswith(("sgd", "adam"))])
+def test_parameters_in_half_precision_move_as_others_do(rule: str, kind: torch.dtype) -> None:
+    optimizer, generator = RULES[rule](descriptor("plain")), torch.Generator().manual_seed(5)
+    start, gradient = (torch.randn(67, generator=generator).to(kind) for _ in range(2))
+    numbers = torch.tensor(list(optimizer.numbers().values()), dtype=torch.float64)
+    norm = torch.tensor(2.0) if optimizer.needs_global_norm else None
+    moved = []
+    for one in (kind, torch.float32):
+        states = [[torch.ones(67, dtype=one)] for _ in range(STATE[rule])]
+        parameters = [start.to(one, copy=True)]
+        update(
+            optimizer,
+            Update(parameters, [gradient.to(one)], states, numbers, norm=norm),
+            partial(named, optimizer, numbers),
+        )
+        moved.append(parameters[0].float() - start.float())
+    assert float(moved[1].abs().max()) > 0.01
+    torch.testing.assert_close(*moved, rtol=0.02, atol=4 * torch.finfo(kind).eps)
+
+
 def every_pair() -> Iterator[Any]:
     """Every rule, and every preparation of a gradient; most pairs of the two are left to the deep checks."""
     for rule, preparation in product(RULES, PREPARATIONS):

@@ -62,3 +62,20 @@ def test_what_nothing_reads_is_removed_as_by_pytorch() -> None:
     remove_dead(own)
     theirs.eliminate_dead_code()
     assert str(own) == str(theirs) and len(operators(own)) == 3
+
+
+def test_a_convolution_names_every_dimension() -> None:
+    """`padding="valid"` is recorded as one number for all, which the choice of kernels could not read."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y = torch.conv2d(x, w, padding="valid")
+        return [y, *torch.autograd.grad(y.sum(), [x, w])]
+
+    given = torch.randn(2, 3, 6, 5, requires_grad=True), torch.randn(4, 3, 3, 2, requires_grad=True)
+    traced = make_fx(step, tracing_mode="fake")(*given)
+    simplify(traced)
+    traced.recompile()
+    convolution, backward = (node for node in operators(traced.graph) if "convolution" in str(node.target))
+    assert [*convolution.args[4]] == [*backward.args[5]] == [0, 0]
+    for found, expected in zip(traced(*given), step(*given), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -50,6 +50,18 @@ class Grows(nn.Module):
         return self.cache
 
 
+class AssignsData(nn.Module):
+    """A buffer that changes where no one sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data = 0.9 * self.mean.data + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
 def branches(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.sum() > 0 else x
 
@@ -93,6 +105,7 @@ def quantized() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "data that is assigned": (AssignsData, sg.StateError, r"assigns the \.data of an array"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), sg.StateError, "'0.weight' has no shape yet"),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), sg.StateError, "'weight' is on the meta device"),
     "momentum": (

@@ -52,6 +52,7 @@ PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": ("DispatchMode", "record operators as they run"),
     "torch._dynamo.config": ("nothing_compiled", "record what compiled parts of a PyTorch module were made from"),
     "torch._dynamo.config.patch": ("nothing_compiled", "record what compiled parts of a PyTorch module were made from"),
+    "torch.distributions.Distribution._validate_args": ("nothing_validated", "record modules with distributions"),
     "torch._C._functorch.is_functorch_wrapped_tensor": ("is_transformed", "keep transformed parts of a model together"),
     "torch.utils._python_dispatch._disable_current_modes": (
         "disable_modes",

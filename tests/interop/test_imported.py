@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +272,46 @@ def test_a_loaded_graph_has_the_names_of_the_model(tmp_path: Path) -> None:
     twin.register_parameter("unused", nn.Parameter(torch.zeros(2)))
     twin.load_state_dict(loaded.state_dict())
     assert all(torch.equal(twin.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def kept(function: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """As transformers has it: a cache inside of a function."""
+    cached = functools.lru_cache(function)
+
+    def called(extent: int) -> torch.Tensor:
+        return cached(extent)
+
+    return called
+
+
+@functools.cache
+def ramp(extent: int) -> torch.Tensor:
+    return torch.arange(float(extent))
+
+
+class Cached(nn.Module):
+    """A module with arrays in caches of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.table = nn.Linear(4, 4), nn.Parameter(torch.arange(4.0))
+
+    @staticmethod
+    @kept
+    def order(extent: int) -> torch.Tensor:
+        return torch.arange(extent).flip(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.table[self.order(4)] * ramp(4)
+
+
+def test_nothing_of_a_recording_stays_in_caches() -> None:
+    module, x = Cached(), torch.ones(2, 4)
+    imported = sg.from_torch(module, x)
+    training = imported.training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), sg.Tensor((sg.BATCH, 4)))
+    training.compile("cpu")
+    training.execute({"x": x}, {"labels": x})
+    assert module(x).sum().isfinite() and type(ramp(4)) is type(Cached.order(4)) is torch.Tensor
 
 
 class Upcast(nn.Module):

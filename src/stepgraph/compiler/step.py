@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.compiler.ranks.slices import Ownership
-from stepgraph.errors import ShapeError, StepgraphError, shown_as
+from stepgraph.errors import ShapeError, StateError, StepgraphError, shown_as
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
@@ -417,7 +417,7 @@ class Step:
                     sources = (found[t] for t in node.arguments)
                     results = node.layer.infer(*sources, batch=self.batch, training=self.training)
             except StepgraphError as error:
-                if self.batch[0] == self.batch[1]:
+                if self.batch[0] == self.batch[1] or isinstance(error, StateError):  # not because of its rows
                     raise
                 where = node.where.replace(f"'{node.layer.label}'", f"'{self.name(node.layer)}'", 1)
                 if isinstance(self.batch[0], BatchExtent):

@@ -64,7 +64,10 @@ def _event(one: Event, two: Event, rows: tuple[int, int]) -> Event:
     if (one.results, one.changed) != (two.results, two.changed):
         raise Differs(one.path, "returns other arrays with another batch size")
     try:
-        return replace(one, arguments=_join(one.arguments, two.arguments, rows))
+        arguments = _join(one.arguments, two.arguments, rows)
+        if one.is_module and arguments != one.arguments:  # a layer's call is the same for all rows
+            raise Differs(one.path.rpartition(".")[0], f"passes the number of rows to '{one.path}'")
+        return replace(one, arguments=arguments)
     except ValueError as error:
         called = one.called if isinstance(one.called, str) else type(one.called).__name__
         raise Differs(one.path, f"{called} {error}") from None

@@ -22,12 +22,16 @@ from stepgraph.interop.example import WHERE, Example
 from stepgraph.layers.failures import explained
 from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
-from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding
+from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, names_of, noting_assigned
 from stepgraph.system import surroundings, torch_private
 
 _capturing = threading.RLock()
 _BELOW = (torch.Tensor.lt, torch.Tensor.__lt__, torch.lt)
 _PLAIN = (bool, int, float, str, type(None))
+_UNSEEN = {  # what a recording of arrays does not show
+    torch.Tensor.register_hook: "registers a hook on an array",
+    torch.Tensor.data.__set__: "assigns the data of an array",  # type: ignore[attr-defined]
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Capture:
         output: what the model returned, with a `Value` for every array.
         reached: the numbers of the parameters that a gradient reaches, by the path of the result it starts at.
         problems: paths of modules that must become one node, and why.
+        assigned: attributes that the call gave another value, by path.
     """
 
     rows: int
@@ -107,6 +112,7 @@ class Capture:
     output: Any = None
     reached: dict[str, frozenset[int]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    assigned: tuple[str, ...] = ()
 
 
 def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[str, nn.Module], bool]) -> Capture:
@@ -124,6 +130,7 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
         surroundings.tracing(),
         torch_private.without_checkpointing(),
         torch_private.nothing_compiled(),
+        torch_private.nothing_validated(),
     ):
         found = Capture(rows)
         recorder = _Recorder(model, found, is_node)
@@ -133,9 +140,11 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
                 values = {name: recorder.input(name, example, rows) for name in example.descriptors}
                 arguments, settings = example.call(values)
                 with holding(model, state, {}):
-                    with recorder.intercepting(), recorder:
+                    recorder.keep(model)
+                    with noting_assigned(model) as assigned, recorder.intercepting(), recorder:
                         returned = model(*arguments, **settings)
                     recorder.finish(returned)
+                found.assigned = names_of(model, assigned)
         except StepgraphError:
             raise
         except Exception as error:
@@ -159,6 +168,9 @@ class _Recorder(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._fakes: dict[int, tuple[Entry, torch.Tensor]] = {}  # by the identity of the model's own array
         self._state = set[int]()  # their numbers
+        self._memories = set[int]()  # and the memory of each
+        self._modes = {module: module.training for module in model.modules()}
+        self._own = set[int]()  # identities of all arrays that the model's modules hold themselves
         self._uniform = set[int]()  # identities of random numbers in [0, 1)
 
     # Arrays
@@ -170,7 +182,14 @@ class _Recorder(TorchFunctionMode):
         for name, tensor in state_of(self._model).items():
             self._found.state[name] = self._number(self._fakes[id(tensor)][1])
         self._state = set(self._found.state.values())
+        self._memories = {self._found.known[one].memory for one in self._state}
         return {one: fake for one, (_, fake) in self._fakes.items()}
+
+    def keep(self, module: nn.Module) -> None:
+        """Notes what a module holds: its own arrays, and what it has assigned to itself."""
+        held = [*_held(module)]
+        self._own.update(map(id, held))
+        self._alive.append(held)
 
     def input(self, name: str, example: Example, rows: int) -> torch.Tensor:
         """An input without memory."""
@@ -244,6 +263,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return called(*args, **kwargs)
+        if called in _UNSEEN:
+            self._problem(_UNSEEN[called])
         certain = self._certain(called, args)
         if certain is not None:
             return torch.tensor(certain)
@@ -278,7 +299,7 @@ class _Recorder(TorchFunctionMode):
             self._problem("passes an object that is not an array or a number", around)
         self._alive.append((args, kwargs, returned))
         changed = self._changed() if moved else ()
-        if any(old in self._state for old, _ in changed):
+        if any(self._found.known[old].memory in self._memories for old, _ in changed):
             self._problem("changes a parameter or a buffer in place")
         type_name = OFF if self._autocast and not self._autocast[-1] else None
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -355,6 +376,9 @@ class _Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self._stack.pop()
+        why = self._prevents(path, module)
+        if why:
+            self._problem(why, path.rpartition(".")[0])
         given = [*arrays_in((args, kwargs))]
         is_transformed = any(map(torch_private.is_transformed, given))
         before = [*map(torch_private.version, given)]
@@ -370,12 +394,24 @@ class _Recorder(TorchFunctionMode):
             self._inside -= 1
         for array in (*module.parameters(), *module.buffers()):  # what a node changes in itself is its own matter
             self._versions[id(array)] = torch_private.version(array)
+        self.keep(module)
         self._stack.append(path)
         try:
             self._add(module, args, kwargs, returned, moved)
         finally:
             self._stack.pop()
         return returned
+
+    def _prevents(self, path: str, module: nn.Module) -> str | None:
+        """What the code around a module does to it that a node of its own would not see."""
+        if not path:
+            return None
+        name = f"'{path}' ({type(module).__name__})"
+        if any(one.training != self._modes.get(one, one.training) for one in module.modules()):
+            return f"switches {name} between training and eval mode"
+        if any(id(array) not in self._own for array in _held(module)):
+            return f"replaces an array of {name}"
+        return f"calls {name} inside autocast" if self._autocast else None
 
     def finish(self, returned: Any) -> None:
         """Notes what the model returned, which parameters its gradient reaches, and what it assigned to itself."""
@@ -428,6 +464,14 @@ def _distinct(returned: Any, given: set[int]) -> Any:
     if type(returned) is dict:
         return {name: _distinct(one, given) for name, one in returned.items()}
     return returned
+
+
+def _held(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The arrays that a module holds at the moment, without those in its lists and dictionaries."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for one in module.modules():
+        yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

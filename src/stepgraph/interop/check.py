@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from stepgraph.errors import ArgumentError, StateError, reason
 from stepgraph.interop.example import WHERE, Example
 from stepgraph.interop.imported import Imported
 from stepgraph.layers.layer import Scope
-from stepgraph.layers.torch_state import Role, entries, flattened, holding
+from stepgraph.layers.torch_state import Assigned, Role, entries, flattened, holding, noting_assigned
 from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor
 
@@ -22,20 +22,77 @@ FEW_ROWS = 2
 
 def compare(model: nn.Module, example: Example, imported: Imported) -> None:
     """Raises an error that names the first layer whose result differs from the module's."""
-    rows = min(example.rows, FEW_ROWS) if example.is_open else example.rows
-    values = {name: _values(example, name, rows) for name in example.descriptors}
     with surroundings.tracing(), torch_private.nothing_compiled():  # with gradients, since a model may use its own
-        try:
-            expected, modules = _run(model, example, values, imported)
-        except Exception as error:
-            problem = f"the model cannot run on random numbers: {type(error).__name__}: {reason(error)[:300]}"
-            fix = "pass an example with valid integers, or check=False"
-            raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from error
+        rows, values, (expected, modules) = _on_few_rows(
+            model, example, lambda given: _run(model, example, given, imported)
+        )
         results = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
     for path, tensor in imported.outputs.items():
         apart = _apart(expected[path], results[tensor])
         if apart is not None:
             raise _error(model, imported, modules, results, path, apart)
+
+
+def require_repeatable(
+    model: nn.Module, example: Example, assigned: Mapping[bool, Sequence[str]], fixed: Collection[str]
+) -> None:
+    """Raises an error if a second call gives other numbers because of what the first one assigned.
+
+    Args:
+        model: the model.
+        example: its inputs.
+        assigned: attributes that a call assigns, in training and in inference.
+        fixed: paths of modules that stay in eval mode.
+    """
+    for training in (one for one in assigned if assigned[one]):
+        modes = {one: {"training": training and path not in fixed} for path, one in model.named_modules()}
+
+        def twice(values: Mapping[str, torch.Tensor], modes: Any = modes) -> list[dict[str, torch.Tensor]]:
+            first, kept = _seen(model, example, values, modes)
+            return [
+                first,
+                _seen(model, example, values, {one: {**modes[one], **kept.get(one, {})} for one in modes})[0],
+            ]
+
+        with surroundings.tracing(), torch_private.nothing_compiled():
+            _, _, (first, second) = _on_few_rows(model, example, twice)
+        if first.keys() != second.keys() or any(_apart(first[path], second[path]) is not None for path in first):
+            raise StateError(
+                f"{WHERE} ({type(model).__name__})",
+                f"a second call gives other numbers{' in training' * training}, but a graph repeats the first one",
+                assigned=", ".join(assigned[training]),
+                fix="keep what changes in a buffer, or pass it as an input; check=False accepts the first call",
+            )
+
+
+def _seen(
+    model: nn.Module, example: Example, values: Mapping[str, torch.Tensor], settings: Mapping[nn.Module, Any]
+) -> tuple[dict[str, torch.Tensor], Assigned]:
+    """The results of a call with the same random numbers each time, and what it assigned."""
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    arguments, named = example.call({name: value.clone().to(device) for name, value in values.items()})
+    own = {id(one.array): one.array.clone() for one in entries(model) if one.role is not Role.PARAMETER}
+    with torch.random.fork_rng(devices=[]), holding(model, own, settings):
+        torch.manual_seed(0)
+        with noting_assigned(model) as assigned:
+            output = model(*arguments, **named)
+    return {path: array.detach().cpu() for path, array in flattened(output).items()}, assigned
+
+
+def _on_few_rows(
+    model: nn.Module, example: Example, run: Callable[[Mapping[str, torch.Tensor]], Any]
+) -> tuple[int, dict[str, torch.Tensor], Any]:
+    """What a function of the inputs returns: for few rows, or for all where indices in the example need them."""
+    few = min(example.rows, FEW_ROWS) if example.is_open else example.rows
+    for rows in dict.fromkeys((few, example.rows)):
+        values = {name: _values(example, name, rows) for name in example.descriptors}
+        try:
+            return rows, values, run(values)
+        except Exception as error:
+            failure = error
+    problem = f"the model cannot run on random numbers: {type(failure).__name__}: {reason(failure)[:300]}"
+    fix = "pass an example with valid integers, or check=False"
+    raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from failure
 
 
 def _values(example: Example, name: str, rows: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, StepgraphError, UnknownNameError
 from stepgraph.interop.batch import Differs, joined, transferred
 from stepgraph.interop.capture import Capture, capture, enclosing, state_of
-from stepgraph.interop.check import compare
+from stepgraph.interop.check import compare, require_repeatable
 from stepgraph.interop.example import WHERE, Example, read_example
 from stepgraph.interop.imported import Imported
 from stepgraph.interop.plan import Plan, plan
@@ -81,6 +81,8 @@ def from_torch(
         imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
         if check:
             compare(model, recorded.example, imported)
+            assigned = {True: recorded.training.assigned, False: recorded.inference.assigned}
+            require_repeatable(model, recorded.example, assigned, fixed)
     return imported
 
 

@@ -48,7 +48,13 @@ _DECLARATION = _Known(
     "its forward computes with a field of the layer, not with the array of that field",
     "read the array: scope.array(self.weights)",
 )
-KNOWN = (_READS_NUMBERS, _OTHER_DEVICE, _DECLARATION)
+_ASSIGNS_DATA = _Known(
+    ("an array's .data is assigned",),
+    StateError,
+    "its forward assigns the .data of an array, which a recording does not see",
+    "assign the buffer itself, or write into it: with torch.no_grad(): self.mean.copy_(new)",
+)
+KNOWN = (_READS_NUMBERS, _OTHER_DEVICE, _DECLARATION, _ASSIGNS_DATA)
 
 
 def explained(where: str, forward: Callable[..., Any], error: Exception) -> StepgraphError | None:

@@ -452,7 +452,12 @@ def _move(self: Answers, momentum: float, *pairs: tuple[torch.Tensor, torch.Tens
             self.moved[id(running)] = before * (1 - momentum) + found.to(running.dtype) * momentum
 
 
+def _assigned(*_: Any) -> None:
+    raise RuntimeError("an array's .data is assigned")  # `failures` knows it
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__set__: _assigned,  # type: ignore[attr-defined]
     torch.dropout: _dropout(by_feature=False),
     torch.dropout_: _dropout(by_feature=False, in_place=True),
     torch.feature_dropout: _dropout(by_feature=True),

@@ -138,6 +138,7 @@ class ModuleCall:
             with ExitStack() as stack:
                 stack.enter_context(torch_private.without_checkpointing())
                 stack.enter_context(torch_private.nothing_compiled())
+                stack.enter_context(torch_private.nothing_validated())
                 stack.enter_context(answers)
                 stack.enter_context(Refusals())
                 if scope.compute_type is not None:  # a cast that autocast remembered would outlive the recording

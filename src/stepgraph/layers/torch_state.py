@@ -7,12 +7,16 @@ call of `holding` it holds other arrays everywhere; afterwards every attribute i
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
+from types import CellType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
 from stepgraph.types import DataType
 
+_EMPTY = CellType()
 _CONTAINERS = (dict, OrderedDict, list, tuple, set, deque)
 
 
@@ -98,7 +103,7 @@ def holding(module: nn.Module, arrays: Mapping[int, torch.Tensor], settings: Map
     """Lets a module hold other arrays, and attributes of submodules have other values, until the end of the block.
 
     The module works on copies of its lists and dictionaries, and every attribute is restored: what it assigns,
-    appends or removes meanwhile has no effect later.
+    appends or removes meanwhile has no effect later, nor has what its functions cache.
 
     Args:
         module: the module.
@@ -112,11 +117,73 @@ def holding(module: nn.Module, arrays: Mapping[int, torch.Tensor], settings: Map
         for one, attributes in zip(everywhere, before, strict=True):
             one.__dict__.update({name: _replaced(value, arrays, copies) for name, value in attributes.items()})
             one.__dict__.update(settings.get(one, {}))
-        yield
+        with _forgetting(everywhere):
+            yield
     finally:
         for one, attributes in zip(everywhere, before, strict=True):
             one.__dict__.clear()
             one.__dict__.update(attributes)
+
+
+_caches: WeakKeyDictionary[type, list[Any]] = WeakKeyDictionary()
+
+
+@contextmanager
+def _forgetting(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Clears what `functools` caches in the block for code of modules: later calls must find no array of this one."""
+    caches = [one for kind in {parent for one in modules for parent in type(one).__mro__} for one in _caches_of(kind)]
+    before = [one.cache_info().misses for one in caches]
+    try:
+        yield
+    finally:
+        for one, misses in zip(caches, before, strict=True):
+            if one.cache_info().misses != misses:
+                one.cache_clear()
+
+
+def _caches_of(kind: type) -> list[Any]:
+    """The caches of a module's methods, and of the functions in its file."""
+    if kind not in _caches:
+        is_own = issubclass(kind, nn.Module) and not kind.__module__.startswith("torch.")
+        beside = vars(sys.modules[kind.__module__]).values() if is_own and kind.__module__ in sys.modules else ()
+        values = [*vars(kind).values(), *(one for one in beside if getattr(one, "__module__", "") == kind.__module__)]
+        _caches[kind] = [cache for value in values if is_own for cache in _cached(value)]
+    return _caches[kind]
+
+
+def _cached(value: Any) -> Iterator[Any]:
+    """The cache that a function is, or that a decorator has put inside of it."""
+    function = getattr(value, "__func__", value)  # of a static method
+    cells = getattr(function, "__closure__", None) or ()
+    inside = [cell.cell_contents for cell in cells if cell != _EMPTY]
+    yield from (one for one in (function, *inside) if isinstance(one, type(_example)))
+
+
+@lru_cache
+def _example() -> None:
+    """Has the type of all cached functions."""
+
+
+Assigned = dict[nn.Module, dict[str, Any]]
+
+
+@contextmanager
+def noting_assigned(module: nn.Module) -> Iterator[Assigned]:
+    """Finds the attributes that a call gives another value, without arrays, which are statistics."""
+    before = {one: dict(vars(one)) for one in module.modules() if not type(one).__module__.startswith("torch.")}
+    found: Assigned = {}
+    yield found
+    for one, attributes in before.items():
+        new = {name: value for name, value in vars(one).items() if value is not attributes.get(name)}
+        kept = {name: new[name] for name in new if not isinstance(attributes.get(name), torch.Tensor)}
+        if kept:
+            found[one] = kept
+
+
+def names_of(module: nn.Module, assigned: Assigned) -> tuple[str, ...]:
+    """Paths of attributes."""
+    paths = [(f"{path}." if path else "", assigned.get(one, {})) for path, one in module.named_modules()]
+    return tuple(prefix + name for prefix, values in paths for name in values)
 
 
 def _replaced(value: Any, arrays: Mapping[int, torch.Tensor], copies: dict[int, Any]) -> Any:
@@ -189,7 +256,9 @@ def _require_array(where: str, name: str, array: torch.Tensor) -> None:
         fix = "give it memory first: module.to_empty(device='cpu'), then load its weights"
         raise StateError(where, f"its {name} is on the meta device and holds no numbers", fix=fix)
     if not is_supported(array):
-        raise DataTypeError(where, f"its {name} is {kind_of(array)}", fix=f"convert it to one of {type_names()}")
+        fix = "hold torch.view_as_real of it, and call torch.view_as_complex in forward"
+        fix = fix if array.is_complex() else f"convert it to one of {type_names()}"
+        raise DataTypeError(where, f"its {name} is {kind_of(array)}", fix=fix)
 
 
 def is_supported(array: torch.Tensor) -> bool:

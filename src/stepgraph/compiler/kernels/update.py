@@ -83,7 +83,7 @@ def update(
         expanded: whether to use the reference, for a compiler that turns it into a kernel.
         known: code of the rule from other updates of the same step, to which this one adds its own.
     """
-    if arrays.numbers.device.type == "cpu" and optimizer.rule in FUSED and not expanded:
+    if arrays.numbers.device.type == "cpu" and _is_fused(optimizer.rule, arrays) and not expanded:
         # The fused kernels traverse memory, not dimensions.
         pairs = zip(arrays.parameters, arrays.gradients, strict=True)
         ordered = [g if g.stride() == p.stride() else g.contiguous() for p, g in pairs]
@@ -103,6 +103,12 @@ def update(
             arrays.parameters, arrays.gradients, _flat(arrays), list(arrays.copies), getattr(n, TOGETHER),
             arrays.norm, arrays.finite, number_of(optimizer), ",".join(live), rules,
         )  # fmt: skip
+
+
+def _is_fused(rule: str, arrays: Update) -> bool:
+    """Whether a CPU has a kernel for a rule. PyTorch's for SGD leaves arrays in half precision as they are."""
+    wide = all(one.dtype in (torch.float32, torch.float64) for one in arrays.parameters)
+    return rule in FUSED and (wide or FUSED[rule] not in (_sgd, _sgd_nesterov, _sgd_momentum_torch))
 
 
 def _flat(arrays: Update) -> Arrays:

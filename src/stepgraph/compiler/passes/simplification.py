@@ -14,6 +14,7 @@ from stepgraph.compiler.program import fake, is_view, mutates, share_memory, sto
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
+CONVOLUTIONS = {aten.convolution.default: 3, aten.convolution_backward.default: 4}  # where their settings begin
 
 
 def simplify(module: fx.GraphModule) -> None:
@@ -27,6 +28,7 @@ def simplify(module: fx.GraphModule) -> None:
         if node.op != "call_function":
             continue
         _view_out_of_place(node)
+        _name_every_dimension(node)
         found = next(filter(None, (find(node) for find in RULES)), None)
         if found is not None:
             stands_in[node] = found
@@ -48,6 +50,17 @@ def _view_out_of_place(node: fx.Node) -> None:
         node.target = getattr(getattr(getattr(torch.ops, space), name.rstrip("_"), None), overload, target)
         if not is_view(node):  # `resize_` has no view for that
             node.target = target
+
+
+def _name_every_dimension(node: fx.Node) -> None:
+    """Lets a convolution have one stride, padding and so on per dimension: `padding="valid"` becomes a single 0."""
+    if node.target in CONVOLUTIONS:
+        first = CONVOLUTIONS[node.target]
+        filters, settings = node.args[first - 2], node.args[first:]
+        assert isinstance(filters, fx.Node)
+        count = fake(filters).ndim - 2
+        full = (one * count if isinstance(one, list | tuple) and len(one) == 1 else one for one in settings)
+        node.args = (*node.args[:first], *full)
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
