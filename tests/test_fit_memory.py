@@ -99,6 +99,21 @@ def test_one_row_that_does_not_fit_is_refused() -> None:
     assert parameters(training) == before
 
 
+def test_what_depends_on_the_whole_batch_is_pointed_out() -> None:
+    """Embeddings that count indices and running statistics, in parts of two rows."""
+    words, y, graph = sg.Tensor((sg.BATCH, 3), "int64"), sg.Tensor((sg.BATCH, 3, 4)), sg.Graph()
+    rows = graph.embedding(words, 5, 4, scales_gradient_by_frequency=True)
+    graph.instance_normalization(rows, tracks_running_statistics=True)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"words": words}, {"y": y})
+    training.compile("cpu")
+    data = np.arange(24).reshape(8, 3) % 5, np.zeros((8, 3, 4), np.float32)
+    limit = Portions(Trained(training), [source(training, data, 8)], 1 << 30).needed(2, False)
+    text = sg.fit(training, data, batch_size=8, memory_limit=limit, **QUIET).notes[0]
+    assert "running statistics are updated by each part" in text and "frequency of indices in each part" in text
+    assert "dropout" not in text and "batch normalization" not in text
+
+
 @pytest.mark.deep
 def test_normalization_and_dropout_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     training = network(normalized=True)

@@ -21,9 +21,7 @@ import stepgraph as sg
 from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.passes.in_place import out_of_place
-from stepgraph.compiler.passes.join import join_products
-from stepgraph.compiler.program import PartName, Phase, adopt_tags, fake, tag
+from stepgraph.compiler.program import Part, PartName, Phase, adopt_tags, fake, tag
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value
 from stepgraph.compiler.tuned import attention_in_tiles as tiled
@@ -367,6 +365,26 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
     assert "remain unfused: no compiler here" in caplog.text and not executable.is_fused
+
+
+def test_a_pass_without_arrays_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every gradient is stopped, the gradient pass makes constants of nothing."""
+
+    def fuse(part: Part, *_: object) -> fusion.Fused:
+        assert part.inputs
+        raise fusion.Unusable("not compiled here, which would take seconds")
+
+    monkeypatch.setattr(fusion, "fuse", fuse)
+    x, y, graph = sg.Tensor((4, 3)), sg.Tensor((4, 2)), sg.Graph()
+    result = graph.dense(x, 2)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.stop_gradient([result])
+    training.compile("cpu", fuse=True)
+    training.execute_forward({"x": np.ones((4, 3), np.float32)}, {"y": np.ones((4, 2), np.float32)})
+    training.execute_gradient()
+    (gradient,) = (one for (name, _), one in training.compilation.programs.executables.items() if name == "gradient")
+    assert gradient.part.nodes and not gradient.part.inputs  # so there was something to refuse
 
 
 def attention(

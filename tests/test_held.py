@@ -1,5 +1,6 @@
 """Memory held for results: two of them never overlap, numbers stay, and the plan knows of it."""
 
+import copy
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler.passes import held
-from stepgraph.compiler.program import PartName, notes
+from stepgraph.compiler.program import PartName, note, notes, storages
 from tests.parallel_runs import together
 from tests.test_memory import measured_peak, nothing_collected
 
@@ -219,6 +221,23 @@ def test_passes_of_a_tiny_step_compute_the_same_without_it() -> None:
         passes.execute_optimizer_update()
     for one, other in zip(parameters, others, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_views_in_it_have_the_strides_of_other_views() -> None:
+    """Along dimensions of size 1, recorded views may have others, and by them products choose how to add."""
+
+    def views(x: torch.Tensor) -> list[torch.Tensor]:
+        found = [x * 2]
+        found.append(found[-1].transpose(1, 2))
+        found.append(found[-1].view(9, 2, 1))
+        return [*found, found[-1].view(18, 1)]
+
+    x = torch.zeros(9, 1, 2, 1)
+    graph = copy.deepcopy(make_fx(lambda x: views(x)[-1] + 1, tracing_mode="fake")(x).graph)  # a part's has no module
+    (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    note(product, offsets=dict.fromkeys(storages(product), 0))
+    allocations = held.write_into_arena(graph).values()
+    assert [one.like.stride() for one in allocations] == [one.stride() for one in views(x)]
 
 
 def test_views_of_what_is_in_it_are_created_once() -> None:

@@ -1,6 +1,7 @@
 """`save_onnx`: names, a free batch, numbers checked by ONNX Runtime, and what cannot be exported."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,32 @@ def test_the_first_layer_that_differs_is_named(saved: tuple[sg.InferenceGraph, P
     with pytest.raises(sg.ExecutionError, match=r"'features\.norm'.*computes other numbers from 'features\.norm' on"):
         onnx_check.check_file(asked, tmp_path / "wrong.onnx", None)
     onnx_check.check_file(asked, path, None)
+
+
+@pytest.mark.parametrize("error, is_wrong", [(3e-7, False), (3e-4, True)])
+def test_a_number_near_zero_may_be_off_by_roundings(
+    monkeypatch: pytest.MonkeyPatch, error: float, is_wrong: bool
+) -> None:
+    """One row and one number, which the bias brings to 0.001: rounding is a large share of it, and of no other row."""
+    sg.set_seed(0)
+    x, graph = sg.Tensor((sg.BATCH, 64), label="x"), sg.Graph()
+    head = sg.FullyConnectedLayer.create(64, 1, label="head")
+    result = graph.node(head, x)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.add_outputs({"y": result})
+    inference.compile("cpu")
+    asked = inference.prediction("test")
+    number = onnx_check.results(asked, onnx_check.drawn(asked, 1, seed=0))[result]
+    head.biases.torch().copy_(0.001 - number.reshape(-1))
+
+    def run(path: Path, outputs: object, batch: onnx_check.Batch) -> dict[str, torch.Tensor]:
+        return {"y": onnx_check.results(asked, batch)[result] + error}
+
+    monkeypatch.setattr(onnx_check, "run", run)
+    monkeypatch.setattr(onnx_check, "layer_values", lambda *_: {})
+    with pytest.raises(sg.ExecutionError) if is_wrong else nullcontext():
+        onnx_check.check_file(asked, Path("not read.onnx"), 1)
 
 
 def test_a_wrong_file_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from stepgraph.errors import ArgumentError, DataTypeError, MemoryLimitError, Sta
 from stepgraph.fitting.data import Source
 from stepgraph.fitting.trained import Trained
 from stepgraph.layers.dropout import DropoutLayer
+from stepgraph.layers.embedding import EmbeddingLayer
 from stepgraph.layers.normalization import BatchNormalizationLayer
 from stepgraph.tensors.extents import BatchExtent, can_be_cut, shape_at
 
@@ -125,11 +126,15 @@ class Portions:
         rows = f"{portion} row{'s' * (portion > 1)}"
         text = f"batches of {self.largest} rows run in {parts} parts of at most {rows}, which fit into "
         text += draw.size(self.limit)
-        layers = {type(node.layer) for node in self.compilation.nodes}
-        if any(issubclass(one, BatchNormalizationLayer) for one in layers):
+        layers = [node.layer for node in self.compilation.nodes]
+        if any(isinstance(one, BatchNormalizationLayer) for one in layers):
             text += "; batch normalization uses the statistics of each part, not of the whole batch"
-        if any(issubclass(one, DropoutLayer) for one in layers):
+        if any(one.statistics for one in layers if not isinstance(one, BatchNormalizationLayer)):
+            text += "; running statistics are updated by each part"
+        if any(isinstance(one, DropoutLayer) for one in layers):
             text += "; dropout draws other masks than for the whole batch"
+        if any(isinstance(one, EmbeddingLayer) and one.descriptor.scales_gradient_by_frequency for one in layers):
+            text += "; embeddings scale gradients by the frequency of indices in each part"
         return text
 
     def _fits(self, count: int) -> bool:

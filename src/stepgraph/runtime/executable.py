@@ -107,7 +107,7 @@ class Executable:
         self._capture = _Capture(self) if step.device.type == "cuda" else None
         if fused is not None:
             self._adopt(fused)
-        elif step.fusion is Fusion.FIRST and part.nodes:
+        elif step.fusion is Fusion.FIRST and self._is_fusible:
             self._fuse_now()
 
     @property
@@ -134,6 +134,11 @@ class Executable:
         if self._fusing is not None:
             return "under way"
         return "not yet" if self.step.fusion is Fusion.LATER else "never"
+
+    @property
+    def _is_fusible(self) -> bool:
+        # Where every gradient is stopped, operators make constants, and no array names a device to compile for.
+        return bool(self.part.nodes) and bool(self.part.inputs)
 
     def bound(self, memory: list[Any], arrays: Callable[[], Mapping[Key, torch.Tensor]]) -> Binding:
         """The arrays that persist between calls, looked up again if any of `memory` changed."""
@@ -241,7 +246,7 @@ class Executable:
 
     def fuse_later(self, given: Mapping[Key, torch.Tensor]) -> None:
         """Starts fusing operators, for images in the order of these, while calls continue unfused."""
-        if self.fusing == "not yet" and self.part.nodes:
+        if self.fusing == "not yet" and self._is_fusible:
             self._start_fusing(self._ordered(given))
 
     def _start_fusing(self, part: Part) -> fusion.Fusing:
@@ -253,7 +258,7 @@ class Executable:
     def _search(self, given: Mapping[Key, torch.Tensor]) -> None:
         """Takes fused operators that an earlier run has left; if there are none, starts to fuse a large step."""
         self._searches = False
-        if self.fusing != "not yet" or not self.part.nodes:
+        if self.fusing != "not yet" or not self._is_fusible:
             return
         part = self._ordered(given)
         if fusion.was_fused(part):

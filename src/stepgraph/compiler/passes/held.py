@@ -144,8 +144,24 @@ def _take_from_arena(node: fx.Node, source: fx.Node, names: dict[str, Allocation
     if notes(node).in_place:
         node.replace_all_uses_with(source)
     elif is_view(node) and fake(node).dtype is names[str(source.target)].like.dtype:
-        node.replace_all_uses_with(_name(node, Allocation(fake(node), names[str(source.target)].offset), names))
+        base = names[str(source.target)]
+        node.replace_all_uses_with(_name(node, Allocation(_viewed(node, base.like), base.offset), names))
         node.graph.erase_node(node)
+
+
+def _viewed(node: fx.Node, source: torch.Tensor) -> torch.Tensor:
+    """A view as PyTorch creates it at run time, as an array without data.
+
+    A recorded view may have other strides along dimensions of size 1. No element moves, but products choose how to add
+    by them, and a step would differ from its phases in the last bit.
+    """
+    if 1 not in fake(node).shape:
+        return fake(node)
+    count = source.untyped_storage().nbytes() // source.element_size()
+    base = torch.empty(count, dtype=source.dtype, device="meta")
+    like = base.as_strided(source.shape, source.stride(), source.storage_offset())
+    created: torch.Tensor = node.target(like, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    return created
 
 
 def _name(node: fx.Node, allocation: Allocation, names: dict[str, Allocation]) -> fx.Node:
