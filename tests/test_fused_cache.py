@@ -557,3 +557,10 @@ def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
     assert [float(again.execute(*on_gpu).loss) for _ in range(3)] == pytest.approx(found, rel=5e-3)
     assert "before the first step" in printed(again)
     assert executable.mode == "fused CUDA graph" and again.memory_plan == training.memory_plan
+
+
+def test_without_its_source_nothing_of_other_processes_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = fused_cache.source.__wrapped__
+    assert known() == known()
+    monkeypatch.setattr(fused_cache, "__file__", str(tmp_path / "all.zip" / "stepgraph" / "compiler" / "x.py"))
+    assert known() != known()

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from io import StringIO
@@ -270,3 +272,31 @@ def test_the_command_shows_labels_and_never_obeys_them(tmp_path: Path, capsys: p
     called = Called(capsys, "inspect", tmp_path / "mod\x1bel")
     assert called.code == 1
     harmless(called.err, "mod\\x1bel")
+
+
+# PyTorch's own cache
+
+WIRED = """
+import stepgraph as sg
+try:
+    sg.Graph().dense(sg.Tensor((4, 3)), 2)
+except sg.StorageError as error:
+    print(error)
+"""
+
+
+def test_a_cache_of_pytorch_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file")}
+    found = subprocess.run([sys.executable, "-c", WIRED], env=surroundings, capture_output=True, text=True, check=True)
+    # Newer versions of PyTorch may create the folder later.
+    assert not found.stdout or all(word in found.stdout for word in (str(tmp_path / "file"), "TORCHINDUCTOR_CACHE_DIR"))
+
+
+def test_files_that_a_forward_cannot_read_are_no_matter_of_its_sources(tmp_path: Path) -> None:
+    class Reading(sg.Layer):
+        def forward(self, x: Any, *, scope: Any) -> Any:
+            return x * len((tmp_path / "absent").read_text())
+
+    with pytest.raises(sg.StorageError, match=r"needs a file or folder that cannot be used.*absent"):
+        sg.Graph().node(Reading(), sg.Tensor((4, 3)))

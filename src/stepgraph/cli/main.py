@@ -10,10 +10,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from stepgraph import __version__
-from stepgraph.errors import StepgraphError
+from stepgraph.errors import StepgraphError, reason
 
 COMMANDS = (
     "demo",
@@ -80,6 +82,8 @@ def main(given: Sequence[str] | None = None) -> int:
     if asked.command is None:
         parsing.print_help(sys.stderr)
         return USAGE
+    if sys.stdout is None:  # it was closed when the command was started
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show × must not end the command
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -92,9 +96,18 @@ def main(given: Sequence[str] | None = None) -> int:
     except StepgraphError as error:
         print(error, file=sys.stderr)
         return FAILED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
-        return NO_READER
+    except OSError as error:  # of the output: errors of files are our own
+        _discard_output()
+        if isinstance(error, BrokenPipeError):
+            return NO_READER
+        print(f"stepgraph {asked.command}: {reason(error)}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _discard_output() -> None:
+    """Sends what has not been written nowhere: otherwise Python reports at exit that it cannot be written."""
+    with suppress(OSError):  # it has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

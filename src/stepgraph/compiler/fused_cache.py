@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -140,10 +141,13 @@ def _layouts(node: fx.Node) -> list[tuple[Any, ...]]:
 
 @cache
 def source() -> str:
-    """The hash of stepgraph's source."""
+    """The hash of stepgraph's source; where there is none, as in an archive, a text that no other process has."""
     root = Path(__file__).parents[1]
+    modules = sorted(root.rglob("*.py"))
+    if not modules:  # another version would have the same hash, and run what this one has compiled
+        return token_hex()
     found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
+    for file in modules:
         found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return found.hexdigest()
 

@@ -123,7 +123,7 @@ class _Preparations:
         if name not in self._begun:
             self._begun[name] = future = Future[None]()
             work = partial(self._run, future, prepare)
-            background.start("stepgraph kernels", work)
+            background.do("stepgraph kernels", work)
 
     def wait(self) -> None:
         """Waits for all of them."""

@@ -453,7 +453,13 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         except BaseException as error:
             hand(None, error)
 
-    thread = background.start("stepgraph data", work)
+    try:
+        thread = background.start("stepgraph data", work)
+    except RuntimeError:  # the system allows no more threads
+        thread = None
+    if thread is None:
+        yield from batches
+        return
     try:
         while True:
             batch, error = waiting.get()

@@ -154,19 +154,20 @@ def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
 
 
 def _run(loop: Loop) -> None:
-    """Runs the loop; a SIGTERM that came meanwhile, to any rank, then ends the program."""
+    """Runs the loop; a SIGTERM or SIGHUP that came meanwhile, to any rank, then ends the program."""
     stopping = loop.stopping
     try:
         with stopping.signals:
             loop.run()
     except Exception as error:
-        if stopping.signals.came != SIGTERM:
+        ending = stopping.signals.ending
+        if ending is None:
             raise
-        logger.error("training failed after SIGTERM: %s", error)
-        end_as_terminated()
+        logger.error("training failed after %s: %s", "SIGTERM" if ending == SIGTERM else "SIGHUP", error)
+        end_as_terminated(ending)
         raise  # the program's own handler has returned
-    if stopping.is_terminated or stopping.signals.came == SIGTERM:
-        end_as_terminated()
+    if stopping.is_terminated or stopping.signals.ending is not None:
+        end_as_terminated(stopping.signals.ending or SIGTERM)
 
 
 def evaluate(

@@ -30,7 +30,7 @@ class History:
         every: how many updates each entry of `steps` represents.
         best_epoch: the epoch with the best watched number.
         stopped: why it ended: `"finished"`, `"no improvement"`, `"nan"`, `"interrupted"` by Ctrl-C, `"terminated"` by
-            SIGTERM, or what a callback said. Of several processes that trained together, the same in all.
+            SIGTERM or SIGHUP, or what a callback said. Of several processes that trained together, the same in all.
         notes: what else there is to know: a loss that was not finite, batches that ran in parts, checkpoints or a
             report that could not be written, which of several processes has ended the run.
         ranks: for each of several processes that trained together its `rank`, the `seconds` of an update, the share of

@@ -231,7 +231,8 @@ class Loop:
             self.parts.screen.end()
             self.graph.release()
             self._report(lambda: self.parts.recorder.end(self.position.step, stopped, self.stopping.who))
-            self.history.notes += [one for one in self.parts.recorder.problems if one not in self.history.notes]
+            problems = [*self.parts.screen.problems, *self.parts.recorder.problems]
+            self.history.notes += [one for one in problems if one not in self.history.notes]
 
     def _tell_end(self, moment: Moment) -> None:
         try:

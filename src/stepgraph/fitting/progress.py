@@ -1,10 +1,16 @@
-"""Progress displays of a training run: a bar on a terminal, lines in a log, or nothing."""
+"""Progress displays of a training run: a bar on a terminal, lines in a log, or nothing.
+
+Nobody may be there to read them: the reader of a pipe has ended, a terminal was closed, the disk of a log is full. That
+does not end training.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from stepgraph.device import Device
-from stepgraph.errors import ArgumentError, readable
+from stepgraph.errors import ArgumentError, readable, reason
 from stepgraph.fitting.history import shown
 
+logger = logging.getLogger("stepgraph")
 MODES = ("auto", "rich", "plain", "quiet")
 BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
 
@@ -27,6 +34,9 @@ class Quiet:
     Args:
         epochs: the number of epochs of the run.
         device: the device whose memory is shown.
+
+    Attributes:
+        problems: why something could not be shown.
     """
 
     pause = float("inf")
@@ -35,6 +45,7 @@ class Quiet:
         self.epochs, self.device = epochs, device
         self.shown_at = self.began = time.perf_counter()
         self.first: int | None = None
+        self.problems: list[str] = []
 
     def begin(self, step: int) -> None:
         """Starts or resumes a run at an update."""
@@ -70,6 +81,16 @@ class Quiet:
         seconds = (time.perf_counter() - self.began) / done * max(total - step, 0)
         return f"{timedelta(seconds=round(seconds))} left"
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets training continue if its output cannot be written; says so once."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the second one if the program has closed the file
+            if not self.problems:
+                self.problems.append(f"its progress could not be shown: {reason(error)}")
+                logger.warning("training continues, but %s", self.problems[0])
+
 
 class Plain(Quiet):
     """Lines for logs."""
@@ -78,13 +99,21 @@ class Plain(Quiet):
 
     def line(self, text: str) -> None:
         # Characters that the terminal cannot encode must not end training.
-        encoding = sys.stdout.encoding or "utf-8"
-        print(readable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a program without a terminal has no stdout
+        with self.writing():
+            print(readable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
         of = "" if total is None else f"/{total}"
         parts = (f"epoch {epoch}/{self.epochs}", f"step {step}{of}", one_line(numbers), self.left(step, total))
         self.line("  ".join(part for part in (*parts, memory(self.device)) if part))
+
+
+class _Terminal(Console):
+    """A console that leaves it to us what a closed pipe means; rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - what rich is handling
 
 
 class Bar(Quiet):
@@ -103,7 +132,7 @@ class Bar(Quiet):
             TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
             TextColumn("{task.fields[memory]}"),
-            console=Console(),
+            console=_Terminal(),
             auto_refresh=False,
             transient=True,
             expand=True,
@@ -113,17 +142,30 @@ class Bar(Quiet):
     def begin(self, step: int) -> None:
         super().begin(step)
         self.bar.update(self.task, completed=step)
-        self.bar.start()
+        with self.writing():
+            self.bar.start()
 
     def show(self, epoch: int, step: int, total: int | None, numbers: Mapping[str, Any]) -> None:
         fields: dict[str, Any] = {"epoch": epoch, "numbers": one_line(numbers), "memory": memory(self.device)}
-        self.bar.update(self.task, completed=step, total=total, refresh=True, **fields)
+        with self.writing():
+            self.bar.update(self.task, completed=step, total=total, refresh=True, **fields)
 
     def line(self, text: str) -> None:
-        self.bar.console.print(Text(readable(text)), highlight=False)
+        with self.writing():
+            self.bar.console.print(Text(readable(text)), highlight=False)
 
     def end(self) -> None:
-        self.bar.stop()
+        with self.writing():
+            self.bar.stop()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with super().writing():
+            try:
+                yield
+            except OSError:  # a terminal that is gone does not return, and rich would keep everything for it
+                self.bar.console.quiet = True
+                raise
 
 
 def display(mode: str, epochs: int, device: Device) -> Quiet:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepgraph.runtime.world import World
-from stepgraph.system.interrupts import SIGTERM, StopSignals
+from stepgraph.system.interrupts import SIGHUP, SIGINT, SIGTERM, StopSignals
 
 NAN, INTERRUPTED, TERMINATED, FAILED, FINISHED = "nan", "interrupted", "terminated", "failed", "finished"
-_ASKED, _CTRL_C, _SIGTERM = 1, 2, 3  # by urgency
-_HOW = {_ASKED: "asked to stop", _CTRL_C: "received Ctrl-C", _SIGTERM: "received SIGTERM"}
-_WHY = {_CTRL_C: INTERRUPTED, _SIGTERM: TERMINATED}
+_ASKED, _CTRL_C, _SIGHUP, _SIGTERM = 1, 2, 3, 4  # by urgency
+_SENT = {SIGINT: _CTRL_C, SIGHUP: _SIGHUP, SIGTERM: _SIGTERM}
+_HOW = {_ASKED: "asked to stop", _CTRL_C: "received Ctrl-C", _SIGHUP: "received SIGHUP", _SIGTERM: "received SIGTERM"}
+_WHY = {_CTRL_C: INTERRUPTED, _SIGHUP: TERMINATED, _SIGTERM: TERMINATED}
 
 
 class Stopping:
@@ -22,7 +23,7 @@ class Stopping:
     Attributes:
         why: why the run stops, or None; as soon as `is_due` says so, the same on all ranks.
         who: which ranks stop it, and how, if not all do for the same reason.
-        is_terminated: whether a rank has received SIGTERM, which ends the programs of all.
+        is_terminated: whether a rank has received SIGTERM or SIGHUP, which ends the programs of all.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,10 +49,10 @@ class Stopping:
         came = self.signals.came if heeds_signals else None
         mine = _ASKED if self.why is not None else 0
         if came is not None:
-            mine = _SIGTERM if came == SIGTERM else _CTRL_C
+            mine = _SENT[came]
         found = [int(one) for (one,) in self.world.gather_numbers([mine], "whether to stop")]
         most = max(found)
-        if most == _SIGTERM:
+        if most in (_SIGHUP, _SIGTERM):
             self.is_terminated = True
         if most and not self._is_decided:
             self._decide(found, self.why or _WHY.get(mine, ""))

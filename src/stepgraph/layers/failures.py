@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from stepgraph.errors import DataTypeError, DeviceError, StateError, StepgraphError, reason
+from stepgraph.errors import DataTypeError, DeviceError, StateError, StepgraphError, StorageError, reason
 
 
 class _Known(NamedTuple):
@@ -62,6 +62,12 @@ def explained(where: str, forward: Callable[..., Any], error: Exception) -> Step
     if isinstance(error, TypeError) and not _takes_scope(forward):
         return DataTypeError(
             where, "its forward does not take scope", fix="add it as a keyword: def forward(self, x, *, scope)"
+        )
+    if isinstance(error, OSError):  # the first operators may load PyTorch's compiler, which creates its cache folder
+        return StorageError(
+            where,
+            f"its forward needs a file or folder that cannot be used: {reason(error)}",
+            fix="check path and permissions; PyTorch keeps files in TORCHINDUCTOR_CACHE_DIR or in TMPDIR",
         )
     text = f"{type(error).__name__}: {error}"
     found = next((one for one in KNOWN if any(part in text for part in one.says)), None)

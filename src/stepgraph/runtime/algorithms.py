@@ -59,7 +59,10 @@ class Loading(threading.Thread):
 def load(part: Part, device: torch.device) -> None:
     """Loads the algorithms of a part that are to be tried in this thread, and waits for it."""
     loading = Loading(part, device)
-    loading.start()
+    try:
+        loading.start()
+    except RuntimeError:  # the system allows no more threads: trials also measure how long algorithms take to load
+        return
     loading.join()
 
 

@@ -136,10 +136,17 @@ class Execution:
 
     def announce(self, completion: Completion, waited: bool) -> None:
         """Calls `completion` exactly once, when the work is done; immediately if the caller has waited for that."""
-        if self._events and not waited:  # not a daemon: the program ends after the last completion
-            threading.Thread(target=self._announce, args=(completion,), name="stepgraph completion").start()
-        else:
+        if not self._events or waited or not self._announce_later(completion):
             self._announce(completion)
+
+    def _announce_later(self, completion: Completion) -> bool:
+        """Announces in a thread, which is not a daemon: the program ends after the last completion."""
+        thread = threading.Thread(target=self._announce, args=(completion,), name="stepgraph completion")
+        try:
+            thread.start()
+        except RuntimeError:  # the system allows no more threads
+            return False
+        return True
 
     def _announce(self, completion: Completion) -> None:
         try:

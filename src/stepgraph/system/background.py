@@ -2,6 +2,9 @@
 
 Python ends daemon threads wherever they are. Inside PyTorch's code in C++ that aborts the whole process: a program that
 has done its work is reported as crashed.
+
+The system may allow no more threads, and Python starts none while a program ends. Work that only saves time is then
+done in the calling thread, before it goes on (`do`), except for work that nobody needs or that takes too long: fusing.
 """
 
 from __future__ import annotations
@@ -46,6 +49,17 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
         _running.discard(thread)
         raise
     return thread
+
+
+def do(name: str, work: Callable[[], None]) -> None:
+    """Does work in a thread, like `start`; in the calling thread if the system allows no more threads."""
+    try:
+        start(name, work)
+    except RuntimeError:
+        pass
+    else:
+        return
+    work()  # outside of the handler: what it raises has nothing to do with threads
 
 
 def end(patience: float = PATIENCE, longest: float = LONGEST) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between steps: what arrives during a change takes effect when the change is complete."""
+"""Ctrl-C, SIGTERM and SIGHUP between steps: what arrives during a change takes effect when the change is complete."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 # The functions that module `signal` wraps into enumerations, which takes three times as long as the work itself.
 _signal: Any = importlib.import_module("_signal")
 SIGINT, SIGTERM, SIG_IGN = _signal.SIGINT, _signal.SIGTERM, _signal.SIG_IGN
+SIGHUP: int = getattr(_signal, "SIGHUP", 0)  # the terminal was closed; Windows has none
 getsignal, signal, raise_signal = _signal.getsignal, _signal.signal, _signal.raise_signal
 
 
@@ -80,8 +81,11 @@ class StopSignals:
     SIGTERM that it missed. A signal that the program ignores stays ignored, and outside the main thread, where Python
     runs no handlers, nothing changes.
 
+    SIGHUP is one too, unless the program has a handler for it, which may mean anything. Further ones have no effect: a
+    terminal that is closed sends it, and so does its shell.
+
     Attributes:
-        came: the signal that came, or None; of both, SIGTERM.
+        came: the signal that came, or None; of several, the first that ends the program.
     """
 
     def __init__(self) -> None:
@@ -91,18 +95,26 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if get_ident() == _main.ident:
-            for number in (SIGINT, SIGTERM):
+            for number in filter(None, (SIGINT, SIGTERM, SIGHUP)):
                 before = getsignal(number)
-                if before not in (None, SIG_IGN):  # None: installed by a library in C
+                is_others = number == SIGHUP and callable(before)
+                if before not in (None, SIG_IGN) and not is_others:  # None: installed by a library in C
                     self._before[number] = before
                     signal(number, self._ask)
         return self
 
+    @property
+    def ending(self) -> int | None:
+        """The signal that came, if it ends the program."""
+        return None if self.came == SIGINT else self.came
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        signal(number, self._before[number])
-        if os.getpid() != self._process:  # a worker that was forked meanwhile, such as that of a data loader
+        is_forked = os.getpid() != self._process  # a worker of a data loader, for example
+        if is_forked or number != SIGHUP:
+            signal(number, self._before[number])
+        if is_forked:
             raise_signal(number)
-        elif self.came != SIGTERM:
+        elif self.ending is None:
             self.came = number
 
     def __exit__(self, *_: object) -> None:
@@ -110,13 +122,13 @@ class StopSignals:
             signal(number, before)
 
 
-def end_as_terminated() -> None:
-    """Does what SIGTERM would have done: calls the program's own handler, or ends the program with status 143.
+def end_as_terminated(number: int = SIGTERM) -> None:
+    """Does what a signal would have done: calls the program's own handler, or ends the program (SIGTERM: status 143).
 
     It ends as by `sys.exit`, so files are flushed, and whatever waits for the end of the program runs.
     """
-    handler = getsignal(SIGTERM) if get_ident() == _main.ident else None
+    handler = getsignal(number) if get_ident() == _main.ident else None
     if callable(handler):
-        raise_signal(SIGTERM)
+        raise_signal(number)
     elif handler != SIG_IGN:
-        raise SystemExit(128 + SIGTERM)
+        raise SystemExit(128 + number)

@@ -26,5 +26,5 @@ def sent(tensors: Sequence[Tensor], device: Device) -> Arrivals:
 
     if device.torch.type not in SENT:
         return lambda: [tensor.on(device) for tensor in tensors]
-    background.start("stepgraph arrivals", work)
+    background.do("stepgraph arrivals", work)
     return future.result
