@@ -56,6 +56,7 @@ def digest(compiled: Compilation) -> str:
         kind() if compiled.device.torch.type == "cpu" else (),
         (int(settings.options), settings.compute_type, settings.parallel, compiled.feeds.batch),
         (optimizer.rule, sorted(numbers.items()), compiled.declaration.average),
+        (compiled.numbered(compiled.declaration.outputs.values()), compiled.declaration.keeps_predictions),
         _signatures(program),
         _operators(program),
     ]
