@@ -164,7 +164,7 @@ class Alone(sg.Callback):
             if self.what == "callback":
                 raise ValueError("no")
             if self.what == "save":
-                moment.training.save(f"{self.folder}/own")
+                moment.graph.save(f"{self.folder}/own")
 
     def epoch(self, moment: sg.Moment) -> None:
         if self.what == "last epoch" and os.environ[RANK] == "1":
@@ -219,7 +219,7 @@ class Freezing(sg.Callback):
     """Freezes a layer after the first epoch, and unfreezes it after the second."""
 
     def epoch(self, moment: sg.Moment) -> None:
-        first_weights(moment.training).is_updatable = moment.epoch != 1
+        first_weights(moment.graph).is_updatable = moment.epoch != 1
 
 
 def recorded(folder: str) -> Any:
