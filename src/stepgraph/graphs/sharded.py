@@ -11,6 +11,7 @@ On a GPU, the device decides by what ranks have told whether the update changes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import is_
 
 import torch
@@ -137,6 +138,8 @@ class Shards:
         session, world = self.session, self.world
         batch = next(iter(self._divisions), session.compilation.usual_batch)
         division, execution = self._division(batch), Execution(session.device, False)
+        named = [replace(one, name=Call(told[0]).exchanged) for one in division.buckets]
+        division = replace(division, buckets=tuple(named))
         update = Update(session, division, {}, ExecutionOptions.NONE, execution, self.parallel.shards)
         update.failure = ExecutionError(f"rank {world.rank} of {world.size}", "this rank makes another call")
         with over_ranks.among(world.gather):

@@ -19,7 +19,7 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, u
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs import synchronized
-from stepgraph.graphs.agreement import require_divisible, require_same, share_state
+from stepgraph.graphs.agreement import require_divisible, require_same, share_state, warn_of_shared_rows
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
@@ -808,6 +808,8 @@ class TrainingGraph(CompiledGraph):
             world = compilation.world
             synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
+            if world.is_first and not same_call:
+                warn_of_shared_rows(compilation)
         put_in_place = super().prepared(compilation, arrived, keeps_passes, same_call)
 
         def put_and_resume() -> None:

@@ -42,6 +42,11 @@ class Call(IntEnum):
         return cls[call.upper()]
 
     @property
+    def exchanged(self) -> str:
+        """What ranks exchange before the call, for errors about those that do not come."""
+        return f"their calls, which must be the same (here: {self.name.lower()})"
+
+    @property
     def words(self) -> str:
         """What a rank that makes the call does."""
         return _WORDS.get(self, f"calls {self.name.lower()}")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stepgraph.compiler import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
-from stepgraph.runtime.calls import Told, disagreement
+from stepgraph.runtime.calls import Call, Told, disagreement
 from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
 from stepgraph.runtime.waits import Waits
@@ -134,7 +134,8 @@ class World:
             told: what this rank does.
             number: what it tells.
         """
-        found = self.gather_numbers([*told, number], "whether to stop")
+        what = "whether to stop" if told[0] == Call.STEP_OF_FIT else Call(told[0]).exchanged
+        found = self.gather_numbers([*told, number], what)
         calls = [(int(call), int(detail), int(switched)) for call, detail, switched, _ in found]
         error = disagreement(calls, f"rank {self.rank} of {self.size}", str)
         if error is not None:
