@@ -160,7 +160,7 @@ class Shards:
         if self.session.compilation.decides and state is not None:
             state.arrays[AGREED].fill_(False)
             self._apply_with_others(update, totals)
-            self._refused()
+            state.arrays[AGREED].fill_(True)
         raise update.failure
 
     @torch.inference_mode()
