@@ -317,6 +317,41 @@ def with_maximum_norm() -> sg.TrainingGraph:
     return training
 
 
+def centered(across: str) -> sg.TrainingGraph:
+    """A network in which rows meet, or something that every row has is learned."""
+    x, y, graph = sg.Tensor((sg.BATCH, 6)), sg.Tensor((sg.BATCH, 6)), sg.Graph()
+    hidden = graph.dense(x, 6)
+    if across == "mean":
+        hidden = hidden - graph.node(sg.ReductionLayer(sg.ReductionType.MEAN, 0), hidden)
+    elif across == "products":
+        alike = graph.node(sg.MatMulLayer(sg.MatMulDescriptor(transposes_y=True)), [hidden, hidden])
+        hidden = graph.node(sg.MatMulLayer(sg.MatMulDescriptor()), [alike, x])
+    else:
+        places = graph.node(sg.EmbeddingLayer.create(6, 1), sg.Tensor((6,), "int64", data=np.arange(6)))
+        hidden = hidden + graph.reshape((1, 6), places)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    return training
+
+
+@pytest.mark.parametrize("across, name", [("mean", "Reduction"), ("products", "MatMul1"), ("nothing", None)])
+def test_layers_that_combine_rows_are_pointed_out(
+    across: str, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled(centered(across), shards=None)
+    compiled(centered(across), shards=1)
+    assert "combines the rows" not in caplog.text
+    compiled(centered(across))
+    assert ("combines the rows of a batch" in caplog.text) == (name is not None)
+    assert name is None or f"'{name}' combines" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "heads", "imported"])
+def test_layers_that_keep_rows_apart_are_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    new(name)
+    assert "combines the rows" not in caplog.text
+
+
 def test_outputs_without_rows_are_refused() -> None:
     x, y, graph = sg.Tensor((sg.BATCH, 4)), sg.Tensor((sg.BATCH, 4)), sg.Graph()
     h = graph.dense(x, 4)

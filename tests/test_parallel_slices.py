@@ -18,6 +18,7 @@ from stepgraph.compiler.passes import held
 from stepgraph.compiler.program import EXCHANGE, PartName, notes
 from stepgraph.compiler.ranks import collectives
 from stepgraph.compiler.step import KeyKind
+from stepgraph.graphs import compilation
 from stepgraph.runtime import world as worlds
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new, together, wide
 
@@ -313,6 +314,29 @@ def test_ranks_read_averages_of_which_each_has_a_slice(tmp_path: Path) -> None:
         assert found == expected
 
 
+def small(**settings: Any) -> dict[str, str]:
+    """Two small parameters, clipped by their common norm: of three ranks, one updates nothing."""
+    sg.set_seed(5)
+    x, y, graph = sg.Tensor((sg.BATCH, 6)), sg.Tensor((sg.BATCH,), "int64"), sg.Graph()
+    graph.dense(x, 3)
+    optimizer = sg.AdamWOptimizer(0.02, clip_norm=0.1)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(ignored_label=-1), optimizer, average=0.9)
+    training.add_inputs({"x": x}, {"y": y})
+    steps(compiled(training, **settings))
+    return {kind: one for kind, one in marks(training).items() if kind != "agreed"}
+
+
+def small_ones() -> list[dict[str, str]]:
+    found = [small(), small(deterministic=True)]
+    compilation.DECIDED = {"cpu"}
+    return [*found, small()]
+
+
+def test_a_rank_that_updates_nothing_takes_part_in_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "DECIDED", compilation.DECIDED)
+    assert together(3, small_ones) == [small_ones()] * 3
+
+
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
@@ -412,7 +436,7 @@ def saves_alone(folder: str) -> None:
 @pytest.mark.deep
 def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     first, _ = together(2, saves_alone, str(tmp_path))
-    assert "optimizer state for save, which every rank must call" in first
+    assert "rank 1 did not come to exchange their calls, which must be the same (here: save)" in first
 
 
 def scaled() -> Any:

@@ -313,9 +313,22 @@ class _Walk:
         with _tagged("optimizer", Phase.UPDATE):
             numbers, column = self.arrays[NUMBERS], optimizer.columns.index("time_step")
             steps = numbers[:, column] if optimizer.groups else numbers[column]
-            steps.add_(1.0 if allowed is None else allowed)
+            steps.add_(self._counted(allowed, None if gradients else norm))
             if finite is not None:
                 _adapt(self.arrays[SCALE], finite, self._allowed())
+
+    @staticmethod
+    def _counted(allowed: torch.Tensor | None, unread: torch.Tensor | None) -> torch.Tensor | float:
+        """What an update adds to the number of steps.
+
+        Args:
+            allowed: whether it may change anything; None if it may.
+            unread: the norm of all gradients on a rank that updates nothing. Other ranks wait for its part in the
+                exchange, which would be removed if nothing depended on it. A norm is not negative.
+        """
+        if unread is None:
+            return 1.0 if allowed is None else allowed
+        return (unread < 0) + 1.0 if allowed is None else allowed | (unread < 0)
 
     def _allowed(self, finite: torch.Tensor | None = None) -> torch.Tensor | None:
         """Whether an update may change anything: gradients are finite, no index was out of range, all ranks agree."""

@@ -124,6 +124,8 @@ def fit(
     test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
     _require_repeating(epochs, train, test)
     _require_watched(stopper, graph.loss_names, given, test)
+    training.meet("fit")
+    require_alike(training.world, "arguments", {"metrics": list(given)}, fix="pass the same arguments on every rank")
     if given:
         training.keep_predictions()
     remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)

@@ -26,6 +26,7 @@ from stepgraph.fitting.schedule import Schedule, completed, rate_at
 from stepgraph.fitting.stopping import FAILED, FINISHED, NAN, Stopping
 from stepgraph.fitting.trained import Trained, until
 from stepgraph.report.recorder import Unrecorded
+from stepgraph.runtime.calls import OVER, Call
 from stepgraph.system.storage import plain, real
 
 logger = logging.getLogger("stepgraph")
@@ -113,9 +114,11 @@ class Loop:
         self.parts.screen.begin(self.position.step)
         self.world.place.step = self.position.step
         try:
-            self._start()
-            while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
-                self._run_epoch()
+            with self.world.place.running():
+                self._start()
+                while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
+                    self._run_epoch()
+                self.world.greet((Call.STEP_OF_FIT, OVER, 0))  # until here, ranks hear what one does by itself
             self.history.stopped = self.stopping.why or FINISHED
             self.remark([] if self.stopping.who is None else [self.stopping.who])
         finally:
@@ -126,7 +129,8 @@ class Loop:
         self.parts.watcher.start(moment)
         if self.parts.watcher.gave_up:  # a run that was over when it was saved
             self.stopping.ask("no improvement")
-        self.parts.callbacks.start(moment)
+        with self.stopping.telling_failures():
+            self.parts.callbacks.start(moment)
 
     def _run_epoch(self) -> None:
         began = time.perf_counter() - self.position.seconds
@@ -157,7 +161,8 @@ class Loop:
                 self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
                 if self.parts.callbacks.listen_to_steps:
-                    self.parts.callbacks.step(self._moment(position.epoch + 1))
+                    with self.stopping.telling_failures():
+                        self.parts.callbacks.step(self._moment(position.epoch + 1))
                 if settings.save_every and position.step % settings.save_every == 0:
                     self._save(position.epoch + 1)
         self._read_losses()
@@ -190,7 +195,8 @@ class Loop:
         self._count_ranks()
         # Before the checkpoint: a run that resumes from it does not repeat the epoch.
         self._report(lambda: self.parts.recorder.epoch(row))
-        self.parts.callbacks.epoch(moment)
+        with self.stopping.telling_failures():
+            self.parts.callbacks.epoch(moment)
         if self.settings.folder is not None and watcher.is_best:
             self._write(self.settings.folder / BEST)
         self._save(row["epoch"], row)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
+from stepgraph.errors import ExecutionError
+from stepgraph.runtime.calls import BETWEEN, Call
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import SIGHUP, SIGINT, SIGTERM, StopSignals
 
@@ -44,13 +47,33 @@ class Stopping:
         """
         return self.signals.came is not None and self.world.size == 1
 
-    def is_due(self, *, heeds_signals: bool = True) -> bool:
-        """Whether any rank stops; called by all of them, in the same places."""
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Around what one rank may fail in alone, such as a callback: the others hear of it instead of waiting.
+
+        An exchange that has failed is not followed by another.
+        """
+        try:
+            yield
+        except ExecutionError:
+            raise
+        except Exception:
+            with suppress(ExecutionError):  # whoever hears of it raises an error
+                self.world.greet((Call.FAILURE, 0, 0))
+            raise
+
+    def is_due(self, place: int = BETWEEN, *, heeds_signals: bool = True) -> bool:
+        """Whether any rank stops; called by all of them, in the same places.
+
+        Args:
+            place: where in a run this is.
+            heeds_signals: whether this rank stops because of a signal.
+        """
         came = self.signals.came if heeds_signals else None
         mine = _ASKED if self.why is not None else 0
         if came is not None:
             mine = _SENT[came]
-        found = [int(one) for (one,) in self.world.gather_numbers([mine], "whether to stop")]
+        found = [int(one) for one in self.world.greet((Call.STEP_OF_FIT, place, 0), mine)]
         most = max(found)
         if most in (_SIGHUP, _SIGTERM):
             self.is_terminated = True

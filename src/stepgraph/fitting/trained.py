@@ -19,6 +19,7 @@ from stepgraph.fitting.stopping import Stopping
 from stepgraph.fitting.transfer import Transfer
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
+from stepgraph.runtime.calls import BATCH, NO_BATCH
 from stepgraph.runtime.execution import Execution
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import shape_at
@@ -348,6 +349,9 @@ def _nonzero(amount: Amount) -> Amount:
 
 def until(batches: Iterator[Batch], stopping: Stopping | None) -> Iterator[Batch]:
     """Batches, until the run is interrupted."""
+    if stopping is not None and stopping.world.size > 1:
+        yield from _among_ranks(batches, stopping)
+        return
     while stopping is None or not stopping.is_due():
         try:
             batch = next(batches)
@@ -357,4 +361,14 @@ def until(batches: Iterator[Batch], stopping: Stopping | None) -> Iterator[Batch
             if stopping is not None and stopping.explains_failures:
                 return
             raise
+        yield batch
+
+
+def _among_ranks(batches: Iterator[Batch], stopping: Stopping) -> Iterator[Batch]:
+    """The same with other ranks: nobody begins an update before all have a batch for it."""
+    while True:
+        with stopping.telling_failures():
+            batch = next(batches, None)
+        if stopping.is_due(BATCH if batch is not None else NO_BATCH) or batch is None:
+            return
         yield batch

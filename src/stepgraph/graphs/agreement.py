@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
+from stepgraph import draw
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels.preferences import kind
 from stepgraph.compiler.program import Phase, Program, fake
-from stepgraph.compiler.step import KeyKind, gradient
+from stepgraph.compiler.step import KeyKind, gradient, value
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.session import Session
 from stepgraph.runtime.world import World
 from stepgraph.tensors.extents import can_be_cut
 
+logger = logging.getLogger("stepgraph")
 SLICED = (KeyKind.STATE, KeyKind.AVERAGE)  # what each rank has a part of
 
 
@@ -45,6 +49,42 @@ def require_divisible(compiled: Compilation) -> None:
             raise StateError(where, problem, fix="leave maximum_norm out, or compile without parallel")
 
 
+def warn_of_shared_rows(compiled: Compilation) -> None:
+    """Warns of a layer that combines the rows of a batch, such as a mean over them: a shard has only its own rows.
+
+    The extents of its results show it: of a result with a gradient, exactly one must follow the number of rows. Layers
+    that combine rows inside, as batch normalization does, are not found.
+    """
+    rows = compiled.rows_at_once(compiled.feeds.batch)
+    program = compiled.programs.outline(rows)
+    few, many = (compiled.step(count, True).descriptors for count in (int(rows), int(rows) * compiled.shards))
+    names = draw.unique_names(node.layer for node in compiled.nodes)
+    batched = {tensor for tensor in compiled.feeds.tensors if compiled.feeds.is_batched(tensor)}
+    read = _computed_from(node for key, node in program.inputs.items() if key.owner in batched)
+    for node in (one for one in compiled.nodes if compiled.shards > 1 and not one.is_loss):
+        for tensor in node.results:
+            shapes = few[tensor].shape, many[tensor].shape
+            follows = sum(one != other for one, other in zip(*shapes, strict=True))
+            if follows != 1 and gradient(tensor) in program.outputs and program.outputs[value(tensor)] in read:
+                logger.warning(
+                    "'%s' combines the rows of a batch, but only those of its own shard: the numbers differ from those "
+                    "of a graph without parallel",
+                    names[node.layer],
+                )
+                return
+
+
+def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Operators that read some others, directly or not, and these."""
+    found, rest = set(), [*nodes]
+    while rest:
+        node = rest.pop()
+        if node not in found:
+            found.add(node)
+            rest += node.users
+    return found
+
+
 def digest(compiled: Compilation) -> str:
     """Identifies what a rank computes: its operators, shapes, settings and versions."""
     program = compiled.programs.outline(compiled.rows_at_once(compiled.feeds.batch))
@@ -56,6 +96,11 @@ def digest(compiled: Compilation) -> str:
         kind() if compiled.device.torch.type == "cpu" else (),
         (int(settings.options), settings.compute_type, settings.parallel, compiled.feeds.batch),
         (optimizer.rule, sorted(numbers.items()), compiled.declaration.average),
+        [
+            compiled.numbered(some)
+            for some in (compiled.declaration.outputs.values(), compiled.declaration.kept_outputs)
+        ],
+        compiled.declaration.keeps_predictions,
         _signatures(program),
         _operators(program),
     ]

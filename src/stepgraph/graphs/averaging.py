@@ -52,10 +52,11 @@ class AverageTensors:
 
     Args:
         session: returns the session of the training graph, which compiling replaces.
+        meet: makes sure that every rank reads averages.
     """
 
-    def __init__(self, session: Callable[[], Session]) -> None:
-        self._session = session
+    def __init__(self, session: Callable[[], Session], meet: Callable[[], None]) -> None:
+        self._session, self._meet = session, meet
         found = require_averages(session(), "inference").averages
         self.of = {tensor: Tensor(tensor.descriptor, label=tensor.label) for tensor in found}
         self._copies: dict[Tensor, torch.Tensor] = {}
@@ -67,6 +68,7 @@ class AverageTensors:
         version = ref(state), state.averages_version, state.is_averaged
         if state.averages_are_sliced and version == self._copied:
             return
+        self._meet()
         sliced = {tensor for tensor, one in state.averages.items() if isinstance(one, Sliced)}
         with torch.inference_mode(False), torch.no_grad():
             for tensor, array in averages_of(self._session(), "execute").items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -110,6 +111,12 @@ class Compilation:
     def predictions(self) -> Names:
         """The results that the graph is asked for, by name."""
         return self.declaration.predictions
+
+    def numbered(self, tensors: Iterable[Tensor]) -> int:
+        """A number for some tensors in their order, which other ranks have for them, too."""
+        everything = [*self.feeds.tensors, *self.held, *(made for node in self.nodes for made in node.results)]
+        places = {tensor: place for place, tensor in enumerate(everything)}
+        return crc32(repr([places.get(tensor, -1) for tensor in tensors]).encode())
 
     @cached_property
     def whole(self) -> PartName:

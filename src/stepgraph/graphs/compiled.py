@@ -176,6 +176,7 @@ class CompiledGraph(Graph):
         old = session.compilation
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
+            self.meet("add_outputs", old.numbered([*declared.values(), *(t for t in outputs.values() if kept)]))
             dropped = not all(old.programs.keep(self.gradients.key(tensor)) for tensor in outputs.values())
             # Existing executables discard what is asked for, or keep what nobody asks for any more.
             new = old.redeclared(outputs=declared, named_only=named_only, rebuilds=dropped or not kept)
@@ -254,6 +255,7 @@ class CompiledGraph(Graph):
         # No other thread may run a step while the arrays are read.
         with nullcontext() if self.device is None else turn(self.device):
             group = [graph.kept() for graph in self.linked]
+            self.meet("save")
             return saving.save(group, self.linked.index(self), path, keep, notes, self.world)
 
     def restore(
@@ -299,6 +301,9 @@ class CompiledGraph(Graph):
         self._constants = tuple(tensors)
 
     # Compiling
+
+    def meet(self, call: str, detail: int = 0) -> None:
+        """Makes sure that every rank makes this call, with the same detail; none has changed anything yet."""
 
     def require_session(self, call: str) -> Session:
         """The state between calls; raises an error if the graph is not compiled."""
@@ -361,6 +366,7 @@ class CompiledGraph(Graph):
         Every error is raised before anything is replaced.
         """
         together = self.linked if graphs is None else tuple(graphs)
+        self.meet(call)
         group: list[Compilation] = []
         for graph in together:
             if graph is self:

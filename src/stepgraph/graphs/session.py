@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -115,6 +116,18 @@ class Session:
             return True
         self._switches = switches
         return False
+
+    @property
+    def switched(self) -> tuple[int, int]:
+        """Which parameters are updatable now, as a number, and the first that is frozen now, from 1, or unfrozen: -1.
+
+        Both are 0 if nothing has changed.
+        """
+        now = [*map(_is_updatable, self.compilation.held)]
+        first = next(
+            (i for i, (one, before) in enumerate(zip(now, self._updatable, strict=True), 1) if one != before), 0
+        )
+        return (crc32(bytes(now)) + 1, -first if now[first - 1] else first) if first else (0, 0)
 
     # Arrays that stay between calls
 

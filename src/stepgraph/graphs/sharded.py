@@ -11,6 +11,7 @@ On a GPU, the device decides by what ranks have told whether the update changes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import is_
 
 import torch
@@ -20,7 +21,7 @@ from stepgraph.compiler import guard
 from stepgraph.compiler.passes.exchange import gradient_buckets
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.ranks import collectives
-from stepgraph.compiler.ranks.news import HEADER, agreed
+from stepgraph.compiler.ranks.news import HEADER, agreed, calls_of, tell_call_
 from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.ranks.shards import TreeSum, own
 from stepgraph.compiler.ranks.slices import Traffic, traffic
@@ -34,11 +35,12 @@ from stepgraph.graphs.session import Answer, Session, announced
 from stepgraph.graphs.shard_update import Update
 from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
 from stepgraph.layers import over_ranks
-from stepgraph.runtime import exchange
+from stepgraph.runtime import calls, exchange
+from stepgraph.runtime.calls import Call, Told
 from stepgraph.runtime.changes import Changes
 from stepgraph.runtime.exchange import Bucket, Pieces
 from stepgraph.runtime.executable import Executable
-from stepgraph.runtime.execution import Completion, Execution
+from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
 from stepgraph.runtime.refusal import explanation
@@ -112,6 +114,56 @@ class Shards:
                 if completion is None:
                     raise
         return announced(execution, options, completion)
+
+    def meet(self, call: Call, detail: int = 0) -> None:
+        """Makes sure that every rank makes this call; otherwise, all raise an error, and nothing changes.
+
+        Ranks that make an update meanwhile hear of it in its exchange, and refuse the update: nothing else would reach
+        them. Where a run goes on, they hear of it before.
+
+        Args:
+            call: the call.
+            detail: what must be the same on all ranks.
+        """
+        if self.world.is_alone:
+            return
+        is_update = call == Call.EXECUTE
+        told = (int(call), *(self.session.switched if is_update else (detail, 0)))
+        if self.world.place.is_running and not is_update:
+            self.world.greet(told)
+            return
+        with turn(self.session.device), Uninterrupted():
+            self._meet(told)
+
+    @torch.inference_mode()
+    def _meet(self, told: Told) -> None:
+        session, world = self.session, self.world
+        batch = next(iter(self._divisions), session.compilation.usual_batch)
+        division, execution = self._division(batch), Execution(session.device, False)
+        named = [replace(one, name=Call(told[0]).exchanged) for one in division.buckets]
+        division = replace(division, buckets=tuple(named))
+        update = Update(session, division, {}, ExecutionOptions.NONE, execution, self.parallel.shards)
+        update.failure = ExecutionError(f"rank {world.rank} of {world.size}", "this rank makes another call")
+        with over_ranks.among(world.gather):
+            self._settle()
+            totals = self._summed(update, own(self.parallel.shards, world.rank, world.size)[-1])
+        header = update.header(0.0).clone()
+        tell_call_(header, told)
+        heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
+        found = calls_of(heard)
+        if len({one[:2] for one in found}) > 1:
+            update.failure = calls.disagreement(found, f"rank {world.rank} of {world.size}", self._named)
+            self._let_others_refuse(update, totals)
+
+    def _let_others_refuse(self, update: Update, totals: Pieces) -> None:
+        """Takes part in the update of ranks that make one, if these do not know yet that it is refused."""
+        assert update.failure is not None
+        state = self.session.state
+        if self.session.compilation.decides and state is not None:
+            state.arrays[AGREED].fill_(False)
+            self._apply_with_others(update, totals)
+            state.arrays[AGREED].fill_(True)
+        raise update.failure
 
     @torch.inference_mode()
     def _updated(
@@ -349,11 +401,13 @@ class Shards:
         return explanation(self.session.compilation.guarded, self.session.feeds.titles)(noted)
 
     def _named(self, number: int) -> str:
-        """The name of a tensor that a rank has changed."""
-        tensor, layers = self.changes.tensors[number], (node.layer for node in self.session.compilation.nodes)
+        """The name of a tensor that a rank has changed, or of its optimizer buffers."""
+        which = number % len(self.changes.tensors)
+        tensor, layers = self.changes.tensors[which], (node.layer for node in self.session.compilation.nodes)
         fields = ((f"{name}.{field}", one) for layer, name in draw.unique_names(layers).items()
                   for field, one in (layer.parameters | layer.statistics).items())  # fmt: skip
-        return next((name for name, one in fields if one is tensor), tensor.label)
+        found = next((name for name, one in fields if one is tensor), tensor.label)
+        return f"'{found}'" if which == number else f"the optimizer buffers of '{found}'"
 
     def _let_device_decide(self, update: Update, heard: torch.Tensor, told: torch.Tensor) -> None:
         state = self.session.state

@@ -19,7 +19,7 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, u
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs import synchronized
-from stepgraph.graphs.agreement import require_divisible, require_same, share_state
+from stepgraph.graphs.agreement import require_divisible, require_same, share_state, warn_of_shared_rows
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
@@ -30,6 +30,7 @@ from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
+from stepgraph.runtime.calls import Call
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
@@ -131,6 +132,7 @@ class TrainingGraph(CompiledGraph):
         """The moving averages of the trained parameters: copies, on the graph's device."""
         session = self.require_session("averages")
         with turn(session.device), torch.no_grad():
+            self._meet_for_averages()
             return {tensor: array.clone() for tensor, array in averages_of(session, "averages").items()}
 
     @contextmanager
@@ -146,11 +148,17 @@ class TrainingGraph(CompiledGraph):
         session = self.require_session("averaged")
         if session.state is not None:
             require_own(session.state, "averaged")
+        self._meet_for_averages()
         exchange(session)
         try:
             yield
         finally:
             exchange(self.require_session("averaged"))
+
+    def _meet_for_averages(self) -> None:
+        """Makes sure that every rank reads averages, if each has only a part of them."""
+        if self._state is not None and self._state.averages_are_sliced and not self._state.is_averaged:
+            self.meet("averages")
 
     def set_training_tensor_parameters(self, parameters: Sequence[TensorParameter]) -> None:
         """Makes input tensors trainable: the graph keeps their data and the optimizer updates them."""
@@ -296,8 +304,11 @@ class TrainingGraph(CompiledGraph):
         """
         if weights not in ("current", "average"):
             raise ArgumentError("inference", f"weights is {weights!r}", fix='pass "current" or "average"')
-        averages = None if weights == "current" else AverageTensors(lambda: self.require_session("inference"))
+        averages = None if weights == "current" else self._average_tensors()
         return inference_of(self, averages, **settings)
+
+    def _average_tensors(self) -> AverageTensors:
+        return AverageTensors(lambda: self.require_session("inference"), self._meet_for_averages)
 
     def bind_optimizer_data(
         self, data: Sequence[Any], tensor: Tensor, device_data: Sequence[TensorOptimizerDeviceData] | None = None
@@ -360,6 +371,7 @@ class TrainingGraph(CompiledGraph):
             return
         old = session.compilation
         with self._changing():
+            self.meet("keep_predictions")
             dropped = not all(old.programs.keep(value(tensor)) for tensor in old.unasked)
             new = old.redeclared(keeps_predictions=True, rebuilds=dropped)
             new.prepare("keep_predictions")
@@ -417,6 +429,8 @@ class TrainingGraph(CompiledGraph):
         now = self.compilation
         if now is None or input not in {*now.feeds.tensors, *now.constants, *now.declaration.parameters}:
             return None
+        if input in now.trainable and gradient(input) not in self.gradients.handles:
+            self.meet("gradient_tensor", now.numbered([input]))  # ranks have parts of it, which updates then exchange
         known = now.programs.outline(now.feeds.batch).outputs
         return self.gradients.handle(gradient(input), input) if gradient(input) in known else None
 
@@ -474,12 +488,12 @@ class TrainingGraph(CompiledGraph):
         device = self.require_session("execute").device
         if completion is not None:
             require_completion(completion)
+        evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
         with turn(device):
-            session = self.refreshed("execute")
+            session = self.refreshed("execute", updates=not evaluating)
             given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
-            evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
                 require_own(session.state, "execute")
@@ -709,10 +723,18 @@ class TrainingGraph(CompiledGraph):
 
     # Between the calls
 
-    def refreshed(self, call: str) -> Session:
-        """The state between calls, including what was assigned since the last one."""
+    def meet(self, call: str, detail: int = 0) -> None:
+        """Makes sure that every rank makes this call, with the same detail; none has changed anything yet."""
+        if self._shards is not None:
+            self._shards.meet(Call.named(call), detail)
+
+    def refreshed(self, call: str, *, updates: bool = False) -> Session:
+        """The state between calls, including what was assigned since the last one.
+
+        Of several ranks, one may look at something by itself. So they only compile again in an update, which all make.
+        """
         session = self.session
-        if session is None or session.is_outdated:
+        if session is None or (session.is_outdated and (updates or self.world.is_alone)):
             self.require_session(call)
             self._again("execute", self._declared, "other parameters are updatable", keeps_passes=True)
             session = self.require_session(call)
@@ -786,6 +808,8 @@ class TrainingGraph(CompiledGraph):
             world = compilation.world
             synchronized.require_one_shard_each(compilation, world)
             require_same(compilation, world)
+            if world.is_first and not same_call:
+                warn_of_shared_rows(compilation)
         put_in_place = super().prepared(compilation, arrived, keeps_passes, same_call)
 
         def put_and_resume() -> None:

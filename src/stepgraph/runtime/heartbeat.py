@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
@@ -23,6 +24,7 @@ from stepgraph.errors import line_of
 logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
 RANKS_PER_SECOND = 400  # messages that the store gets at most
+_OWN = ("waited", "is_running")  # of a place: nothing for others
 PATIENCE = 4  # beats after which a rank without a new message does not answer
 
 
@@ -36,6 +38,7 @@ class Place:
         what: the last of them.
         waiting: whether it waits for that one.
         waited: seconds it has waited for other ranks.
+        is_running: whether a run goes on, in which ranks greet each other before each update.
     """
 
     step: int = 0
@@ -43,6 +46,16 @@ class Place:
     what: str = "nothing"
     waiting: bool = False
     waited: float = 0.0
+    is_running: bool = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a run, which may be inside another one."""
+        before, self.is_running = self.is_running, True
+        try:
+            yield
+        finally:
+            self.is_running = before
 
     def start(self, what: str) -> int:
         """Counts an exchange; returns its number."""
@@ -189,7 +202,7 @@ class Heartbeat:
     def _say(self) -> None:
         with self._writing:
             self._beat += 1
-            place = {name: one for name, one in asdict(self.place).items() if name != "waited"}
+            place = {name: one for name, one in asdict(self.place).items() if name not in _OWN}
             flags = {"has_failed": self.has_failed, "has_left": self.has_left}
             message = {**place, **flags, "beat": self._beat, "line": line_of(self._main)}
             self.store.set(f"stepgraph/{self.rank}", json.dumps(message))

@@ -41,6 +41,7 @@ from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData
 
 Buffer = torch.Tensor | Sliced
 _UNKNOWN = None, memoryview(b"")
+_AVERAGE = 1_000  # the number of an average, behind those of all buffers
 FIRST_SCALE = 2.0**16  # the largest for float16; halved until gradients are finite
 
 
@@ -419,8 +420,15 @@ class TrainingState:
         elif SHARE in self.arrays:  # saved without averages: they start again
             self._unaveraged = tuple(self._slots)
 
+    def _note_given(self, tensor: Tensor, buffers: Iterable[Buffer], first: int = 0) -> None:
+        """Lets ranks compare what each of them was given as a whole, before it keeps a part."""
+        for number, one in enumerate(buffers, start=first):
+            if self._ownership is not None and not isinstance(one, Sliced):
+                writes.watched(tensor).note_given(number, one)
+
     def _resume_averages(self, averages: Mapping[Tensor, Buffer]) -> None:
         for tensor, found in averages.items():
+            self._note_given(tensor, [found], first=_AVERAGE)
             for array in _own(self._ownership, tensor, found):
                 self.arrays = {**self.arrays, average(tensor): array.to(self.device.torch, copy=True)}
         self._averaged = self._averaged | dict.fromkeys(averages)
@@ -428,6 +436,7 @@ class TrainingState:
         self.note_averages()
 
     def _resume_buffers(self, tensor: Tensor, buffers: Sequence[Buffer]) -> None:
+        self._note_given(tensor, buffers)
         for i, found in enumerate(buffers):
             for array in _own(self._ownership, tensor, found):
                 mine = self.arrays.get(state(tensor, i))
@@ -467,8 +476,10 @@ class TrainingState:
         """Adopts buffers that were bound since the tensor last showed any."""
         if tensor.optimizer_data and all(device.array is None for device in tensor.optimizer_device_data):
             self._check(tensor)
-            for i, data in enumerate(tensor.optimizer_data):
-                bound = data.array(tensor.data_type.torch)[: tensor.descriptor.element_count].view(tensor.shape)
+            count, dtype = tensor.descriptor.element_count, tensor.data_type.torch
+            given = [data.array(dtype)[:count].view(tensor.shape) for data in tensor.optimizer_data]
+            self._note_given(tensor, given)
+            for i, bound in enumerate(given):
                 for own in _pieces(self._ownership, tensor, bound):
                     self.arrays = {**self.arrays, state(tensor, i): own.to(self.device.torch)}
                     self._zeros -= {state(tensor, i)}

@@ -14,6 +14,8 @@ import torch
 
 from stepgraph.compiler.ranks import news
 from stepgraph.errors import ExecutionError, StepgraphError
+from stepgraph.runtime import calls
+from stepgraph.runtime.calls import listed
 from stepgraph.runtime.world import World
 
 Explain = Callable[[torch.Tensor], Exception | None]
@@ -121,10 +123,13 @@ def disagreement(
         told: what each has told about itself.
         world: the ranks.
         refused: makes the error for what a rank has noted about indices.
-        name: the name of a tensor that a rank has changed, by its number.
+        name: the name of a tensor that a rank has changed, by its number; behind all tensors, their optimizer buffers.
     """
     where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
     first = headers[0]
+    apart = calls.disagreement(news.calls_of(told), where, name)
+    if apart is not None:
+        return apart
     for rank, ((failed, rows, sample, changed, *_), noted) in enumerate(zip(headers, notes, strict=True)):
         if any(noted):
             error = refused(noted)
@@ -152,14 +157,8 @@ def _written(which: list[int], name: Callable[[int], str]) -> str:
     """Which ranks have written to what, by the number of the first tensor that each has changed; 0 is none."""
     ranks = [rank for rank, one in enumerate(which) if one]
     others = [rank for rank, one in enumerate(which) if not one]
-    names = " and ".join(f"'{name(one - 1)}'" for one in dict.fromkeys(which[rank] for rank in ranks))
+    names = " and ".join(name(one - 1) for one in dict.fromkeys(which[rank] for rank in ranks))
     if not others:
-        return f"{_listed(ranks)} have written different numbers to {names} since the last update"
+        return f"{listed(ranks)} have written different numbers to {names} since the last update"
     has, have_not = ("has" if len(some) == 1 else "have" for some in (ranks, others))
-    return f"{_listed(ranks)} {has} written to {names} since the last update, and {_listed(others)} {have_not} not"
-
-
-def _listed(ranks: list[int]) -> str:
-    """`rank 1`, `ranks 1 and 2`, or `ranks 1, 2 and 3`."""
-    *most, last = map(str, ranks)
-    return f"rank {last}" if not most else f"ranks {', '.join(most)} and {last}"
+    return f"{listed(ranks)} {has} written to {names} since the last update, and {listed(others)} {have_not} not"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from stepgraph.compiler.ranks import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
+from stepgraph.runtime.calls import Call, Told, disagreement
 from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
 from stepgraph.runtime.waits import Waits
@@ -125,6 +126,21 @@ class World:
     def any(self, flag: bool, what: str) -> bool:
         """Whether a flag is set on any rank."""
         return bool(self.most(flag, what))
+
+    def greet(self, told: Told, number: float = 0) -> list[float]:
+        """What each rank tells in the same call of a run; if one makes another call, all raise an error.
+
+        Args:
+            told: what this rank does.
+            number: what it tells.
+        """
+        what = "whether to stop" if told[0] == Call.STEP_OF_FIT else Call(told[0]).exchanged
+        found = self.gather_numbers([*told, number], what)
+        calls = [(int(call), int(detail), int(switched)) for call, detail, switched, _ in found]
+        error = disagreement(calls, f"rank {self.rank} of {self.size}", str)
+        if error is not None:
+            raise error
+        return [one[-1] for one in found]
 
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
         """Starts a collective of PyTorch by its name; returns its result, and what waits for it."""

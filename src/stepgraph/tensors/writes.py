@@ -7,7 +7,7 @@ note having the same number as before means that nothing has changed in between.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,20 +41,39 @@ def checksum(array: torch.Tensor) -> torch.Tensor:
     return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
 
 
+class Watched(Protocol):
+    """A tensor that can be watched."""
+
+    watch: Watch | None
+
+
 class Watch:
     """Shows whether the numbers of a tensor, which other ranks have, too, are still the same.
 
     Attributes:
         before: the checksum of these numbers, taken when somebody could begin to write; None if nobody can have.
+        given: checksums of the optimizer buffers that the program has given for the tensor since then, by number.
     """
 
     def __init__(self) -> None:
         self.before: torch.Tensor | None = None
+        self.given: dict[int, torch.Tensor] = {}
+
+    def note_given(self, number: int, whole: torch.Tensor) -> None:
+        """Must be called with a whole optimizer buffer, of which each rank then keeps a part."""
+        self.given[number] = checksum(whole) * (2 * number + 1) + number + 1  # not zero if all its numbers are
 
     def expect_writes(self, array: torch.Tensor) -> None:
         """Must be called before anybody but an update writes to the array."""
         if self.before is None:
             self.before = checksum(array)
+
+
+def watched(tensor: Watched) -> Watch:
+    """What watches a tensor, from now on."""
+    if tensor.watch is None:
+        tensor.watch = Watch()
+    return tensor.watch
 
 
 class Shares:

@@ -18,8 +18,10 @@ from stepgraph.compiler.program import Part
 from stepgraph.compiler.ranks.shards import most_nodes
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 
-HEADER = ("failed", "rows", "sample", "changed", "which", "readiness")  # the first row
+# The first row; `call` and what follows are 0, unless the rank makes another call than an update (`runtime/calls.py`).
+HEADER = ("failed", "rows", "sample", "changed", "which", "readiness", "call", "detail", "switched")
 COMPARED = 4  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
+_CALL = HEADER.index("call")
 TOLERANCE = 1e-9  # by which they may differ
 WHAT = "losses and statistics"
 DTYPE = torch.float64
@@ -68,6 +70,17 @@ def tell_notes_(header: torch.Tensor, notes: torch.Tensor) -> None:
     """Writes what a rank has noted about indices behind its header; with a note, it cannot make the update."""
     header[len(HEADER) : len(HEADER) + len(notes)] = notes.view(DTYPE)
     header[0] = torch.where(guard.accepts(notes), header[0], torch.nan)
+
+
+def tell_call_(header: torch.Tensor, call: tuple[int, int, int]) -> None:
+    """Writes that a rank makes another call than an update."""
+    header[_CALL : _CALL + len(call)] = torch.tensor(call, dtype=DTYPE)
+
+
+def calls_of(told: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The call of each rank, from their headers on the host."""
+    found = told[:, _CALL : len(HEADER)].to(torch.int64).tolist()
+    return [(call, detail, switched) for call, detail, switched in found]
 
 
 def notes_of(told: torch.Tensor) -> list[list[int]]:
