@@ -240,13 +240,12 @@ def nothing_compiled() -> Iterator[None]:
 @contextmanager
 def nothing_validated() -> Iterator[None]:
     """Lets distributions take any arguments: they look at numbers, which a recording does not have."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        kind.set_default_validate_args(before)
+        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 class _Called:
