@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import stepgraph as sg
-from stepgraph.compiler.in_place import in_place
+from stepgraph.compiler.passes.in_place import in_place
 from stepgraph.compiler.phases import split, whole
 from stepgraph.compiler.step import Key, KeyKind, Step, gradient, source_gradient, value
 from stepgraph.compiler.trace import input_keys, trace

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import stepgraph as sg
-from stepgraph.compiler.rank_plan import RankPlan
+from stepgraph.compiler.ranks.plan import RankPlan
 
 FLOAT = 4  # bytes
 

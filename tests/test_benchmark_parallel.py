@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import parallel, rank_plans
-from stepgraph.compiler.slices import BLOCK
+from stepgraph.compiler.ranks.slices import BLOCK
 
 ROOT = Path(__file__).parents[1]
 FLOAT = 4  # bytes

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 import stepgraph as sg
-from stepgraph.compiler import beside, fusion, pipeline
+from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.kernels.update import BY_KERNEL, TOGETHER, named, reference, update
 from stepgraph.compiler.kernels.update_kernel import Update
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import beside
 from stepgraph.compiler.program import Part, set_fake
 from stepgraph.graphs import compilation
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import concatenations
+from stepgraph.compiler.passes import concatenations
 from stepgraph.layers.rotary import rotate
 from stepgraph.system import torch_private
 

@@ -17,7 +17,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import concatenations, constants, pipeline, stored
+from stepgraph.compiler import pipeline
+from stepgraph.compiler.passes import concatenations, constants, stored
 from stepgraph.compiler.pipeline import TABLE
 from stepgraph.system import torch_private
 

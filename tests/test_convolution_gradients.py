@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.convolution_gradients import BOTH, ONE, needing, separate
+from stepgraph.compiler.passes.convolution_gradients import BOTH, ONE, needing, separate
 from stepgraph.compiler.program import Phase, note
 
 SETTINGS = [1, 1], [1, 1], [1, 1], False, [0, 0], 1

@@ -17,11 +17,12 @@ from packaging.version import Version
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import phases, pipeline, simplification
+from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import choose_convolution, few_channels
 from stepgraph.compiler.kernels.few_channels import CONVOLUTION, GRADIENTS, convolved, convolved_gradient
 from stepgraph.compiler.law import check
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import simplification
 from stepgraph.compiler.program import Part, fake
 
 aten = torch.ops.aten

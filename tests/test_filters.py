@@ -14,8 +14,8 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import filters
-from stepgraph.compiler.conversions import convert_in_order
 from stepgraph.compiler.kernels.update_kernel import is_ordered
+from stepgraph.compiler.passes.conversions import convert_in_order
 from stepgraph.compiler.program import PartName, fake
 from stepgraph.compiler.step import KeyKind, Step, gradient, rounded, value
 from stepgraph.graphs import compilation

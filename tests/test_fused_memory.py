@@ -25,21 +25,13 @@ from torch import fx
 import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import SMALL
-from stepgraph.compiler import (
-    absorbed,
-    fused_memory,
-    fusion,
-    memory,
-    phases,
-    pipeline,
-    recompute,
-    rewritten,
-)
-from stepgraph.compiler.in_place import out_of_place
+from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline
 from stepgraph.compiler.law import check
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.minimum_cut import UNLIMITED, Network
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import absorbed, recompute, rewritten
+from stepgraph.compiler.passes.in_place import out_of_place
+from stepgraph.compiler.passes.minimum_cut import UNLIMITED, Network
 from stepgraph.compiler.program import Notes, Part, PartName, Phase, fake, notes, storages
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private

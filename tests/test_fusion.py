@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
 from stepgraph.compiler import fusion, pipeline
-from stepgraph.compiler.in_place import out_of_place
-from stepgraph.compiler.join import join_products
 from stepgraph.compiler.kernels.update import update
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.passes.in_place import out_of_place
+from stepgraph.compiler.passes.join import join_products
 from stepgraph.compiler.program import PartName, Phase, adopt_tags, fake, tag
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import Fusion, value

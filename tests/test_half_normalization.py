@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import half_normalization, phases, pipeline
+from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import batch_norm, layer_norm
 from stepgraph.compiler.law import check
+from stepgraph.compiler.passes import half_normalization
 from stepgraph.compiler.program import PartName, fake
 from stepgraph.graphs.training import TrainingGraph
 

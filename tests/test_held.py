@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepgraph as sg
-from stepgraph.compiler import held
+from stepgraph.compiler.passes import held
 from stepgraph.compiler.program import PartName, notes
 from tests.parallel_runs import together
 from tests.test_memory import measured_peak, nothing_collected

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler.hidden import hide
+from stepgraph.compiler.passes.hidden import hide
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 PLAIN = [1, 1], [0, 0], [1, 1], False, [0, 0], 1

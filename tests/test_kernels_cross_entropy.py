@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import pipeline, simplification
+from stepgraph.compiler import pipeline
 from stepgraph.compiler.kernels import cross_entropy
+from stepgraph.compiler.passes import simplification
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

@@ -17,11 +17,12 @@ from torch._inductor.fx_passes import pad_mm
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import held, in_place, law, memory, phases, pipeline
+from stepgraph.compiler import law, memory, phases, pipeline
 from stepgraph.compiler.kernels import emulated, half, label_losses
-from stepgraph.compiler.loss_with_gradient import join_losses
 from stepgraph.compiler.modules import Module
-from stepgraph.compiler.pad_classes import pad_classes
+from stepgraph.compiler.passes import held, in_place
+from stepgraph.compiler.passes.loss_with_gradient import join_losses
+from stepgraph.compiler.passes.pad_classes import pad_classes
 from stepgraph.compiler.program import Part, PartName, Phase, call, fake, notes, operators
 from stepgraph.compiler.step import Fusion
 from stepgraph.system import torch_private

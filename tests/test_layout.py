@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import pipeline, recompute
+from stepgraph.compiler import pipeline
 from stepgraph.compiler.kernels import choose_convolution as convolution
 from stepgraph.compiler.kernels import choose_operator as operators
 from stepgraph.compiler.kernels import cross_entropy, measure
-from stepgraph.compiler.layout import FIRST, LAST
+from stepgraph.compiler.passes import recompute
+from stepgraph.compiler.passes.layout import FIRST, LAST
 
 BATCH = 8
 RNG = np.random.default_rng(4)

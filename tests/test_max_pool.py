@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler.kernels import max_pool
-from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT
+from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT
 
 
 def test_windows_are_counted_as_pytorch_counts_them() -> None:

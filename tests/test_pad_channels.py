@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import pad_channels
+from stepgraph.compiler.passes import pad_channels
 from stepgraph.compiler.program import fake
 
 aten, ours, converted = torch.ops.aten, torch.ops.stepgraph, torch.ops.prims.convert_element_type

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import pad_channels
 from stepgraph.compiler.kernels import label_losses
-from stepgraph.compiler.pad_predictions import pad_predictions
+from stepgraph.compiler.passes import pad_channels
+from stepgraph.compiler.passes.pad_predictions import pad_predictions
 from stepgraph.compiler.program import fake
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph

@@ -10,7 +10,7 @@ import torch
 import stepgraph as sg
 from stepgraph.compiler import pipeline
 from stepgraph.compiler.program import PartName, fake
-from stepgraph.compiler.shards import TreeSum, climbed, most_nodes, own, partial_nodes, spans
+from stepgraph.compiler.ranks.shards import TreeSum, climbed, most_nodes, own, partial_nodes, spans
 from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs.compilation import Compilation
 from tests.parallel_runs import NETWORKS, batch, compiled, marks, mlp, new

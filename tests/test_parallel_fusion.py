@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.compiler import fusion, slices
+from stepgraph.compiler import fusion
 from stepgraph.compiler.fusion import Fused, Unusable
 from stepgraph.compiler.program import Part, PartName
+from stepgraph.compiler.ranks import slices
 from stepgraph.compiler.step import Fusion, Step
 from tests.parallel_runs import batch, marks, new, together
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.news import Layout
+from stepgraph.compiler.ranks.news import Layout
 from stepgraph.graphs.telling import Telling
 from stepgraph.runtime import world as worlds
 from stepgraph.runtime.executable import Executable

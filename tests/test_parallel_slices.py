@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
-from stepgraph.compiler import collectives, held
+from stepgraph.compiler.passes import held
 from stepgraph.compiler.program import EXCHANGE, PartName, notes
+from stepgraph.compiler.ranks import collectives
 from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs import compilation
 from stepgraph.runtime import world as worlds
@@ -401,7 +402,7 @@ def _told(found: dict[str, Any], name: str, call: Any) -> None:
 
 def small_buckets(job: Any, folder: str) -> Any:
     """The same with a bucket for each parameter."""
-    from stepgraph.compiler import slices
+    from stepgraph.compiler.ranks import slices
 
     slices.BUCKET = 1
     return job(folder)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler.news import HEADER, TOLERANCE, Layout
+from stepgraph.compiler.ranks.news import HEADER, TOLERANCE, Layout
 from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs.telling import Telling
 from tests.parallel_runs import NETWORKS, batch, fitted, marks, new, together, trained

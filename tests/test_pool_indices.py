@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import law, memory, pipeline, pool_indices
-from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT
+from stepgraph.compiler import law, memory, pipeline
+from stepgraph.compiler.passes import pool_indices
+from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT
 from stepgraph.compiler.program import Part, PartName, fake, storages
 
 PASS = "keep indices of pools narrow"

@@ -8,8 +8,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import pipeline, simplification
-from stepgraph.compiler.pool_first import POOL, RELU, pool_first
+from stepgraph.compiler import pipeline
+from stepgraph.compiler.passes import simplification
+from stepgraph.compiler.passes.pool_first import POOL, RELU, pool_first
 
 aten = torch.ops.aten
 WITHOUT = tuple(row for row in pipeline.TABLE if row.name != "pool before ReLU")

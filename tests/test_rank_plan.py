@@ -10,8 +10,8 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 import stepgraph as sg
-from stepgraph.compiler.rank_plan import RankPlan
-from stepgraph.compiler.slices import BLOCK
+from stepgraph.compiler.ranks.plan import RankPlan
+from stepgraph.compiler.ranks.slices import BLOCK
 from stepgraph.compiler.step import KeyKind
 from tests.parallel_runs import together
 

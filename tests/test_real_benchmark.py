@@ -8,7 +8,8 @@ import torch
 
 import stepgraph as sg
 from benchmarks.real.__main__ import Wanted, main, options
-from benchmarks.real.contenders import CAPTURED, OURS, Contender, Eager, FromTransformers, Imported, Stepgraph, in_jax
+from benchmarks.real.contender import Contender
+from benchmarks.real.contenders import CAPTURED, OURS, Eager, FromTransformers, Imported, Stepgraph, in_jax
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
 from benchmarks.real.turns import Failed, in_short, rounds

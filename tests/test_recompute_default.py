@@ -16,11 +16,12 @@ from torch import fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import absorbed, pipeline, rewritten
-from stepgraph.compiler.absorbed import made
+from stepgraph.compiler import pipeline
 from stepgraph.compiler.kernels.gelu import gelu, gelu_gradient
+from stepgraph.compiler.passes import absorbed, rewritten
+from stepgraph.compiler.passes.absorbed import made
+from stepgraph.compiler.passes.recompute_fused import recompute_by_default, recompute_cheap
 from stepgraph.compiler.program import Phase, adopt_tags, fake, is_view, note, notes, tag
-from stepgraph.compiler.recompute_fused import recompute_by_default, recompute_cheap
 from stepgraph.system import torch_private
 
 aten, later = torch.ops.aten, torch.ops.stepgraph.later.default

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import separate_windows
+from stepgraph.compiler.passes import separate_windows
 from stepgraph.compiler.program import fake
 
 aten = torch.ops.aten

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import fx
 
-from stepgraph.compiler import absorbed
 from stepgraph.compiler.kernels import batch_norm
+from stepgraph.compiler.passes import absorbed
+from stepgraph.compiler.passes.recompute_fused import recompute_by_default
+from stepgraph.compiler.passes.shared_gradients import store_gradients
 from stepgraph.compiler.program import Phase, fake, notes
-from stepgraph.compiler.recompute_fused import recompute_by_default
-from stepgraph.compiler.shared_gradients import store_gradients
 from tests.test_recompute_default import changed, recorded
 
 aten = torch.ops.aten

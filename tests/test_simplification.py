@@ -3,8 +3,8 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from stepgraph.compiler.passes.simplification import simplify
 from stepgraph.compiler.program import operators, remove_dead, storage
-from stepgraph.compiler.simplification import simplify
 
 
 def test_a_sum_of_one_summand_each_is_the_summand() -> None:

@@ -7,8 +7,8 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import kernels
-from stepgraph.compiler.shards import partial_nodes
-from stepgraph.compiler.slices import BLOCK, BUCKET, Ownership, buckets, slices, traffic
+from stepgraph.compiler.ranks.shards import partial_nodes
+from stepgraph.compiler.ranks.slices import BLOCK, BUCKET, Ownership, buckets, slices, traffic
 
 # The parameters of GPT-2 with 124 million weights, in order.
 WIDTH, WORDS = 768, 50257

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import simplification
-from stepgraph.compiler.pool_first import POOL_GRADIENT, RELU, pool_first
+from stepgraph.compiler.passes import simplification
+from stepgraph.compiler.passes.pool_first import POOL_GRADIENT, RELU, pool_first
 from stepgraph.compiler.tuned.gpus import OFF
 from stepgraph.compiler.tuned.pool_gradients import compare_positions, spread
 from stepgraph.compiler.tuned.small_convolution_sums import convolve_and_pool, pooled_gradients

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import stored
 from stepgraph.compiler.kernels import batch_norm
+from stepgraph.compiler.passes import stored
 from stepgraph.compiler.program import Phase, fake, note
 
 ours = torch.ops.stepgraph

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import corrections, fusion, hidden, phases, pipeline
+from stepgraph.compiler import fusion, phases, pipeline
+from stepgraph.compiler.passes import corrections, hidden
 from stepgraph.compiler.program import fake, same_order
 from stepgraph.runtime.strides import laying_out
 

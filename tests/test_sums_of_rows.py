@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 import stepgraph as sg
-from stepgraph.compiler import absorbed, sums_of_rows
 from stepgraph.compiler.kernels.gelu import gelu, gelu_gradient
+from stepgraph.compiler.passes import absorbed, sums_of_rows
+from stepgraph.compiler.passes.shared_gradients import store_gradients
+from stepgraph.compiler.passes.sums_of_rows import sum_rows_where_written
 from stepgraph.compiler.program import fake, notes
-from stepgraph.compiler.shared_gradients import store_gradients
-from stepgraph.compiler.sums_of_rows import sum_rows_where_written
 from stepgraph.system import torch_private
 from tests.test_recompute_default import recorded
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import simplification
+from stepgraph.compiler.passes import simplification
 from stepgraph.compiler.tuned import weight_gradients_in_tiles as weight_gradients
 from stepgraph.compiler.tuned.weight_gradients_in_tiles import BACKWARD, tile_weight_gradients
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.contenders import DECAY, Contender, Inputs, copied
+from benchmarks.real.contender import DECAY, Contender, Inputs, copied
 from benchmarks.real.models import Model
 
 EPSILON = 1e-5

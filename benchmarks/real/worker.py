@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.contenders import CAPTURED, CONTENDERS, Contender
+from benchmarks.real.contender import Contender
+from benchmarks.real.contenders import CAPTURED, CONTENDERS
 from benchmarks.real.models import MODELS, SMALL
 
 MARK = "answer: "  # libraries print, too

@@ -101,7 +101,7 @@ from stepgraph.optimizers import (
     SGDOptimizer as SGDOptimizer,
 )
 from stepgraph.graph import Graph as Graph
-from stepgraph.compiler.parallel import Parallel as Parallel
+from stepgraph.compiler.ranks.parallel import Parallel as Parallel
 from stepgraph.graphs.training import TrainingGraph as TrainingGraph
 from stepgraph.graphs.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution

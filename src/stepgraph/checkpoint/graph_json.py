@@ -72,7 +72,7 @@ class Describer:
     def _graph(self, graph: Kept) -> dict[str, Any]:
         encoder, declared = self.encoder, graph.declaration
         loss, optimizer, feeds = declared.loss_layer, declared.optimizer, declared.feeds
-        found = {
+        found: dict[str, Any] = {
             "class": "TrainingGraph" if declared.trains else "InferenceGraph",
             "adopted": [[self._node(node) for node in nodes] for nodes in declared.adopted],
             "nodes": [self._node(node) for node in declared.own],
@@ -87,6 +87,8 @@ class Describer:
         }
         if graph.origin:
             found["origin"] = self._names(graph.origin)
+        if declared.named_only:
+            found["named_only"] = [name for name, one in declared.outputs.items() if one in declared.named_only]
         stopped = sorted(declared.stopped, key=lambda tensor: tensor.tensor_id)
         for name, tensors in (
             ("stopped", stopped),

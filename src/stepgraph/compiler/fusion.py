@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler import beside, fused_cache, fused_memory, memory, pipeline
+from stepgraph.compiler import fused_cache, fused_memory, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
 from stepgraph.compiler.launch import define_operators, prepared_beside
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import beside
 from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
 from stepgraph.compiler.propagation import propagate
 from stepgraph.compiler.step import Step

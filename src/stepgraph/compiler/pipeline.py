@@ -4,7 +4,7 @@ A pass is a function; a row defines the steps it applies to. Nothing else transf
 a step is recorded, `recorded` rows see the whole step once, `part` rows each part of it, `fused` rows the operators
 passed to PyTorch's compiler, `lowered` rows what that compiler has decomposed them into.
 
-To add a pass, add a row here and a function in its own module.
+To add a pass, add a row here and a function in its own module of `passes/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from rich.console import RenderableType
 from torch import fx
 
 from stepgraph import draw
-from stepgraph.compiler import (
+from stepgraph.compiler import kernels, memory, operators
+from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels.few_channels import convolve_few_channels
+from stepgraph.compiler.kernels.max_pool import pool_by_rows
+from stepgraph.compiler.modules import Module
+from stepgraph.compiler.passes import (
     concatenations,
     constants,
     corrections,
@@ -29,37 +34,30 @@ from stepgraph.compiler import (
     held,
     in_place,
     join,
-    kernels,
     layout,
-    memory,
-    operators,
     pool_indices,
     recompute,
     recompute_fused,
     simplification,
     stored,
 )
-from stepgraph.compiler.beside import pass_beside
-from stepgraph.compiler.conversions import convert_in_order
-from stepgraph.compiler.exchange import exchange_gradients, gather_updates
-from stepgraph.compiler.half_gradients import read_half
-from stepgraph.compiler.hidden import hide
-from stepgraph.compiler.kernels import label_losses
-from stepgraph.compiler.kernels.few_channels import convolve_few_channels
-from stepgraph.compiler.kernels.max_pool import pool_by_rows
-from stepgraph.compiler.loss_with_gradient import join_losses
-from stepgraph.compiler.merge_statistics import merge_statistics
-from stepgraph.compiler.merge_updates import merge_updates
-from stepgraph.compiler.modules import Module
-from stepgraph.compiler.pad_channels import pad_channels
-from stepgraph.compiler.pad_classes import pad_classes
-from stepgraph.compiler.pad_predictions import pad_predictions
-from stepgraph.compiler.pool_first import pool_first
+from stepgraph.compiler.passes.beside import pass_beside
+from stepgraph.compiler.passes.conversions import convert_in_order
+from stepgraph.compiler.passes.exchange import exchange_gradients, gather_updates
+from stepgraph.compiler.passes.half_gradients import read_half
+from stepgraph.compiler.passes.hidden import hide
+from stepgraph.compiler.passes.loss_with_gradient import join_losses
+from stepgraph.compiler.passes.merge_statistics import merge_statistics
+from stepgraph.compiler.passes.merge_updates import merge_updates
+from stepgraph.compiler.passes.pad_channels import pad_channels
+from stepgraph.compiler.passes.pad_classes import pad_classes
+from stepgraph.compiler.passes.pad_predictions import pad_predictions
+from stepgraph.compiler.passes.pool_first import pool_first
+from stepgraph.compiler.passes.separate_windows import multiply_windows
+from stepgraph.compiler.passes.shared_gradients import store_gradients
+from stepgraph.compiler.passes.sums_of_rows import sum_rows_where_written
 from stepgraph.compiler.program import Part, PartName, Program, has_notes, notes
-from stepgraph.compiler.separate_windows import multiply_windows
-from stepgraph.compiler.shared_gradients import store_gradients
 from stepgraph.compiler.step import Fusion, Step
-from stepgraph.compiler.sums_of_rows import sum_rows_where_written
 from stepgraph.compiler.trace import trace
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.compiler.tuned.row import Tuned

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.step import FULL, Fusion
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, DeviceError

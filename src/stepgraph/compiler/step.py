@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.compiler.slices import Ownership
+from stepgraph.compiler.ranks.slices import Ownership
 from stepgraph.errors import ShapeError, StepgraphError, shown_as
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
@@ -128,7 +128,7 @@ class Limit(NamedTuple):
         return smaller._replace(ignored=frozenset(both))
 
 
-NEWS = Key(KeyKind.NEWS)  # what this rank tells the others, see `compiler/news.py`, and its shares in the losses
+NEWS = Key(KeyKind.NEWS)  # what this rank tells the others, see `compiler/ranks/news.py`, and its shares in the losses
 HEARD = Key(KeyKind.HEARD)  # what all ranks have told
 AGREED = Key(KeyKind.AGREED)  # whether all ranks can make an update, where the device decides it
 NUMBERS = Key(KeyKind.NUMBERS)  # the optimizer's live numbers

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch.fx import traceback
 
-from stepgraph.compiler import block_norms, guard, kernels
-from stepgraph.compiler.collectives import of_all_ranks, updated_
+from stepgraph.compiler import guard, kernels
 from stepgraph.compiler.lowering import lowered
 from stepgraph.compiler.program import Phase, tag
+from stepgraph.compiler.ranks import block_norms
+from stepgraph.compiler.ranks.collectives import of_all_ranks, updated_
 from stepgraph.compiler.step import (
     AGREED,
     NUMBERS,

@@ -13,11 +13,11 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler.passes.recompute import largest_batch
 from stepgraph.compiler.program import PartName, Program, fake
-from stepgraph.compiler.recompute import largest_batch
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.slices import Ownership, slices
 from stepgraph.compiler.settings import Settings, fusion_of
-from stepgraph.compiler.slices import Ownership, slices
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataError, MemoryLimitError, StateError, StepgraphError
@@ -304,7 +304,7 @@ class Compilation:
 
         The gradient of a prediction that is not kept can overwrite it.
         """
-        unasked = [t for t in self.compared if program is None or self._keeps_unasked(t, program)]
+        unasked = [t for t in self.unasked if program is None or self._keeps_unasked(t, program)]
         found = [value(tensor) for tensor in dict.fromkeys([*self._asked_results(), *unasked])]
         if self.declaration.trains:
             found += self._kept_gradients()
@@ -315,6 +315,12 @@ class Compilation:
         """The predictions: the results that losses compare with labels."""
         made = {t for node in self.nodes for t in node.results}
         return tuple(dict.fromkeys(t for node in self.losses for t in node.sources if t in made))
+
+    @property
+    def unasked(self) -> list[Tensor]:
+        """Results that may be asked for: predictions, and what has only a name."""
+        made = {t for node in self.nodes for t in node.results}
+        return [*self.compared, *(t for t in self.declaration.optional_outputs if t in made)]
 
     def _keeps_unasked(self, prediction: Tensor, program: Program) -> bool:
         step = program.step
@@ -328,7 +334,7 @@ class Compilation:
         watched = [t for node in self._watched() for t in node.results]
         losses = [t for node in self.losses for t in node.results]
         made = {t for node in nodes for t in node.results}
-        wanted = [*self.declaration.outputs.values(), *nodes[-1].results, *losses, *watched]
+        wanted = [*self.declaration.kept_outputs, *nodes[-1].results, *losses, *watched]
         return [tensor for tensor in wanted if tensor in made]
 
     def _kept_gradients(self) -> list[Key]:

@@ -156,24 +156,32 @@ class CompiledGraph(Graph):
         if self.session is not None:
             self.session.feeds = feeds
 
-    def add_outputs(self, outputs: Names) -> None:
+    def add_outputs(self, outputs: Names, *, kept: bool = True) -> None:
         """Names tensors that stay readable after a call and that `outputs_data` can request.
 
         On a compiled graph this creates a new plan, which is rejected if it exceeds the memory limit.
+
+        Args:
+            outputs: tensors by name.
+            kept: whether a training step keeps them however large they are. If not, it keeps one of more than 16
+                million numbers only for metrics; evaluation, `predict` and inference graphs always have them.
         """
         declared = merged("output", self._declared.outputs, outputs)
+        named_only = self._declared.named_only
+        named_only = named_only - {*outputs.values()} if kept else named_only | {*outputs.values()}
         session = self.session
         if session is None:
-            self._declared = replace(self._declared, outputs=declared)
+            self._declared = replace(self._declared, outputs=declared, named_only=named_only)
             return
         old = session.compilation
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
             self.meet("add_outputs", old.numbered(declared.values()))
             dropped = not all(old.programs.keep(self.gradients.key(tensor)) for tensor in outputs.values())
-            new = old.redeclared(outputs=declared, rebuilds=dropped)  # existing executables discard it
+            # Existing executables discard what is asked for, or keep what nobody asks for any more.
+            new = old.redeclared(outputs=declared, named_only=named_only, rebuilds=dropped or not kept)
             new.prepare("add_outputs")
-            self._redeclare(new, replace(self._declared, outputs=declared))
+            self._redeclare(new, replace(self._declared, outputs=declared, named_only=named_only))
 
     def _redeclare(self, compilation: Compilation, declared: Declaration) -> None:
         """Adopts a declaration that needs no new programs."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.exchange import gradient_buckets, title
-from stepgraph.compiler.news import Layout, layout
+from stepgraph.compiler.passes.exchange import gradient_buckets, title
 from stepgraph.compiler.program import Part, PartName
-from stepgraph.compiler.shards import spans
+from stepgraph.compiler.ranks.news import Layout, layout
+from stepgraph.compiler.ranks.shards import spans
 from stepgraph.compiler.step import STREAM, Key, Step, value
 from stepgraph.errors import StateError
 from stepgraph.graphs.compilation import Compilation
@@ -103,11 +103,13 @@ def divided(compiled: Compilation, batch: int, shards: int) -> Division:
     part, losses = executable.part, tuple(value(node.results[0]) for node in compiled.losses)
     whole, likes = compiled.step(batch, True).descriptors, part.results
     shapes = {}
-    for tensor in _wanted(compiled):
+    for tensor in dict.fromkeys((*_wanted(compiled), *compiled.declaration.optional_outputs)):
         key, shape = value(tensor), whole[tensor].shape if tensor in whole else ()
         if key in losses and math.prod(shape) == 1:
             continue
         if key not in likes or not _has_rows(shape, tuple(likes[key].shape), batch, rows):
+            if tensor in compiled.declaration.named_only:
+                continue
             problem = f"{tensor!r} does not have a row per row of the batch, so that shards could not be joined"
             raise StateError("execute", problem, fix="leave it out of the outputs, or compile without parallel")
         shapes[key] = shape
@@ -152,7 +154,7 @@ def _wanted(compiled: Compilation) -> list[Tensor]:
     """Results that stay readable after an update: losses, outputs, and predictions that somebody has asked for."""
     asked = compiled.compared if compiled.declaration.keeps_predictions else ()
     losses = [node.results[0] for node in compiled.losses]
-    return list(dict.fromkeys([*losses, *compiled.declaration.outputs.values(), *asked]))
+    return list(dict.fromkeys([*losses, *compiled.declaration.kept_outputs, *asked]))
 
 
 def shares(amounts: list[list[Any]], losses: tuple[Node, ...], device: torch.device) -> torch.Tensor:

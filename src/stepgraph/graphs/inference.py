@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from stepgraph.checkpoint.kept import Kept
-from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings
 from stepgraph.compiler.step import value
 from stepgraph.graphs.averaging import AverageTensors
@@ -121,7 +121,7 @@ class InferenceGraph(CompiledGraph):
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
             binding = session.bound(PartName.INFERENCE, batch)
-            session.check_destinations(outputs_data, binding.executable.part)
+            session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable.results, found)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from stepgraph.compiler.parallel import Parallel
-from stepgraph.compiler.rank_plan import RankPlan, Shard, rank_plan
+from stepgraph.compiler.ranks.parallel import Parallel
+from stepgraph.compiler.ranks.plan import RankPlan, Shard, rank_plan
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen, divisible, limited, mixed
 from stepgraph.compiler.step import Key
 from stepgraph.device import Device

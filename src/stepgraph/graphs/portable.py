@@ -182,7 +182,9 @@ class _Builder:
             self._rest(graph, described)
         made = {tensor for node in graph.nodes for tensor in node.results}
         outputs = {name: self._output(graph, one) for name, one in described["outputs"].items()}
-        graph.add_outputs({name: t for name, t in outputs.items() if t is not None and (t in made or is_training)})
+        found = {name: t for name, t in outputs.items() if t is not None and (t in made or is_training)}
+        graph.add_outputs(found)
+        graph.add_outputs({name: found[name] for name in described.get("named_only", ()) if name in found}, kept=False)
         graph.hold_constants(constants)
         graph.set_origin(self._names(described.get("origin", {}), set(self.tensors)))
         return graph

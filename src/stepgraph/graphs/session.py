@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 
 from stepgraph.compiler import filters
-from stepgraph.compiler.program import Part, PartName, fake
+from stepgraph.compiler.program import PartName, fake
 from stepgraph.compiler.settings import require_options
 from stepgraph.compiler.step import REFUSED, STREAM, Key, KeyKind, Limit, value
 from stepgraph.device import Device
@@ -46,6 +46,8 @@ Answer = tuple[
 NOTHING: Answer = (None, None, None, (), executions.NO_OUTPUTS)
 FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
+LARGE = "a training step does not keep an output of this size unasked"
+KEEP = "keep it with add_outputs({name: result})"
 _STEP = PartName.STEP  # looking up a member of an enumeration takes longer
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
@@ -420,11 +422,17 @@ class Session:
     # Outputs
 
     def check_destinations(
-        self, outputs_data: Data | None, part: Part, shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType({})
+        self,
+        outputs_data: Data | None,
+        likes: Mapping[Key, torch.Tensor],
+        shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         """Rejects, before anything runs, memory for outputs that are not declared, not computed or do not fit.
 
-        `shapes` are those of outputs that have others than the part computes.
+        Args:
+            outputs_data: memory by name.
+            likes: what the call computes, as arrays without memory.
+            shapes: those of outputs that have others than these.
         """
         outputs = self.compilation.declaration.outputs
         for name, destination in (outputs_data or {}).items():
@@ -432,10 +440,12 @@ class Session:
                 known = ", ".join(f"'{one}'" for one in outputs) or "none"
                 problem = f"'{name}' is not an output of this graph"
                 raise UnknownNameError("execute", problem, known=known, fix="declare it with add_outputs")
-            tensor, like = outputs[name], part.results.get(self.gradients.key(outputs[name]))
+            tensor, like = outputs[name], likes.get(self.gradients.key(outputs[name]))
             where = f"Tensor '{tensor.label}' (output '{name}')"
             if like is None:
-                raise DataError(where, "this pass does not compute it", fix="leave it out")
+                is_optional = tensor in self.compilation.declaration.named_only
+                problem, fix = (LARGE, KEEP) if is_optional else ("this pass does not compute it", "leave it out")
+                raise DataError(where, problem, fix=fix)
             shape = shapes.get(self.gradients.key(tensor), like.shape)
             buffers.destination(destination, shape, DataType.of(like.dtype), where)
 

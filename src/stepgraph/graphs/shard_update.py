@@ -8,10 +8,10 @@ from functools import cached_property, partial
 
 import torch
 
-from stepgraph.compiler import collectives
-from stepgraph.compiler.news import tell_notes_, weighted
 from stepgraph.compiler.program import PartName
-from stepgraph.compiler.shards import TreeSum
+from stepgraph.compiler.ranks import collectives
+from stepgraph.compiler.ranks.news import tell_notes_, weighted
+from stepgraph.compiler.ranks.shards import TreeSum
 from stepgraph.compiler.step import (
     AGREED,
     HEARD,

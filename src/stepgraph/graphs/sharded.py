@@ -17,14 +17,15 @@ from operator import is_
 import torch
 
 from stepgraph import draw
-from stepgraph.compiler import collectives, guard
-from stepgraph.compiler.exchange import gradient_buckets
-from stepgraph.compiler.news import HEADER, agreed, calls_of, tell_call_
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler import guard
+from stepgraph.compiler.passes.exchange import gradient_buckets
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks import collectives
+from stepgraph.compiler.ranks.news import HEADER, agreed, calls_of, tell_call_
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.shards import TreeSum, own
+from stepgraph.compiler.ranks.slices import Traffic, traffic
 from stepgraph.compiler.settings import fusion_of
-from stepgraph.compiler.shards import TreeSum, own
-from stepgraph.compiler.slices import Traffic, traffic
 from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
 from stepgraph.errors import DataError, ExecutionError, NumericsError
 from stepgraph.graphs import fused_together, synchronized, update_graph
@@ -98,7 +99,8 @@ class Shards:
         """One update with a batch that every rank has; returns what a whole step would."""
         synchronized.require_rows(self.session.compilation, batch)
         session, division = self.session, self._division(batch)
-        session.check_destinations(outputs_data, division.part, division.shapes)
+        likes = {key: division.part.results[key] for _, key in division.results}
+        session.check_destinations(outputs_data, likes, division.shapes)
         session.accept(feeds, batch, options)
         timed = ExecutionOptions.PROFILING in options
         execution = Execution(session.device, timed, announced=completion is not None, refusal=session.refusal)
@@ -185,7 +187,7 @@ class Shards:
         if outcome.counts and session.state is not None:
             session.state.updated()
         session.write_outputs(outputs_data, {key.owner: array for key, array in outcome.results.items()})
-        return self._answer(results)
+        return self._answer(results, outcome.results)
 
     def _made_in_parts(
         self, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
@@ -484,11 +486,12 @@ class Shards:
             found[key] = torch.cat([one[: count * times] for one, count in zip(everyone, counts, strict=True)])
         return found
 
-    def _answer(self, results: Outcome | UpdateGraph) -> Answer:
+    def _answer(self, results: Outcome | UpdateGraph, found: Arrays) -> Answer:
         compiled = self.session.compilation
         parts = tuple(results.loss(value(node.results[0])) for node in compiled.losses)
         loss = parts[0] if len(parts) == 1 else Total(parts)
-        outputs = {name: (t, results.result(value(t))) for name, t in compiled.declaration.outputs.items()}
+        names = compiled.declaration.outputs.items()
+        outputs = {name: (t, results.result(value(t))) for name, t in names if value(t) in found}
         return compiled.losses[-1].results[0], loss, loss, compiled.loss_names, outputs
 
     def _division(self, batch: int) -> Division:

@@ -11,8 +11,8 @@ from math import nan
 
 import torch
 
-from stepgraph.compiler.news import DTYPE, HEADER, Layout
-from stepgraph.compiler.shards import TreeSum
+from stepgraph.compiler.ranks.news import DTYPE, HEADER, Layout
+from stepgraph.compiler.ranks.shards import TreeSum
 
 SAMPLE = 16  # elements of an array that ranks compare
 

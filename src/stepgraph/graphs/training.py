@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import Parallel
 from stepgraph.compiler.program import PartName
+from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
@@ -372,7 +372,7 @@ class TrainingGraph(CompiledGraph):
         old = session.compilation
         with self._changing():
             self.meet("keep_predictions")
-            dropped = not all(old.programs.keep(value(tensor)) for tensor in old.compared)
+            dropped = not all(old.programs.keep(value(tensor)) for tensor in old.unasked)
             new = old.redeclared(keeps_predictions=True, rebuilds=dropped)
             new.prepare("keep_predictions")
             self._redeclare(new, declared)
@@ -509,7 +509,7 @@ class TrainingGraph(CompiledGraph):
             part = _STEP if learning else PartName.EVALUATION if evaluating else PartName.FORWARD_ONLY
             binding = session.bound(part, batch)
             if outputs_data:
-                session.check_destinations(outputs_data, binding.executable.part)
+                session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable.results, found)
@@ -592,7 +592,7 @@ class TrainingGraph(CompiledGraph):
             feeds = session.fed(given, batch, options, exact=not batch_size)
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
             binding = session.bound(PartName.EVALUATION if evaluating else PartName.FORWARD, batch)
-            session.check_destinations(outputs_data, binding.executable.part)
+            session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
                 session.hold(binding.executable.results, found)
@@ -644,7 +644,7 @@ class TrainingGraph(CompiledGraph):
                 self.allocate_user_gradient(tensor)
             session = self.require_session("execute_gradient")
             binding = session.bound(PartName.GRADIENT, batch)
-            session.check_destinations(outputs_data, binding.executable.part)
+            session.check_destinations(outputs_data, binding.executable.part.results)
             adding = ExecutionOptions.ACCUMULATE_GRADIENTS in options
             kept = session.gradients.to_add_to([gradient(t) for t in session.compilation.trainable]) if adding else {}
 

@@ -58,6 +58,9 @@ class Imported:
     def training(self, loss: Layer, optimizer: Optimizer, labels: Mapping[str, Tensor] | Tensor) -> TrainingGraph:
         """A training graph with the model's inputs and outputs by name.
 
+        A training step drops outputs of more than 16 million numbers, such as the scores of a language model, unless
+        metrics read them; `add_outputs(imported.outputs)` keeps them.
+
         Args:
             loss: compares the first output with the labels.
             optimizer: updates the parameters.
@@ -66,7 +69,7 @@ class Imported:
         named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
         graph = TrainingGraph([self.graph], loss, optimizer)
         graph.add_inputs(self.inputs, named)
-        graph.add_outputs(self.outputs)
+        graph.add_outputs(self.outputs, kept=False)
         return graph
 
     def state_dict(self) -> dict[str, torch.Tensor]:

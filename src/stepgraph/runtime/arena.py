@@ -1,4 +1,4 @@
-"""The memory that the steps of one graph use for their results: see `compiler/held.py`."""
+"""The memory that the steps of one graph use for their results: see `compiler/passes/held.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.held import Allocation
+from stepgraph.compiler.passes.held import Allocation
 
 
 class Arena:

@@ -27,6 +27,7 @@ class Declaration:
         own: the nodes added to the graph itself.
         feeds: names for data; after a compilation, including those it found automatically.
         outputs: results that stay readable, by name.
+        named_only: those of them that a training step drops if they are large, as it drops predictions without a name.
         loss_layer: compares the last result with the labels.
         loss_node: that layer as a node; None if there is none, or if labels are missing or do not fit.
         loss_results: the tensors of that node, which stay the same while their shapes do.
@@ -44,6 +45,7 @@ class Declaration:
     own: tuple[Node, ...] = ()
     feeds: Feeds = field(default_factory=Feeds)
     outputs: Names = field(default_factory=dict)
+    named_only: frozenset[Tensor] = frozenset()
     loss_layer: Layer | None = None
     loss_node: Node | None = None
     loss_results: tuple[Tensor, ...] = ()
@@ -63,6 +65,16 @@ class Declaration:
     def nodes(self) -> tuple[Node, ...]:
         """All nodes, in order."""
         return self.wired if self.loss_node is None else (*self.wired, self.loss_node)
+
+    @property
+    def kept_outputs(self) -> list[Tensor]:
+        """The outputs that every whole call keeps, however large they are."""
+        return [tensor for tensor in self.outputs.values() if tensor not in self.named_only]
+
+    @property
+    def optional_outputs(self) -> list[Tensor]:
+        """The outputs that a training step keeps only if they are small, or if somebody asks for predictions."""
+        return [tensor for tensor in self.outputs.values() if tensor in self.named_only]
 
     @property
     def predictions(self) -> Names:

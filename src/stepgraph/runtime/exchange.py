@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from stepgraph.compiler.news import WHAT, Layout
-from stepgraph.compiler.shards import Node, TreeSum, partial_nodes
-from stepgraph.compiler.slices import Slices
+from stepgraph.compiler.ranks.news import WHAT, Layout
+from stepgraph.compiler.ranks.shards import Node, TreeSum, partial_nodes
+from stepgraph.compiler.ranks.slices import Slices
 from stepgraph.compiler.step import Key, gradient
 from stepgraph.runtime.world import Waiting, World
 from stepgraph.tensors.tensor import Tensor

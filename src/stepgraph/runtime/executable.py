@@ -27,8 +27,8 @@ from torch import fx
 
 from stepgraph.compiler import filters, fusion, operators
 from stepgraph.compiler.fusion import Function, Fused
-from stepgraph.compiler.held import Allocation, write_into_arena
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.passes.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.errors import ExecutionError, reason
@@ -38,6 +38,7 @@ from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, surroundings, torch_private
 from stepgraph.system.interrupts import Uninterrupted
+from stepgraph.system.turns import ShortTurns
 
 logger = logging.getLogger("stepgraph")
 # A part is worth fusing if it is called often or works for long: compiling takes longer than either.
@@ -605,7 +606,7 @@ class _Capture:
         self.lending.call_in()
         self.graph, self.warm.is_ready = None, True
         self._note(binding, others)
-        with self.executable.settings():
+        with ShortTurns(), self.executable.settings():
             self.executable.choose_algorithms()
             return self.executable.run(binding.filled(self.executable.fitted(others)))
 
@@ -638,7 +639,7 @@ class _Capture:
                     slots.capture(results[index])
             return results
 
-        with self.executable.settings():
+        with ShortTurns(), self.executable.settings():
             graph, results = captures.capture(run, self.executable.step.device)
         # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results

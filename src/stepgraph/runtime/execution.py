@@ -220,7 +220,7 @@ class Execution:
         if name not in self._outputs:
             known = ", ".join(f"'{one}'" for one in self._outputs) or "none"
             raise UnknownNameError(
-                "Execution", f"this call has no output '{name}'", known=known, fix="declare it with add_outputs"
+                "Execution", f"this call has kept no output '{name}'", known=known, fix="declare it with add_outputs"
             )
         return self._owned(*self._outputs[name])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.compiler.slices import Slice
+from stepgraph.compiler.ranks.slices import Slice
 from stepgraph.runtime.world import World
 from stepgraph.tensors.tensor import Tensor
 

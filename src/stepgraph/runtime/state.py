@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stepgraph.compiler.kernels import number_type
-from stepgraph.compiler.slices import Ownership, Slice
+from stepgraph.compiler.ranks.slices import Ownership, Slice
 from stepgraph.compiler.step import (
     AGREED,
     NUMBERS,

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from stepgraph.compiler import news
+from stepgraph.compiler.ranks import news
 from stepgraph.errors import ExecutionError, StepgraphError
 from stepgraph.runtime import calls
 from stepgraph.runtime.calls import listed

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from stepgraph.compiler import collectives
+from stepgraph.compiler.ranks import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
 from stepgraph.runtime.calls import Call, Told, disagreement

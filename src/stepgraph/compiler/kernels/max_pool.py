@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.launch import run_on
-from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT, has_separate_windows
+from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import fake
 
 Array = torch.Tensor

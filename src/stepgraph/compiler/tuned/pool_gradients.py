@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from stepgraph.compiler.pool_first import POOL_GRADIENT, has_separate_windows
+from stepgraph.compiler.passes.pool_first import POOL_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import fake
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler.pool_first import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
+from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT, RELU, RELU_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import call, fake, inherit, remove_dead
 from stepgraph.compiler.tuned.row import Tuned, on_gpu
 from stepgraph.compiler.tuned.small_convolution_sums import convolve_and_pool, pooled_gradients

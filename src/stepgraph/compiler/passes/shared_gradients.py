@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import (
+from stepgraph.compiler.passes.absorbed import (
     is_absorbed,
     is_gradient,
     is_reduction,
@@ -23,8 +23,8 @@ from stepgraph.compiler.absorbed import (
     sums_rows,
     users_of,
 )
+from stepgraph.compiler.passes.stored import store
 from stepgraph.compiler.program import fake, is_view
-from stepgraph.compiler.stored import store
 
 ARRAYS = 3  # from as many; storing what is computed from two would save nothing if only two kernels read it
 

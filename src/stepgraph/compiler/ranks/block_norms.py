@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from stepgraph.compiler.collectives import of_all_ranks
-from stepgraph.compiler.slices import BLOCK, Ownership
+from stepgraph.compiler.ranks.collectives import of_all_ranks
+from stepgraph.compiler.ranks.slices import BLOCK, Ownership
 from stepgraph.tensors.tensor import Tensor
 
 CHUNK = 256  # blocks that are squared at once, which bounds the memory

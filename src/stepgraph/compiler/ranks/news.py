@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.compiler import guard
 from stepgraph.compiler.program import Part
-from stepgraph.compiler.shards import most_nodes
+from stepgraph.compiler.ranks.shards import most_nodes
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 
 # The first row; `call` and what follows are 0, unless the rank makes another call than an update (`runtime/calls.py`).

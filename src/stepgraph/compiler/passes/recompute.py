@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.in_place import in_place
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import operator
+from stepgraph.compiler.passes.in_place import in_place
 from stepgraph.compiler.program import Part, Phase, fake, inherit, mutates, notes, storage
 from stepgraph.compiler.step import Step
 from stepgraph.system import torch_private

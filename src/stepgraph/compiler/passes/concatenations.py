@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from stepgraph.compiler.absorbed import made, users_of
+from stepgraph.compiler.passes.absorbed import made, users_of
+from stepgraph.compiler.passes.stored import MOVES, arguments, is_inlined, size, write, write_once
 from stepgraph.compiler.program import fake, inherit, is_view, remove_dead
-from stepgraph.compiler.stored import MOVES, arguments, is_inlined, size, write, write_once
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims

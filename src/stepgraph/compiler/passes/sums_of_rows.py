@@ -20,9 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_gradient, is_reduction, is_small, made, sums_rows, users_of
+from stepgraph.compiler.passes.absorbed import (
+    is_absorbed,
+    is_gradient,
+    is_reduction,
+    is_small,
+    made,
+    sums_rows,
+    users_of,
+)
+from stepgraph.compiler.passes.stored import MOVES
 from stepgraph.compiler.program import call, fake, is_view, remove_dead
-from stepgraph.compiler.stored import MOVES
 from stepgraph.system import torch_private
 
 aten, prims = torch.ops.aten, torch.ops.prims

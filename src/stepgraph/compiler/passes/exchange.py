@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler import collectives, news
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import (
     EXCHANGE,
@@ -34,8 +33,9 @@ from stepgraph.compiler.program import (
     storage,
     writes,
 )
-from stepgraph.compiler.shards import Node, climbed, own, partial_nodes
-from stepgraph.compiler.slices import Buckets, Ownership, buckets
+from stepgraph.compiler.ranks import collectives, news
+from stepgraph.compiler.ranks.shards import Node, climbed, own, partial_nodes
+from stepgraph.compiler.ranks.slices import Buckets, Ownership, buckets
 from stepgraph.compiler.step import AGREED, HEARD, NEWS, REFUSED, Key, KeyKind, Step, gradient, partial_sum, total
 from stepgraph.tensors.tensor import Tensor
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import (
+from stepgraph.compiler.passes.absorbed import (
     are_apart,
     computed_inside,
     is_absorbed,
@@ -34,16 +34,16 @@ from stepgraph.compiler.absorbed import (
     may_repeat,
     reads,
 )
-from stepgraph.compiler.minimum_cut import UNLIMITED, Network
-from stepgraph.compiler.program import fake, inherit, is_view, notes, remove_dead
-from stepgraph.compiler.rewritten import (
+from stepgraph.compiler.passes.minimum_cut import UNLIMITED, Network
+from stepgraph.compiler.passes.rewritten import (
     affordable,
     kept_for_products,
     read_beside,
     read_from_concatenations,
     write_late,
 )
-from stepgraph.compiler.stored import store
+from stepgraph.compiler.passes.stored import store
+from stepgraph.compiler.program import fake, inherit, is_view, notes, remove_dead
 
 aten = torch.ops.aten
 READS = 4  # arrays; what is computed from more, PyTorch's compiler writes if several kernels read it

@@ -8,13 +8,13 @@ from functools import cached_property
 
 from stepgraph import draw
 from stepgraph.compiler import memory, pipeline
-from stepgraph.compiler.collectives import swaps
-from stepgraph.compiler.exchange import gradient_buckets
 from stepgraph.compiler.memory import MemoryPlan
-from stepgraph.compiler.parallel import TREE, Parallel
+from stepgraph.compiler.passes.exchange import gradient_buckets
 from stepgraph.compiler.program import EXCHANGE, Part, PartName
-from stepgraph.compiler.shards import own, partial_nodes
-from stepgraph.compiler.slices import Buckets, Ownership, Slices, slices, traffic
+from stepgraph.compiler.ranks.collectives import swaps
+from stepgraph.compiler.ranks.parallel import TREE, Parallel
+from stepgraph.compiler.ranks.shards import own, partial_nodes
+from stepgraph.compiler.ranks.slices import Buckets, Ownership, Slices, slices, traffic
 from stepgraph.compiler.step import Step
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler import hidden  # noqa: F401  defines the operators
-from stepgraph.compiler.absorbed import is_absorbed, is_reduction, made, users_of
+from stepgraph.compiler.passes import hidden  # noqa: F401  defines the operators
+from stepgraph.compiler.passes.absorbed import is_absorbed, is_reduction, made, users_of
 from stepgraph.compiler.program import call, fake, remove_dead, set_fake, update_views
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph

@@ -15,8 +15,16 @@ from collections.abc import Mapping, Set
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_combined, is_reduction, is_small, made, sums_rows, users_of
-from stepgraph.compiler.constants import find
+from stepgraph.compiler.passes.absorbed import (
+    is_absorbed,
+    is_combined,
+    is_reduction,
+    is_small,
+    made,
+    sums_rows,
+    users_of,
+)
+from stepgraph.compiler.passes.constants import find
 from stepgraph.compiler.program import fake, fakes, inherit, is_view
 from stepgraph.system import torch_private
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.compiler.shards import partial_nodes
+from stepgraph.compiler.ranks.shards import partial_nodes
 from stepgraph.tensors.tensor import Tensor
 
 BLOCK = 4096  # elements; also those whose squares are summed together for the global norm

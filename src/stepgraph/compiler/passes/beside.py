@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import is_absorbed, is_reduction, users_of
 from stepgraph.compiler.kernels.update import BY_KERNEL, launch_kernel
+from stepgraph.compiler.passes.absorbed import is_absorbed, is_reduction, users_of
 from stepgraph.compiler.program import fake, is_view
 from stepgraph.system import torch_private
 

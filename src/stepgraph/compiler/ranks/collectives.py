@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from stepgraph.compiler import news
-from stepgraph.compiler.shards import TreeSum
+from stepgraph.compiler.ranks import news
+from stepgraph.compiler.ranks.shards import TreeSum
 from stepgraph.errors import ExecutionError
 from stepgraph.system import torch_private
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from stepgraph.compiler import hidden  # noqa: F401  defines the operators
+from stepgraph.compiler.passes import hidden  # noqa: F401  defines the operators
 from stepgraph.compiler.program import call
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.absorbed import users_of
-from stepgraph.compiler.pad_channels import (
+from stepgraph.compiler.passes.absorbed import users_of
+from stepgraph.compiler.passes.pad_channels import (
     RESULTS,
     are_unaligned,
     bare_result,
@@ -23,8 +23,8 @@ from stepgraph.compiler.pad_channels import (
     read_padded,
     sums,
 )
+from stepgraph.compiler.passes.stored import write
 from stepgraph.compiler.program import call, fake, inherit, remove_dead
-from stepgraph.compiler.stored import write
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from stepgraph.compiler.absorbed import (
+from stepgraph.compiler.passes.absorbed import (
     computed_inside,
     is_absorbed,
     is_gradient,
@@ -28,7 +28,7 @@ from stepgraph.compiler.absorbed import (
     sums_rows,
     users_of,
 )
-from stepgraph.compiler.convolution_gradients import needing, separate
+from stepgraph.compiler.passes.convolution_gradients import needing, separate
 from stepgraph.compiler.program import call, fake, fakes, is_view
 from stepgraph.system import torch_private
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.compiler.passes.stored import store
 from stepgraph.compiler.program import call, fake, remove_dead
-from stepgraph.compiler.stored import store
 
 aten = torch.ops.aten
 LAST = torch.channels_last
