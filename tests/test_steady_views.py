@@ -119,3 +119,28 @@ def test_prepared_updates_read_settings_that_change_and_change_back() -> None:
         training.execute(DATA, LABELS)
         moved.append(bool((weights.numpy() != before).any()))
     assert moved == [True, False, True, True, False]
+
+
+def test_numbers_that_an_operator_overwrites_are_filled_in_every_call() -> None:
+    """The gradient of a hinge loss is written over the ones that it starts from."""
+
+    def trained(in_phases: bool) -> np.ndarray:
+        sg.set_seed(0)
+        x, y, graph = sg.Tensor((4, 3)), sg.Tensor((4, 3)), sg.Graph()
+        layer = sg.FullyConnectedLayer.create(3, 3, biases=False)
+        graph.node(layer, x)
+        loss = sg.LossLayer.hinge(sg.ReductionType.NONE)
+        training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(0.1))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu")
+        for data in np.random.default_rng(0).standard_normal((8, 2, 4, 3), np.float32):
+            batch = {"x": data[0]}, {"y": (data[1] > 0).astype(np.float32)}
+            if in_phases:
+                training.execute_forward(*batch)
+                training.execute_gradient()
+                training.execute_optimizer_update()
+            else:
+                training.execute(*batch)
+        return layer.weights.numpy().copy()
+
+    np.testing.assert_array_equal(trained(in_phases=False), trained(in_phases=True))
