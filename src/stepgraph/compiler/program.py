@@ -223,7 +223,9 @@ def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 def mutates(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments in place."""
     target = node.target
-    return isinstance(target, torch_private.OpOverload) and torch_private.schema(target).is_mutable
+    if isinstance(target, torch_private.OpOverload):
+        return bool(torch_private.schema(target).is_mutable)
+    return has_notes(node) and notes(node).in_place  # a function that overwrites its first argument has no schema
 
 
 def is_view(node: fx.Node) -> bool:
@@ -244,7 +246,9 @@ def writes(node: fx.Node) -> list[fx.Node]:
     """The arrays that an operator changes in place."""
     if not mutates(node):
         return []
-    arguments = torch_private.schema(node.target).arguments  # type: ignore[arg-type]
+    if not isinstance(node.target, torch_private.OpOverload):
+        return node.all_input_nodes[:1]
+    arguments = torch_private.schema(node.target).arguments
     given = {one.name: value for one, value in zip(arguments, node.args, strict=False)} | node.kwargs
     written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
     changed = [given[name] for name in written if name in given]

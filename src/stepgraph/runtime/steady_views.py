@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.operators import operator
-from stepgraph.compiler.program import Part, fake, mutates, notes, operators, storage, storages, writes
+from stepgraph.compiler.program import Part, fake, mutates, operators, storage, storages, writes
 from stepgraph.compiler.step import Key, KeyKind, Step
 
 FEW = 64  # bytes of an array that may stay for one that is filled in every call
@@ -96,9 +96,7 @@ def _is_view(node: fx.Node) -> bool:
 def _changed(graph: fx.Graph) -> set[int]:
     """The memory that operators change, and that is returned."""
     (end,) = graph.find_nodes(op="output")
-    changed = [array for node in graph.nodes for array in writes(node)]
-    # Functions that stand for operators in place have no schema that shows it.
-    changed += [node.all_input_nodes[0] for node in operators(graph) if notes(node).in_place]
+    changed = (array for node in graph.nodes for array in writes(node))
     return {one for array in (*changed, *end.all_input_nodes) for one in storages(array)}
 
 

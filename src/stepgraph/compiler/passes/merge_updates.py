@@ -161,8 +161,7 @@ def _read(node: fx.Node) -> set[int]:
 
 def _overwritten(node: fx.Node) -> set[int]:
     """Memory that an operator changes, also where a pass lets it overwrite its source."""
-    changed = [*writes(node), *(node.all_input_nodes[:1] if notes(node).in_place else ())]
-    return {one for array in changed for one in storages(array)}
+    return {one for array in writes(node) for one in storages(array)}
 
 
 def _joined(given: Sequence[Recorded]) -> tuple[Any, ...]:
