@@ -150,7 +150,7 @@ class Shards:
         header = update.header(0.0).clone()
         tell_call_(header, told)
         heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
-        found = calls_of(heard)
+        found = calls_of(heard.tolist())
         if len({one[:2] for one in found}) > 1:
             update.failure = calls.disagreement(found, f"rank {world.rank} of {world.size}", self._named)
             self._let_others_refuse(update, totals)

@@ -14,7 +14,7 @@ import torch
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import PartName
 from stepgraph.compiler.ranks.parallel import Parallel
-from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen
+from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen, require_options
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
@@ -488,6 +488,8 @@ class TrainingGraph(CompiledGraph):
         device = self.require_session("execute").device
         if completion is not None:
             require_completion(completion)
+        if options:
+            require_options(options, ExecutionOptions)
         evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
         with turn(device):
             session = self.refreshed("execute", updates=not evaluating)

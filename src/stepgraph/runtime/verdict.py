@@ -127,7 +127,7 @@ def disagreement(
     """
     where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
     first = headers[0]
-    apart = calls.disagreement(news.calls_of(told), where, name)
+    apart = calls.disagreement(news.calls_of(headers), where, name)
     if apart is not None:
         return apart
     for rank, ((failed, rows, sample, changed, *_), noted) in enumerate(zip(headers, notes, strict=True)):

@@ -77,9 +77,9 @@ def tell_call_(header: torch.Tensor, call: tuple[int, int, int]) -> None:
     header[_CALL : _CALL + len(call)] = torch.tensor(call, dtype=DTYPE)
 
 
-def calls_of(told: torch.Tensor) -> list[tuple[int, int, int]]:
-    """The call of each rank, from their headers on the host."""
-    found = told[:, _CALL : len(HEADER)].to(torch.int64).tolist()
+def calls_of(headers: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
+    """The call of each rank, from their headers."""
+    found = (map(int, one[_CALL : len(HEADER)]) for one in headers)
     return [(call, detail, switched) for call, detail, switched in found]
 
 
