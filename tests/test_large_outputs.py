@@ -52,7 +52,9 @@ def step(training: sg.TrainingGraph, **more: Any) -> sg.Execution:
     return training.execute({"x": X}, {"labels": Y}, **more)
 
 
-@pytest.mark.parametrize("settings", [{}, {"parallel": sg.Parallel(shards=2)}, {"fuse": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"parallel": sg.Parallel(shards=2)}, pytest.param({"fuse": True}, marks=pytest.mark.deep)]
+)
 def test_a_training_step_drops_them(settings: dict[str, Any]) -> None:
     found = step(trained(imported(), **settings))
     assert found.outputs == ("hidden",) and found["hidden"].shape == (ROWS, 3)
