@@ -58,18 +58,23 @@ def recorded(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx
     return graph, arrays
 
 
+class Enough(BaseException):
+    """Ends a compilation whose code nobody needs; the compiler wraps other errors."""
+
+
 @contextmanager
 def compared(found: list[int]) -> Any:
-    """Compares every graph that is compiled; notes how many operators did not run."""
+    """Compares the graph that is compiled; notes how many operators did not run, and ends the compilation."""
 
     def compare(graph: fx.Graph, arrays: Sequence[torch.Tensor]) -> bool:
         found.append(check(graph, arrays))
-        return propagate(graph, arrays)
+        raise Enough
 
     # What another test has compiled would not be compiled again.
     with pytest.MonkeyPatch.context() as patch, compiler_settings.patch(force_disable_caches=True):
         patch.setattr(fusion, "propagate", compare)
-        yield
+        with pytest.raises(Enough):
+            yield
 
 
 def recurrent(options: Any) -> sg.TrainingGraph:
@@ -91,7 +96,7 @@ def test_results_of_whole_steps_are_those_of_pytorch(made: Callable[..., sg.Trai
     (executable,) = training.compilation.programs.executables.values()
     with compared(found):
         fusion.fuse(executable.part, executable.step)
-    assert len(found) == 1 and found[0] > 0, "nothing was compared"
+    assert found[0] > 0, "every operator ran"
 
 
 def test_operators_that_are_alike_run_once() -> None:
