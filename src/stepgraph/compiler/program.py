@@ -6,7 +6,7 @@ is the only module that accesses `fx.Node.meta`, which stores both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -218,6 +218,17 @@ def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two arrays of one shape have the same layout; the stride of a dimension of size 1 is irrelevant."""
     mine, theirs = one.stride(), other.stride()
     return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
+
+
+def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """These operators, those that follow them, those that follow these, and so on."""
+    found, rest = set[fx.Node](), [*nodes]
+    while rest:
+        node = rest.pop()
+        if node not in found:
+            found.add(node)
+            rest += following(node)
+    return found
 
 
 def mutates(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import filters, kernels
 from stepgraph.compiler.modules import Module, forget_source
-from stepgraph.compiler.program import Program, adopt_tags
+from stepgraph.compiler.program import Program, adopt_tags, reached
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.recorder import Unsupported, record
 from stepgraph.compiler.step import (
@@ -92,7 +92,8 @@ def _require_gradients(program: Program) -> None:
     """Rejects a step that would never change a trainable tensor although a loss depends on it."""
     step = program.step
     missing = {tensor: node for tensor, node in step.reached.items() if gradient(tensor) not in program.outputs}
-    read = _sources([program.outputs[value(node.results[0])] for node in step.losses]) if missing else set()
+    losses = [program.outputs[value(node.results[0])] for node in step.losses] if missing else []
+    read = reached(losses, lambda node: node.all_input_nodes)
     for tensor, node in missing.items():
         if program.inputs[value(tensor)] in read and not node.layer.may_stop_gradients:
             name = step.names.get(tensor, tensor.label)
@@ -102,17 +103,6 @@ def _require_gradients(program: Program) -> None:
                 fix="keep its forward differentiable (no detach, no no_grad), freeze the layer with "
                 "disable_update=True, or stop gradients explicitly with stop_gradient",
             )
-
-
-def _sources(ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Everything that was read, directly or indirectly, to compute these."""
-    found, stack = set[fx.Node](), list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def input_keys(step: Step) -> list[Key]:

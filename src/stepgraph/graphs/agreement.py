@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import fx
 from stepgraph import draw
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels.preferences import kind
-from stepgraph.compiler.program import Phase, Program, fake
+from stepgraph.compiler.program import Phase, Program, fake, reached
 from stepgraph.compiler.step import KeyKind, gradient, value
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation
@@ -60,7 +59,8 @@ def warn_of_shared_rows(compiled: Compilation) -> None:
     few, many = (compiled.step(count, True).descriptors for count in (int(rows), int(rows) * compiled.shards))
     names = draw.unique_names(node.layer for node in compiled.nodes)
     batched = {tensor for tensor in compiled.feeds.tensors if compiled.feeds.is_batched(tensor)}
-    read = _computed_from(node for key, node in program.inputs.items() if key.owner in batched)
+    fed = [node for key, node in program.inputs.items() if key.owner in batched]
+    read = reached(fed, lambda node: node.users)
     for node in (one for one in compiled.nodes if compiled.shards > 1 and not one.is_loss):
         for tensor in node.results:
             shapes = few[tensor].shape, many[tensor].shape
@@ -72,17 +72,6 @@ def warn_of_shared_rows(compiled: Compilation) -> None:
                     names[node.layer],
                 )
                 return
-
-
-def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Operators that read some others, directly or not, and these."""
-    found, rest = set(), [*nodes]
-    while rest:
-        node = rest.pop()
-        if node not in found:
-            found.add(node)
-            rest += node.users
-    return found
 
 
 def digest(compiled: Compilation) -> str:
