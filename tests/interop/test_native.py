@@ -1,5 +1,6 @@
 """Every row of the table of native layers: the module's numbers and gradients, and what keeps a module wrapped."""
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph as sg
-from stepgraph.interop.native import _TABLE
+from stepgraph.interop.native import _BY_NAME, _TABLE
 
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(4, 3), (5, 4)),
@@ -53,6 +54,13 @@ def test_every_row_has_a_case() -> None:
     assert set(_TABLE) - elsewhere == {type(module) for module, _ in ROWS.values()}
 
 
+@pytest.mark.parametrize("name", _BY_NAME)
+def test_a_row_by_name_learns_as_its_module(name: str) -> None:
+    package, _, kind = name.rpartition(".")
+    pytest.importorskip(package.partition(".")[0])
+    learns_as_its_module(getattr(importlib.import_module(package), kind)(), (3, 5))
+
+
 class Between(nn.Module):
     """A module between two others, so that its source has a gradient."""
 
@@ -67,7 +75,10 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_native_layer_learns_as_its_module(name: str) -> None:
-    module, shape = ROWS[name]
+    learns_as_its_module(*ROWS[name])
+
+
+def learns_as_its_module(module: nn.Module, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Between(module, shape)
     for parameter in model.parameters():

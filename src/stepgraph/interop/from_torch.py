@@ -15,6 +15,7 @@ from stepgraph.interop.capture import Capture, capture, enclosing, state_of
 from stepgraph.interop.check import compare, require_repeatable
 from stepgraph.interop.example import WHERE, Example, read_example
 from stepgraph.interop.imported import Imported
+from stepgraph.interop.masks import without_constant_masks
 from stepgraph.interop.plan import Plan, plan
 from stepgraph.interop.wiring import Wired, Wiring
 from stepgraph.layers.torch_layer import TorchLayer
@@ -151,6 +152,7 @@ def _recorded(
                 cut.widen({path: why})
             continue
         wanted = _wanted(model, outputs, training, inference)
+        training, inference = without_constant_masks(training), without_constant_masks(inference)
         made = plan(training, inference, wanted)
         if not made.problems:
             return _Recorded(example, training, inference, made, wanted)

@@ -48,7 +48,8 @@ def native_layer(
     """
     if is_parametrized(module):
         return "its parameters are computed"
-    make = _TABLE.get(type(module))
+    kind = type(module)
+    make = _TABLE.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     if make is None:
         return "no layer of its class"
     if not is_plain or len(sources) != 1:
@@ -216,4 +217,7 @@ _TABLE: dict[type[nn.Module], Callable[..., Layer | str]] = {
     nn.Hardshrink: _activation(ActivationLayer.hard_shrink, "lambd"),
     nn.Softshrink: _activation(ActivationLayer.soft_shrink, "lambd"),
     nn.Tanhshrink: _activation(ActivationLayer.tanh_shrink),
+}
+_BY_NAME: dict[str, Callable[..., Layer | str]] = {  # of packages that need not be installed
+    "transformers.activations.NewGELUActivation": _activation(ActivationLayer.gelu),
 }
