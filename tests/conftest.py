@@ -1,5 +1,6 @@
 """What every test shares: few threads, no hidden defects of fused steps, no GPU test where there is no GPU."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -28,6 +29,20 @@ def expansions(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fails where a fused step was left to PyTorch because of a defect: it computes the same, only later."""
     yield
     assert not [one.message for one in caplog.get_records("call") if "PyTorch expands its operators" in one.message]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves out of later garbage collections what has been imported by now, which stays.
+
+    Tests ask for hundreds of full collections, and each would look at a million objects of other libraries.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Plugins that work behind the tests find everything again."""
+    gc.unfreeze()
 
 
 def pytest_unconfigure() -> None:
