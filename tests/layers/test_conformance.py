@@ -189,8 +189,8 @@ def test_gradients_equal_central_differences(case: Case) -> None:
             signs = torch.from_numpy(generator.choice([-1.0, 1.0], len(moved)))
             numeric = central_difference(plain, flat, torch.from_numpy(moved), signs, weights)
             slope = (slopes[moved] * signs).sum().item()
-            # The sum is about √8 times as large as each slope, which is to be as close as 1e-5.
-            assert slope == pytest.approx(numeric, rel=3e-6, abs=2e-7), f"{name}, elements {moved}"
+            # A hundredth of what one slope may be off, since the sum can be that much larger than it.
+            assert slope == pytest.approx(numeric, rel=1e-7, abs=2e-7), f"{name}, elements {moved}"
 
 
 def central_difference(
