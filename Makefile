@@ -17,8 +17,9 @@ VERSIONS := constraints.txt
 BIN  := $(PLACE)/bin
 # The constraints are given on the command line, not as PIP_CONSTRAINT: that one would reach into isolated builds too.
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install -c $(VERSIONS)
-# One thread for each worker: the workers are the parallelism.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout=600
+# One thread for each worker: the workers are the parallelism. Bytecode is kept even where the caller turns that off: the
+# tests start many processes, each of which would compile the package again.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --timeout=600
 
 VENV  := $(PLACE)/.made
 DEMO  := $(PLACE)/.installed-demo

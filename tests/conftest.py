@@ -1,5 +1,6 @@
 """What every test shares: few threads, no hidden defects of fused steps, no GPU test where there is no GPU."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -9,7 +10,19 @@ import pytest
 import torch
 
 CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="stepgraph-tests-")  # kernels chosen here stay here
+MANY = 100_000  # objects; a full collection then takes 50 ms
 torch.set_num_threads(int(os.environ.get("STEPGRAPH_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> None:
+    """Leaves out of later garbage collections what has been imported or cached so far, which stays.
+
+    Tests ask for hundreds of full collections; each would look at a million objects that other tests need.
+    """
+    if len(gc.get_objects(generation=2)) > MANY:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +41,11 @@ def expansions(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fails where a fused step was left to PyTorch because of a defect: it computes the same, only later."""
     yield
     assert not [one.message for one in caplog.get_records("call") if "PyTorch expands its operators" in one.message]
+
+
+def pytest_sessionfinish() -> None:
+    """Plugins that work behind the tests find everything again."""
+    gc.unfreeze()
 
 
 def pytest_unconfigure() -> None:

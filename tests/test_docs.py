@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import linecache
 import os
 import pkgutil
 import re
@@ -184,7 +185,9 @@ def modules() -> list[str]:
     return [one.name for one in found if "__main__" not in one.name and absent not in one.name]
 
 
-def test_the_examples_in_docstrings_run() -> None:
+def test_the_examples_in_docstrings_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before each docstring, doctest looks whether any file that was ever shown in a traceback has changed.
+    monkeypatch.setattr(linecache, "checkcache", lambda filename=None: None)
     constants = [name for name in dir(sg) if name.isupper() and not name.startswith("_")]
     given = {name: getattr(sg, name) for name in (*public_names(), *constants)} | {"np": np, "torch": torch}
     attempted = 0

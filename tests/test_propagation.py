@@ -71,7 +71,7 @@ def compared(found: list[int]) -> Any:
         raise Enough
 
     # What another test has compiled would not be compiled again.
-    with pytest.MonkeyPatch.context() as patch, compiler_settings.patch(force_disable_caches=True):
+    with pytest.MonkeyPatch.context() as patch, compiler_settings.patch(fx_graph_cache=False):
         patch.setattr(fusion, "propagate", compare)
         with pytest.raises(Enough):
             yield

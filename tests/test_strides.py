@@ -179,8 +179,19 @@ def _corrected(operator: Any, arrays: list[torch.Tensor], *settings: Any) -> tup
     return operator(*(values.get(n, n) if isinstance(n, torch.fx.Node) else n for n in call.args))
 
 
-@pytest.mark.parametrize("wanted", [[False, True, True], [True, True, True]], ids=["no-source", "all"])
-@pytest.mark.parametrize("shape", [(2, 6, 2, 1), (3, 4, 5, 4), (1, 4, 4, 5), (2, 1, 3, 4), (2, 4, 3, 2, 2)])
+ALL = [True, True, True]
+SHAPES = (2, 6, 2, 1), (3, 4, 5, 4), (1, 4, 4, 5), (2, 1, 3, 4)
+VOLUME = 2, 4, 3, 2, 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        *itertools.product(SHAPES, ([False, True, True], ALL)),
+        (VOLUME, ALL),
+        pytest.param(VOLUME, [False, True, True], marks=pytest.mark.deep),  # as the images above
+    ],
+)
 def test_group_normalization_is_right_in_every_order(shape: tuple[int, ...], wanted: list[bool]) -> None:
     """PyTorch's CPU kernel reads the gradient with the images' strides; without a source gradient it even crashes."""
     generator = torch.Generator().manual_seed(0)

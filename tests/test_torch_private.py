@@ -332,7 +332,7 @@ def test_the_table_is_complete() -> None:
     known = aliases(tree)
     found = {(path, owner) for owner, node in owners(tree) for path in private_paths(node, known)}
     assert found == {(path, name) for path, (name, _) in PRIVATE.items()}
-    asked = {name for node in ast.walk(tree) if (name := attribute(node)) is not None and is_private(name)}
+    asked = {name for node in nodes(tree) if (name := attribute(node)) is not None and is_private(name)}
     assert asked <= {part for path in PRIVATE for part in path.split(".")}
 
 
@@ -356,7 +356,7 @@ def uses(file: Path) -> set[str]:
     """The private names of PyTorch in a file, those in its comments among them."""
     tree = parsed(file)
     found = {*private_paths(tree, aliases(tree)), *re.findall(r"\btorch\.(?:\w+\.)*_[A-Za-z]\w*", file.read_text())}
-    return found | {name for node in ast.walk(tree) if (name := attribute(node)) is not None and is_foreign(name)}
+    return found | {name for node in nodes(tree) if (name := attribute(node)) is not None and is_foreign(name)}
 
 
 def is_private(name: str) -> bool:
@@ -387,7 +387,7 @@ def defined() -> frozenset[str]:
     """The private names that stepgraph itself gives to anything."""
     found = set()
     for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(parsed(file)):
+        for node in nodes(parsed(file)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -400,6 +400,12 @@ def defined() -> frozenset[str]:
 @cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
+
+
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All of a file, found once."""
+    return list(ast.walk(tree))
 
 
 def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
@@ -415,7 +421,7 @@ def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 def aliases(tree: ast.Module) -> dict[str, str]:
     """What names in a module stand for, if that is of PyTorch."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found |= {
                 one.asname or "torch": one.name if one.asname else "torch" for one in node.names if of_torch(one.name)

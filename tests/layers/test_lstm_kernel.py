@@ -22,8 +22,14 @@ def operands(reverse: bool, full: bool) -> tuple[Any, ...]:
     return (leaf(4, 3, 5), leaf(8, 5), leaf(8, 2), *rest, reverse)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("reverse", "full"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*mixed, marks=pytest.mark.deep) for mixed in ((False, True), (True, False))),
+    ],
+)
 def test_operators_keep_the_rules_of_torch_library(reverse: bool, full: bool) -> None:
     given = operands(reverse, full)
     torch.library.opcheck(lstm, given)

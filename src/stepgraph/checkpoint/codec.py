@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Container, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -189,10 +190,14 @@ class Decoder:
         self._making: set[int] = set()
         self._custom, self._handed_over = by_name(custom), HandedOver(custom)
 
+    @cached_property
+    def _own(self) -> dict[str, type]:
+        return _own_kinds()  # once: it looks at all modules of the process
+
     def kind(self, name: str, base: type = object) -> type:
         """The class with a name: one of stepgraph's, or one passed by the caller."""
         module, _, qualified = name.rpartition(":")
-        found = self._custom.get(qualified) if module else _known().get(name)
+        found = self._custom.get(qualified) if module else self._own.get(name)
         if found is None:
             short = qualified.rpartition(".")[2]
             raise CheckpointError(
@@ -308,7 +313,7 @@ def by_name(custom: Sequence[Any]) -> dict[str, type]:
     return found
 
 
-def _known() -> dict[str, type]:
+def _own_kinds() -> dict[str, type]:
     """stepgraph's layers, descriptors, enumerations and optimizers by name, from the modules that define them."""
     found: dict[str, type] = {}
     for path, module in list(sys.modules.items()):
