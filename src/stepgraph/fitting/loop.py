@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf, isfinite, isnan
@@ -156,7 +157,8 @@ class Loop:
                 if position.step + 1 == recorder.next_look:
                     self._report(lambda first=group[0]: recorder.look(position.step + 1, first))  # type: ignore[misc]
                 with self.ranks.updating():
-                    losses = self.graph.update(group, self.tally if self.parts.metrics else None)
+                    tally = self.tally if self.parts.metrics else None
+                    losses = self.graph.update(group, tally, self.stopping.telling_failures)
                 position.step, position.batch = position.step + 1, position.batch + len(group)
                 self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
@@ -180,7 +182,8 @@ class Loop:
     def _validate(self) -> Tally | None:
         if self.parts.test is None:
             return None
-        return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
+        with self.stopping.telling_failures():
+            return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
@@ -355,12 +358,14 @@ class Loop:
             return
         path = self._write(self.settings.folder, keep=self.settings.keep)
         if path is not None:
-            self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
+            with self.stopping.telling_failures():
+                self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
 
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""
         if not self.world.is_first:
-            self.graph.training.save(folder)  # it sends its part of the optimizer state
+            with suppress(StorageError):  # the first rank says what has failed
+                self.graph.training.save(folder)  # it sends its part of the optimizer state
             return None
         try:
             path = self.graph.training.save(folder, notes=self._notes(), **settings)
