@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
+from stepgraph import draw
 from stepgraph.compiler.passes import held
 from stepgraph.compiler.program import EXCHANGE, PartName, notes
 from stepgraph.compiler.ranks import collectives
@@ -72,6 +74,7 @@ def facts(order: str) -> dict[str, Any]:
         "plan": plan.gradients,
         "sent": sent,
         "promised": training.bytes_sent,
+        "table": str(training),
         "shown": [len(tensor.optimizer_data) for layer in training.layers for tensor in layer.parameters.values()],
         "losses": losses,
         "bits": marks(training),
@@ -86,8 +89,10 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
     found = together(2, facts, order)
     assert sum(one["held"] for one in found) == 3 * 4 * ELEMENTS  # momentum, velocity and averages
     assert max(one["held"] for one in found) < 0.65 * 3 * 4 * ELEMENTS
-    for one in found:
+    for rank, one in enumerate(found):
         assert one["planned"] == one["held"]
+        shown = f"rank        {rank} of 2, sends {draw.size(one['promised'])} per update"
+        assert shown in one["table"] and re.search(r"batch +\d in each of 8 shards", one["table"])
         assert one["sent"]["bucket"] == 3 * one["promised"] and one["sent"]["other"] < 10_000
         assert one["shown"] == [0, 0, 0, 0]
         assert one["losses"] == (expected if order == "tree" else pytest.approx(expected, rel=1e-4))

@@ -289,7 +289,7 @@ class TrainingGraph(CompiledGraph):
     @property
     def bytes_sent(self) -> int:
         """The bytes of gradients and parameters that this rank sends to others in each update; 0 if it is alone."""
-        return 0 if self._shards is None else self._shards.traffic.total
+        return 0 if self._shards is None else self._shards.session.compilation.traffic.total
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
