@@ -123,6 +123,14 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(bare, 8, ranks=4, shards=4)
 
 
+def test_a_graph_that_learns_nothing_sends_nothing() -> None:
+    training = linear(8)
+    for tensor in training.named_tensors().values():
+        tensor.is_updatable = False
+    plan = planned(training, 8, ranks=3, shards=4)
+    assert plan.sent == plan.optimizer_state == 0 < plan.parameters
+
+
 # ------------------------------------------------------------------------------------------------------- what is real
 
 
