@@ -198,11 +198,19 @@ def metric(what: str) -> Callable[[Any, Any], float]:
     return measured
 
 
+def schedule(step: int) -> float:
+    if step == 2 and os.environ[RANK] == "1":
+        raise ValueError("no")
+    return 0.1
+
+
 def run_of(what: str, folder: str) -> str:
     training = compiled(mlp())
     settings: dict[str, Any] = {"callbacks": [Alone(what, folder)], "validation": rows(5)}
     if what in ("metric", "validation"):
         settings["metrics"] = {"own": metric(what)}
+    if what == "schedule":
+        settings["schedule"] = schedule
     try:
         history = sg.fit(training, loading(what), checkpoints=folder, progress="quiet", **settings)
     except Exception as error:
@@ -224,6 +232,7 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
         "last epoch": (failed, "ValueError: no"),
         "data": (failed, "OSError: no"),
         "metric": (failed, "ValueError: no"),
+        "schedule": (failed, "ValueError: no"),
         "validation": (failed, "ValueError: no"),
         "checkpoint": ("ValueError: no", "ExecutionError: rank 1 of 2: rank 0 failed between two updates"),
         "save": ("rank 0 goes on with fit, and rank 1 calls save",) * 2,

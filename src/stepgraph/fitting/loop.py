@@ -99,6 +99,7 @@ class Loop:
         self.warned: set[str] = set()
         schedule = settings.schedule
         self.schedule = None if schedule is None else completed(schedule, self._known_total)
+        self.rate: float | None = None  # of the next update, if a schedule decides it
 
     @property
     def call(self) -> dict[str, Any]:
@@ -148,12 +149,11 @@ class Loop:
         self._report(recorder.epoch_begins)
         epoch = self.parts.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
         with self.graph.fed(epoch, self.parts.train, settings.prefetch, settings.accumulate) as batches:
-            coming = self._timed(until(batches, self.stopping))
+            coming = self._timed(until(self._rated(batches), self.stopping))
             while group := list(islice(coming, settings.accumulate)):
                 if len(group) < settings.accumulate and self.stopping.is_due():
                     break  # no partial updates
-                if self.schedule is not None:
-                    self._set_rate(rate_at(self.schedule, position.step))
+                self._set_rate(self.rate)
                 if position.step + 1 == recorder.next_look:
                     self._report(lambda first=group[0]: recorder.look(position.step + 1, first))  # type: ignore[misc]
                 with self.ranks.updating():
@@ -168,6 +168,13 @@ class Loop:
                 if settings.save_every and position.step % settings.save_every == 0:
                     self._save(position.epoch + 1)
         self._read_losses()
+
+    def _rated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; asks for the rate of their update while other ranks can hear that a schedule has failed."""
+        for index, batch in enumerate(batches):
+            if self.schedule is not None and index % self.settings.accumulate == 0:
+                self.rate = rate_at(self.schedule, self.position.step)
+            yield batch
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; the time until each is ready counts as waiting."""
@@ -251,8 +258,8 @@ class Loop:
                 raise
             logger.exception("a callback failed at the end of a run that had failed")
 
-    def _set_rate(self, rate: float) -> None:
-        if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
+    def _set_rate(self, rate: float | None) -> None:
+        if rate is not None and rate != self.optimizer.learning_rate:  # takes effect in this update, without compiling
             self.optimizer.learning_rate = rate
 
     # Telling
