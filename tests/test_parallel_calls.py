@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import stepgraph as sg
+from stepgraph.checkpoint import files
 from stepgraph.graphs import compilation
 from tests.parallel_runs import batch, compiled, first_weights, marks, mlp, new, rows, together
 
@@ -154,7 +155,7 @@ def test_what_one_rank_calls_is_refused_at_once(
 
 
 class Alone(sg.Callback):
-    """Does something on the last rank, after the second step or the first epoch."""
+    """Does something on one rank, after the second step, the first epoch or its checkpoint."""
 
     def __init__(self, what: str, folder: str) -> None:
         self.what, self.folder = what, folder
@@ -170,6 +171,10 @@ class Alone(sg.Callback):
         if self.what == "last epoch" and os.environ[RANK] == "1":
             raise ValueError("no")
 
+    def checkpoint(self, moment: sg.Moment) -> None:
+        if self.what == "checkpoint":
+            raise ValueError("no")
+
 
 def loading(what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches; the last rank has fewer of them, or fails to read one."""
@@ -182,11 +187,32 @@ def loading(what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield rows(13)
 
 
+def metric(what: str) -> Callable[[Any, Any], float]:
+    """A metric that fails on the last rank: for a whole batch, or for one of the validation data."""
+
+    def measured(prediction: Any, labels: Any) -> float:
+        if os.environ[RANK] == "1" and len(labels) == {"metric": 13, "validation": 5}.get(what):
+            raise ValueError("no")
+        return 0.0
+
+    return measured
+
+
+def schedule(step: int) -> float:
+    if step == 2 and os.environ[RANK] == "1":
+        raise ValueError("no")
+    return 0.1
+
+
 def run_of(what: str, folder: str) -> str:
     training = compiled(mlp())
-    callbacks = [Alone(what, folder)]
+    settings: dict[str, Any] = {"callbacks": [Alone(what, folder)], "validation": rows(5)}
+    if what in ("metric", "validation"):
+        settings["metrics"] = {"own": metric(what)}
+    if what == "schedule":
+        settings["schedule"] = schedule
     try:
-        history = sg.fit(training, loading(what), callbacks=callbacks, checkpoints=folder, progress="quiet")
+        history = sg.fit(training, loading(what), checkpoints=folder, progress="quiet", **settings)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return str(history.stopped)
@@ -205,6 +231,10 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
         "callback": (failed, "ValueError: no"),
         "last epoch": (failed, "ValueError: no"),
         "data": (failed, "OSError: no"),
+        "metric": (failed, "ValueError: no"),
+        "schedule": (failed, "ValueError: no"),
+        "validation": (failed, "ValueError: no"),
+        "checkpoint": ("ValueError: no", "ExecutionError: rank 1 of 2: rank 0 failed between two updates"),
         "save": ("rank 0 goes on with fit, and rank 1 calls save",) * 2,
         "fewer": ("rank 0 has a batch for the next update, and rank 1 has none",) * 2,
         "nothing": ("finished",) * 2,
@@ -213,6 +243,35 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
         assert isinstance(found, dict), found
         for what, texts in expected.items():
             assert texts[rank] in found[what], (what, found[what])
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def saved_and_read(folder: str) -> list[Any]:
+    """Every rank reads what it has saved at once, though the first one writes slowly, or cannot write."""
+    training, write = compiled(mlp()), files.save_file
+    if os.environ[RANK] == "0":
+        files.save_file = lambda *given: (time.sleep(0.1), write(*given))  # type: ignore[assignment,func-returns-value]
+    found: list[Any] = []
+    for step in range(2):
+        training.execute(*batch("mlp", 13, step))
+        training.save(f"{folder}/own", notes={"step": step})
+        found.append(training.restore(f"{folder}/own").notes)
+    Path(folder, "file").touch()
+    with pytest.raises(sg.StorageError):
+        training.save(f"{folder}/file/own")
+    training.execute(*batch("mlp", 13, 2))
+    files.save_file = write
+    for _ in range(10):  # each rank writes it, with the same content
+        training.inference().save(f"{folder}/predicting")
+        found.append(len(sg.load(f"{folder}/predicting").nodes))
+    return found
+
+
+def test_every_rank_can_read_what_it_has_saved(tmp_path: Path) -> None:
+    expected = [{"step": 0}, {"step": 1}, *[3] * 10]
+    assert together(2, saved_and_read, str(tmp_path)) == [expected] * 2
 
 
 class Freezing(sg.Callback):

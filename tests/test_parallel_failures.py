@@ -396,6 +396,29 @@ def test_ranks_with_another_program_are_refused_with_both_digests() -> None:
         assert len(digests) == len(set(digests)) == 2 and all(len(digest) == 16 for digest in digests)
 
 
+def failing_to_compile() -> list[str]:
+    """The second rank cannot compile, in several places; then all of them can."""
+    found: list[str] = []
+    for reason in ("layers", "shards", ""):
+        training, other = mlp(), os.environ["RANK"] == "1"
+        if other and reason == "layers":
+            training = sg.TrainingGraph([sg.Graph()], None, sg.SGDOptimizer(0.1))
+        try:
+            compiled(training, shards=1 if other and reason == "shards" else 8)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return [*found, repr(training.execute(*batch("mlp", 13, 0)).loss)]
+
+
+def test_a_rank_that_cannot_compile_keeps_no_other_waiting() -> None:
+    began = time.perf_counter()
+    first, second = together(2, failing_to_compile)
+    assert time.perf_counter() - began < 60  # the timeout of an exchange
+    told = "StateError: TrainingGraph.compile: rank 1 could not compile.\nFix: see the error of that rank."
+    assert first[:2] == [told] * 2 and first[2:] == second[2:]
+    assert "the graph has no layers" in second[0] and "1 shards cannot be divided among 2 ranks" in second[1]
+
+
 def other_calls(folder: str) -> list[str]:
     rank, found = int(os.environ["RANK"]), []
     training = compiled(mlp())
@@ -444,8 +467,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
 
 
 def reported(folder: str) -> tuple[list[dict[str, Any]], str]:
-    training = new("mlp")
-    history = sg.fit(training, rows(44), epochs=2, batch_size=13, run=folder, progress="quiet")
+    training, rank = new("mlp"), os.environ.get("RANK", "0")
+    settings: dict[str, Any] = {"callbacks": [sg.CSVLog(f"{folder}/{rank}.csv")], "progress": "quiet"}
+    history = sg.fit(training, rows(44), epochs=2, batch_size=13, run=folder, **settings)
     return history.ranks, str(history)
 
 
@@ -458,6 +482,7 @@ def test_the_report_has_a_line_per_rank(tmp_path: Path) -> None:
         assert 0 < one["seconds"] < 60 and 0 <= one["waiting"] <= 1 and one["memory"] > 10_000_000
         assert f"rank {one['rank']}: {one['seconds'] * 1000:.1f} ms per update" in shown
     run = Run(tmp_path)
+    assert [one.name for one in tmp_path.glob("*.csv")] == ["0.csv"]  # logs are those of the first rank
     assert [one["memory"] for one in run.ranks] == [one["memory"] for one in ranks]
     assert page.data([run])["runs"][0]["ranks"] == run.ranks and "waiting for others" in page.page([run])
     assert reported(str(tmp_path / "alone"))[0] == Run(tmp_path / "alone").ranks == []

@@ -291,8 +291,17 @@ def test_tf32_and_the_memory_limit_are_those_that_were_saved(tmp_path: Path) -> 
             sg.load(tmp_path, CPU, **given)
     with pytest.raises(sg.DataTypeError, match=r"3\.5 is not a Device"):
         sg.load(tmp_path, 3.5)
-    with pytest.raises(sg.ArgumentError, match="an inference graph takes no memory_limit"):
-        sg.load(tmp_path, CPU, inference=True, memory_limit=10**6)
+    for name, value in {"memory_limit": 10**6, "parallel": sg.Parallel(shards=2)}.items():
+        with pytest.raises(sg.ArgumentError, match=f"an inference graph takes no {name}"):
+            sg.load(tmp_path, CPU, inference=True, **{name: value})
+
+
+def test_a_graph_is_loaded_in_as_many_shards_as_one_asks_for(tmp_path: Path) -> None:
+    compiled(network(), parallel=sg.Parallel(shards=2)).save(tmp_path)
+    assert [sg.load(tmp_path, CPU, **one).compilation.shards for one in ({}, {"parallel": sg.Parallel(shards=4)})] == [
+        0,
+        4,
+    ]
 
 
 def test_a_checkpoint_from_before_they_were_saved_still_loads(tmp_path: Path) -> None:

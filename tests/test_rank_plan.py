@@ -123,11 +123,19 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(bare, 8, ranks=4, shards=4)
 
 
+def test_a_graph_that_learns_nothing_sends_nothing() -> None:
+    training = linear(8)
+    for tensor in training.named_tensors().values():
+        tensor.is_updatable = False
+    plan = planned(training, 8, ranks=3, shards=4)
+    assert plan.sent == plan.optimizer_state == 0 < plan.parameters
+
+
 # ------------------------------------------------------------------------------------------------------- what is real
 
 
-def peak(ranks: int, shards: int) -> tuple[int, int, int]:
-    """Bytes that come and go in an update, as measured and as planned, and those of optimizer state."""
+def peak(ranks: int, shards: int) -> tuple[int, int, int, int]:
+    """Bytes that come and go in an update, as measured and as planned; of optimizer state; and as this rank plans."""
     training = linear(1024)
     training.compile("cpu", parallel=sg.Parallel(shards))
     data = {"x": np.ones((2 * shards, 256), np.float32)}, {"y": np.ones((2 * shards, 1024), np.float32)}
@@ -137,7 +145,8 @@ def peak(ranks: int, shards: int) -> tuple[int, int, int]:
     )  # Gloo's threads may free what they sent late
     arrays = training.require_session("test").arrays()
     state = sum(array.nbytes for key, array in arrays.items() if key.kind is KeyKind.STATE)
-    return most, training.memory_plan_for(2 * shards, ranks=ranks).intermediates, state
+    planned = training.memory_plan_for(2 * shards, ranks=ranks).intermediates
+    return most, planned, state, training.memory_plan.intermediates
 
 
 def peak_of(run: Callable[[], object]) -> int:
@@ -160,9 +169,10 @@ def peak_of(run: Callable[[], object]) -> int:
 def test_the_plan_is_what_the_ranks_need(ranks: int, shards: int) -> None:
     found = together(ranks, peak, ranks, shards) if ranks > 1 else [peak(ranks, shards)]
     assert not isinstance(found[0], str), found
-    assert max(most for most, _, _ in found) == pytest.approx(found[0][1], rel=0.02)
+    assert max(most for most, *_ in found) == pytest.approx(found[0][1], rel=0.02)
+    assert [own for *_, own in found] == pytest.approx([most for most, *_ in found], rel=0.02)
     plan = planned(linear(1024), 2 * shards, ranks=ranks, shards=shards)
-    assert max(state for _, _, state in found) == pytest.approx(plan.optimizer_state, abs=2 * BLOCK * FLOAT)
+    assert max(state for _, _, state, _ in found) == pytest.approx(plan.optimizer_state, abs=2 * BLOCK * FLOAT)
 
 
 # ----------------------------------------------------------------------------------------------------- without memory

@@ -22,7 +22,7 @@ from safetensors.torch import load as load_tensors
 
 from stepgraph.checkpoint.tensors_file import Stored, save_file
 from stepgraph.errors import ArgumentError, CheckpointError, DataTypeError, StorageError, reason
-from stepgraph.system.storage import as_path, open_regular, read_regular, storage, whole
+from stepgraph.system.storage import as_path, open_regular, own_turn, read_regular, storage, whole
 
 FORMAT, VERSION = "stepgraph", 1
 DESCRIPTION = "graph.json"
@@ -54,14 +54,22 @@ def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, Store
     try:
         with storage(path, "written"):
             path.mkdir(parents=True, exist_ok=True)
-            tensors = _write_tensors(path, arrays)
-            _write_description(path, {"format": FORMAT, "version": VERSION, "tensors_file": tensors, **description})
-            _sync_folder(path.parent)
+            with own_turn(path):
+                _replace(path, description, arrays)
     except BaseException:
-        _discard(path, keep=_tensors_in_use(path))
         with suppress(OSError):
             for folder in new:
                 folder.rmdir()
+        raise
+
+
+def _replace(path: Path, description: Mapping[str, Any], arrays: Mapping[str, Stored]) -> None:
+    try:
+        tensors = _write_tensors(path, arrays)
+        _write_description(path, {"format": FORMAT, "version": VERSION, "tensors_file": tensors, **description})
+        _sync_folder(path.parent)
+    except BaseException:
+        _discard(path, keep=_tensors_in_use(path))
         raise
     _discard(path, keep=tensors["name"])
 

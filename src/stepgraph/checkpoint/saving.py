@@ -14,11 +14,12 @@ from stepgraph.checkpoint import files
 from stepgraph.checkpoint.graph_json import Describer
 from stepgraph.checkpoint.kept import Kept
 from stepgraph.checkpoint.tensors_file import Stored, ordered
-from stepgraph.errors import DataTypeError, ExecutionError, reason
+from stepgraph.errors import DataTypeError, ExecutionError, StorageError, reason
 from stepgraph.runtime.sliced import Sliced
 from stepgraph.runtime.world import ALONE, World
 
 SLICES = "optimizer state for save, which every rank must call"
+WRITTEN = "whether the first rank has written a checkpoint"
 
 
 def save(
@@ -32,7 +33,8 @@ def save(
     """Writes linked graphs to `path`, or with `keep` as the next checkpoint of a series in it.
 
     Of several ranks, the first one writes. The others send it their slices of the optimizer's buffers, one after
-    another, and all of them even if it cannot write: no rank waits for one that has failed.
+    another, and all of them even if it cannot write: no rank waits for one that has failed. They return when the
+    checkpoint is there, so that any rank can read it, or raise an error as well.
 
     Args:
         group: all of them.
@@ -45,8 +47,12 @@ def save(
     folder, describer = files.as_path("save", path), Describer(group)
     if not world.is_first:
         describer.describe()
-        if not world.any(False, SLICES):
+        has_failed = world.any(False, SLICES)
+        if not has_failed:
             _fetch_rest(_fetched(describer))
+            has_failed = world.any(False, WRITTEN)
+        if has_failed:
+            raise StorageError(f"{folder}", "the first rank has not written it", fix="see the error of rank 0")
         return folder
     try:
         content = _content(describer, saved, notes)
@@ -63,7 +69,9 @@ def save(
         raise
     except BaseException:
         _fetch_rest(arrays)
+        world.any(True, WRITTEN)
         raise
+    world.any(False, WRITTEN)
     if keep is not None:
         files.rotate(folder, keep)
     return target

@@ -26,13 +26,14 @@ logger = logging.getLogger("stepgraph")
 class Log(Callback, ABC):
     """The base of logs: numbers per epoch and, every `every` updates, loss and learning rate.
 
-    Reading the loss of an update synchronizes with a GPU, so a log does it rarely.
+    Reading the loss of an update synchronizes with a GPU, so a log does it rarely. Of several ranks, the first one
+    writes.
     """
 
     def __init__(self, every: int | None = None) -> None:
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ArgumentError(type(self).__name__, f"every is {every!r}", fix="pass an integer ≥ 1, or None")
-        self.every, self.warned = every, False
+        self.every, self.warned, self.writes = every, False, True
 
     @property
     def listens_to_steps(self) -> bool:
@@ -49,21 +50,25 @@ class Log(Callback, ABC):
         """Closes it."""
 
     def start(self, moment: Moment) -> None:
-        self.warned = False
-        self.begin(moment)
+        self.warned, self.writes = False, moment.graph.world.is_first
+        if self.writes:
+            self.begin(moment)
 
     def step(self, moment: Moment) -> None:
-        if self.every is not None and moment.step % self.every == 0:
+        if self.writes and self.every is not None and moment.step % self.every == 0:
             numbers = {"step loss": moment.loss, "step rate": moment.learning_rate}
             self._tried(moment, lambda: self.write(moment.history, moment.step, numbers))
 
     def epoch(self, moment: Moment) -> None:
+        if not self.writes:
+            return
         history = moment.history
         known = {name: one for name, one in history.epochs[-1].items() if not isinstance(one, list) and name != "step"}
         self._tried(moment, lambda: self.write(history, moment.step, known))
 
     def end(self, moment: Moment) -> None:
-        self._tried(moment, lambda: self.finish(moment))
+        if self.writes:
+            self._tried(moment, lambda: self.finish(moment))
 
     def _tried(self, moment: Moment, writing: Callable[[], None]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf, isfinite, isnan
@@ -98,6 +99,7 @@ class Loop:
         self.warned: set[str] = set()
         schedule = settings.schedule
         self.schedule = None if schedule is None else completed(schedule, self._known_total)
+        self.rate: float | None = None  # of the next update, if a schedule decides it
 
     @property
     def call(self) -> dict[str, Any]:
@@ -147,16 +149,16 @@ class Loop:
         self._report(recorder.epoch_begins)
         epoch = self.parts.train.epoch(position.epoch, (self.seed, position.origin), position.batch)
         with self.graph.fed(epoch, self.parts.train, settings.prefetch, settings.accumulate) as batches:
-            coming = self._timed(until(batches, self.stopping))
+            coming = self._timed(until(self._rated(batches), self.stopping))
             while group := list(islice(coming, settings.accumulate)):
                 if len(group) < settings.accumulate and self.stopping.is_due():
                     break  # no partial updates
-                if self.schedule is not None:
-                    self._set_rate(rate_at(self.schedule, position.step))
+                self._set_rate(self.rate)
                 if position.step + 1 == recorder.next_look:
                     self._report(lambda first=group[0]: recorder.look(position.step + 1, first))  # type: ignore[misc]
                 with self.ranks.updating():
-                    losses = self.graph.update(group, self.tally if self.parts.metrics else None)
+                    tally = self.tally if self.parts.metrics else None
+                    losses = self.graph.update(group, tally, self.stopping.telling_failures)
                 position.step, position.batch = position.step + 1, position.batch + len(group)
                 self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
@@ -166,6 +168,13 @@ class Loop:
                 if settings.save_every and position.step % settings.save_every == 0:
                     self._save(position.epoch + 1)
         self._read_losses()
+
+    def _rated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; asks for the rate of their update while other ranks can hear that a schedule has failed."""
+        for index, batch in enumerate(batches):
+            if self.schedule is not None and index % self.settings.accumulate == 0:
+                self.rate = rate_at(self.schedule, self.position.step)
+            yield batch
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; the time until each is ready counts as waiting."""
@@ -180,7 +189,8 @@ class Loop:
     def _validate(self) -> Tally | None:
         if self.parts.test is None:
             return None
-        return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
+        with self.stopping.telling_failures():
+            return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
@@ -248,8 +258,8 @@ class Loop:
                 raise
             logger.exception("a callback failed at the end of a run that had failed")
 
-    def _set_rate(self, rate: float) -> None:
-        if rate != self.optimizer.learning_rate:  # takes effect in this update; nothing is compiled
+    def _set_rate(self, rate: float | None) -> None:
+        if rate is not None and rate != self.optimizer.learning_rate:  # takes effect in this update, without compiling
             self.optimizer.learning_rate = rate
 
     # Telling
@@ -355,12 +365,14 @@ class Loop:
             return
         path = self._write(self.settings.folder, keep=self.settings.keep)
         if path is not None:
-            self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
+            with self.stopping.telling_failures():
+                self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
 
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""
         if not self.world.is_first:
-            self.graph.training.save(folder)  # it sends its part of the optimizer state
+            with suppress(StorageError):  # the first rank says what has failed
+                self.graph.training.save(folder)  # it sends its part of the optimizer state
             return None
         try:
             path = self.graph.training.save(folder, notes=self._notes(), **settings)

@@ -33,7 +33,7 @@ class Stopping:
         self.world, self.signals = world, StopSignals()
         self.why: str | None = None
         self.who: str | None = None
-        self.is_terminated = self._is_decided = False
+        self.is_terminated = self._is_decided = self._has_told = False
 
     def ask(self, why: str) -> None:
         """Asks to stop; the first reason counts."""
@@ -51,15 +51,17 @@ class Stopping:
     def telling_failures(self) -> Iterator[None]:
         """Around what one rank may fail in alone, such as a callback: the others hear of it instead of waiting.
 
-        An exchange that has failed is not followed by another.
+        An exchange that has failed is not followed by another, and they hear of a failure once.
         """
         try:
             yield
         except ExecutionError:
             raise
         except Exception:
-            with suppress(ExecutionError):  # whoever hears of it raises an error
-                self.world.greet((Call.FAILURE, 0, 0))
+            if not self._has_told:
+                self._has_told = True
+                with suppress(ExecutionError):  # whoever hears of it raises an error
+                    self.world.greet((Call.FAILURE, 0, 0))
             raise
 
     def is_due(self, place: int = BETWEEN, *, heeds_signals: bool = True) -> bool:

@@ -26,7 +26,8 @@ from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ExecutionOptions
 
-Weighting = Callable[[int], AbstractContextManager[None]]  # of the gradient pass of one part of a group
+_Context = AbstractContextManager[None]
+Weighting = Callable[[int], _Context]  # of the gradient pass of one part of a group
 
 
 class Trained:
@@ -114,14 +115,23 @@ class Trained:
             rows = min(data.batch_size, data.count, self.portion or data.count)
             compiled.programs.executable(compiled.whole, compiled.rows_at_once(rows), "fit")
 
-    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[list[Measured]]:
-        """One update with the gradients of a group of batches; returns the losses of the parts of each batch."""
+    def update(
+        self, group: Sequence[Batch], tally: Tally | None, comparing: Callable[[], _Context] = nullcontext
+    ) -> list[list[Measured]]:
+        """One update with the gradients of a group of batches; returns the losses of the parts of each batch.
+
+        Args:
+            group: the batches.
+            tally: the metrics that see its predictions.
+            comparing: what is around these metrics when ranks have made an update together.
+        """
         if self.shards and len(group) > 1:
             group = [self._joined(group)]
         if len(group) == 1 and not self.is_divided(group[0]):
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
-            self._compare(batch, tally)
+            with comparing():
+                self._compare(batch, tally)
             return [[self._measured(execution, batch)]]
         found: list[list[Measured]] = []
         divided = [self._divided(batch) for batch in group]

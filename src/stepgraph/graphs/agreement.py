@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Timer
 from types import FunctionType
 from typing import Any
 
@@ -15,14 +18,18 @@ from stepgraph import draw
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels.preferences import kind
 from stepgraph.compiler.program import Phase, Program, fake, reached
+from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.step import KeyKind, gradient, value
-from stepgraph.errors import ArgumentError, StateError
+from stepgraph.errors import ArgumentError, ExecutionError, StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.session import Session
-from stepgraph.runtime.world import World
+from stepgraph.runtime.calls import listed
+from stepgraph.runtime.world import ALONE, World, joined
 from stepgraph.tensors.extents import can_be_cut
 
 logger = logging.getLogger("stepgraph")
+_FAILED = "-" * 16  # in place of a digest
+LATE = 5.0  # seconds
 SLICED = (KeyKind.STATE, KeyKind.AVERAGE)  # what each rank has a part of
 
 
@@ -120,15 +127,48 @@ def _named(target: Any) -> str:
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
-def require_same(compiled: Compilation, world: World) -> None:
-    """Rejects, on every rank, a rank that computes something else than the first one."""
-    mine = digest(compiled)
+@contextmanager
+def compiling(device: torch.device, parallel: Parallel | None) -> Iterator[None]:
+    """Around compiling: if it fails on this rank, the others hear of it where they compare programs."""
+    world = ALONE if parallel is None else joined(device, parallel.timeout)
+    before = world.place.compared
+    try:
+        yield
+    except ExecutionError:  # an exchange that has failed is not followed by another
+        raise
+    except Exception as error:
+        if not world.is_alone and world.place.compared == before:
+            _tell(error, world)
+        raise
+
+
+def _tell(error: Exception, world: World) -> None:
+    """Tells the others that this rank could not compile. Says why if they come late, since they may never come."""
+    late = Timer(LATE, logger.error, ("rank %d of %d could not compile: %s", world.rank, world.size, error))
+    late.daemon = True
+    late.start()
+    with suppress(ExecutionError):
+        _compared(_FAILED, world)
+    late.cancel()
+
+
+def _compared(mine: str, world: World) -> list[str]:
+    """The digests of all ranks."""
+    world.place.compared += 1
     sent = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=world.device)
-    found = [bytes(one).decode() for one in world.gather(sent, "digests of programs")().tolist()]
+    return [bytes(one).decode() for one in world.gather(sent, "digests of programs")().tolist()]
+
+
+def require_same(compiled: Compilation, world: World) -> None:
+    """Rejects, on every rank, a rank that computes something else than the first one, or cannot compile."""
+    found, where = _compared(digest(compiled), world), f"{compiled.declaration.kind}.compile"
+    failed = [rank for rank, one in enumerate(found) if one == _FAILED]
+    if failed:
+        raise StateError(where, f"{listed(failed)} could not compile", fix="see the error of that rank")
     other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
     if other is not None:
         raise StateError(
-            f"{compiled.declaration.kind}.compile",
+            where,
             f"rank {other} has another program than rank 0",
             rank_0=found[0],
             **{f"rank_{other}": found[other]},

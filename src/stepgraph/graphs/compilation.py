@@ -13,10 +13,11 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import filters
 from stepgraph.compiler.memory import MemoryPlan
+from stepgraph.compiler.passes.exchange import gradient_buckets
 from stepgraph.compiler.passes.recompute import largest_batch
 from stepgraph.compiler.program import PartName, Program, fake
 from stepgraph.compiler.ranks.parallel import TREE, Parallel
-from stepgraph.compiler.ranks.slices import Ownership, slices
+from stepgraph.compiler.ranks.slices import Ownership, Traffic, slices, traffic
 from stepgraph.compiler.settings import Settings, fusion_of
 from stepgraph.compiler.step import Key, Limit, Step, gradient, layer_tensors, source_gradient, value
 from stepgraph.device import Device
@@ -165,6 +166,15 @@ class Compilation:
         parallel = self.settings.parallel
         ordered = parallel is not None and parallel.order == TREE
         return Ownership(world.rank, world.size, world.group, cut, ordered)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this rank sends to others in an update."""
+        step, parts = self.programs.settled(PartName.SHARD, self.usual_batch)
+        if step.ownership is None:
+            return Traffic(0, 0)
+        ranks, together = step.ownership, gradient_buckets(parts[PartName.SHARD], step)
+        return traffic(ranks.slices, together, step.shards, ranks.size, ranks.rank, order=ranks.is_ordered)
 
     def rows_at_once(self, batch: int) -> int:
         """The rows that a training program runs for a batch: all of them, or those of the largest shard."""

@@ -57,7 +57,15 @@ def _texts(compilation: Compilation | None) -> list[str]:
     made = [name for name in names if (name, batch) in programs.executables]
     executable = programs.in_use(made[0], batch) if made else None
     switch = programs.switches.get(batch) if trains else None
-    return [str(programs.plan), _lines(described(program, executable, switch))]
+    return [str(programs.plan), _lines([*_ranks(compilation), *described(program, executable, switch)])]
+
+
+def _ranks(compilation: Compilation) -> list[tuple[str, str]]:
+    """Which of several ranks this is, and what it sends to the others."""
+    world = compilation.world
+    if world.is_alone:
+        return []
+    return [("rank", f"{world.rank} of {world.size}, sends {draw.size(compilation.traffic.total)} per update")]
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> str:

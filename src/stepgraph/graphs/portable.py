@@ -28,7 +28,8 @@ from stepgraph.optimizers import Optimizer
 from stepgraph.tensors.tensor import Tensor, TensorParameter
 from stepgraph.types import DataType, GraphCompilationOptions
 
-_COMPILATION = ("options", "compute_type", "tf32", "memory_limit", *SWITCHES)
+_OF_TRAINING = ("memory_limit", "parallel")
+_COMPILATION = ("options", "compute_type", "tf32", *_OF_TRAINING, *SWITCHES)
 
 
 def save(
@@ -61,9 +62,9 @@ def load(
         inference: build an inference graph, without the loss, whatever was saved.
         custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations), and
             the PyTorch modules of its `TorchLayer`s, in order, or functions that create them.
-        compilation: settings of `compile` (`options` and its keywords, `compute_type`, `tf32`, `memory_limit`), which
-            replace all of the saved ones. Without any, the graph is compiled with the saved settings; an inference
-            graph has no `memory_limit`.
+        compilation: settings of `compile` (`options` and its keywords, `compute_type`, `tf32`, `memory_limit`,
+            `parallel`), which replace all of the saved ones. Without any, the graph is compiled with the saved
+            settings, which do not include `parallel`; an inference graph has neither that nor `memory_limit`.
 
     Example:
         >>> training = load("run/model", Device.any())  # doctest: +SKIP
@@ -84,8 +85,9 @@ def load(
         found = Numbered(graphs)[content.description["saved"]]
         pairs = zip(described, graphs, strict=True)
         settings = [_compilation(one["compiled"], compilation, graph.trains) for one, graph in pairs]
-    if "memory_limit" in compilation and not all(graph.trains for graph in graphs):
-        raise ArgumentError("load", "an inference graph takes no memory_limit", fix="leave it out")
+    unused = next((name for name in _OF_TRAINING if name in compilation), None)
+    if unused is not None and not all(graph.trains for graph in graphs):
+        raise ArgumentError("load", f"an inference graph takes no {unused}", fix="leave it out")
     if place is not None:
         _compile(content, place, graphs, settings)
     return found
@@ -99,7 +101,7 @@ def _check_request(device: Any, custom: Sequence[Any], compilation: Mapping[str,
         if name not in _COMPILATION:
             known = ", ".join(_COMPILATION)
             raise ArgumentError("load", f"{name!r} is not a setting that load accepts", known=known, fix="use those")
-    settings = {name: compilation.get(name) for name in ("compute_type", "tf32", "memory_limit")}
+    settings = {name: compilation.get(name) for name in ("compute_type", "tf32", *_OF_TRAINING)}
     options = compilation.get("options", GraphCompilationOptions.NONE)
     Settings.checked(options, **settings, **_switches(compilation))
     by_name(custom)

@@ -18,13 +18,10 @@ import torch
 
 from stepgraph import draw
 from stepgraph.compiler import guard
-from stepgraph.compiler.passes.exchange import gradient_buckets
-from stepgraph.compiler.program import PartName
 from stepgraph.compiler.ranks import collectives
 from stepgraph.compiler.ranks.news import HEADER, agreed, calls_of, tell_call_
 from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.ranks.shards import TreeSum, own
-from stepgraph.compiler.ranks.slices import Traffic, traffic
 from stepgraph.compiler.settings import fusion_of
 from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
 from stepgraph.errors import DataError, ExecutionError, NumericsError
@@ -77,16 +74,6 @@ class Shards:
         if not world.is_alone:
             release_before_leaving(compiled.programs)
             release_before_leaving(self)
-
-    @property
-    def traffic(self) -> Traffic:
-        """The bytes that this rank sends to others in an update."""
-        compiled, world = self.session.compilation, self.world
-        step, parts = compiled.programs.settled(PartName.SHARD, compiled.usual_batch)
-        if step.ownership is None:
-            return Traffic(0, 0)
-        together, ordered = gradient_buckets(parts[PartName.SHARD], step), step.ownership.is_ordered
-        return traffic(step.ownership.slices, together, step.shards, world.size, world.rank, order=ordered)
 
     def execute(
         self,

@@ -19,7 +19,7 @@ from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, u
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs import synchronized
-from stepgraph.graphs.agreement import require_divisible, require_same, share_state, warn_of_shared_rows
+from stepgraph.graphs.agreement import compiling, require_divisible, require_same, share_state, warn_of_shared_rows
 from stepgraph.graphs.averaging import AverageTensors, averages_of, checked_decay, exchange, require_own
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
@@ -244,7 +244,8 @@ class TrainingGraph(CompiledGraph):
             parallel=parallel,
         )
         device = own_device(chosen("TrainingGraph.compile", device, self.device), parallel is not None)
-        self._compile(device, settings, input_tensors, input_tensors_data)
+        with compiling(device.torch, parallel):
+            self._compile(device, settings, input_tensors, input_tensors_data)
         if self._shards is not None:
             share_state(self._shards.session, self._shards.world)
             self._shards.changes.forget()
@@ -288,7 +289,7 @@ class TrainingGraph(CompiledGraph):
     @property
     def bytes_sent(self) -> int:
         """The bytes of gradients and parameters that this rank sends to others in each update; 0 if it is alone."""
-        return 0 if self._shards is None else self._shards.traffic.total
+        return 0 if self._shards is None else self._shards.session.compilation.traffic.total
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
         """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.

@@ -26,7 +26,8 @@ def described(program: Program, executable: Executable | None, switch: Switch | 
         switch: what decides when it is fused, if that is at a fixed step.
     """
     step = program.step
-    lines = [("batch", str(step.batch[1])), *described_step(step)]
+    batch = f"{step.batch[1]} in each of {step.shards} shards" if step.shards > 1 else str(step.batch[1])
+    lines = [("batch", batch), *described_step(step)]
     if step.channels_last and step.device.type == "cpu":
         lines.append(("images", "channels last in memory, which measured faster here"))
     kernels = _kernels(program)

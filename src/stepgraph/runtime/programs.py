@@ -9,6 +9,7 @@ from dataclasses import replace
 from stepgraph.compiler import fused_cache, memory, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
+from stepgraph.compiler.ranks.plan import own_plan
 from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, gradient, value
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
@@ -131,8 +132,7 @@ class Programs:
     def _plan(self, part: PartName, step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
         if part in PASSES:
             return memory.plan_passes(step, parts)
-        plans = [memory.plan(step, parts[name]) for name in (part, PartName.LAST) if name in parts]
-        return max(plans, key=lambda plan: plan.total)
+        return own_plan(step, parts) if PartName.LAST in parts else memory.plan(step, parts[part])
 
     def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
         """A part, or all three passes, ready to run."""

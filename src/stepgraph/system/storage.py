@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,12 @@ from typing import Any, BinaryIO
 
 from stepgraph.errors import ArgumentError, DataTypeError, StepgraphError, StorageError, reason
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 60.0  # seconds to wait for another process that writes to the same folder
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -53,6 +60,36 @@ def storage(path: Path, done: str, *also: type[Exception]) -> Iterator[None]:
         failed = StorageError(f"{path}", f"it cannot be {done}: {message}", fix="check path, permissions and space")
         failed.errno = getattr(error, "errno", None)
         raise failed from error
+
+
+@contextmanager
+def own_turn(folder: Path) -> Iterator[None]:
+    """Lets one process at a time write to a folder, such as ranks that all save the same inference graph.
+
+    After a minute, or where the file system has no locks, it goes on without.
+    """
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not _is_locked(handle) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    """Locks an open file; False if another process has locked it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return True
 
 
 def read_regular(path: Path, most: int, refusal: type[StepgraphError]) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 from stepgraph import draw
 from stepgraph.compiler import memory, pipeline
@@ -16,6 +17,8 @@ from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.ranks.shards import own, partial_nodes
 from stepgraph.compiler.ranks.slices import Buckets, Ownership, Slices, slices, traffic
 from stepgraph.compiler.step import Step
+
+_Plan = TypeVar("_Plan", bound=MemoryPlan)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,28 @@ def rank_plan(shard: Shard, parallel: Parallel, rows: int, ranks: int) -> RankPl
     )
 
 
+def own_plan(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
+    """The plan of a rank that exists, from the parts that it runs; at the moment when it needs the most.
+
+    Args:
+        step: what it computes.
+        parts: its shards, ready to run. The last one exchanges gradients, so its operators are the timeline.
+    """
+    assert step.ownership is not None
+    single, rank = replace(step, shards=0), _Rank(Shard(step, parts[PartName.SHARD]), step, step.ownership)
+    last = _with_sums(memory.plan(single, parts[PartName.LAST]), rank.sums(1) * rank.shard.gradients)
+    found = [last, rank.update(last)]
+    if len(rank.own) > 1:
+        running = memory.plan(single, parts[PartName.SHARD])
+        found += rank.earlier(running)
+    return replace(max(found, key=_total), timeline=last.timeline)
+
+
+def _with_sums(plan: MemoryPlan, sums: int) -> MemoryPlan:
+    timeline = tuple((layer, phase, size + sums) for layer, phase, size in plan.timeline)
+    return replace(plan, gradients=plan.gradients + sums, timeline=timeline)
+
+
 def _total(plan: MemoryPlan) -> int:
     return plan.total
 
@@ -172,24 +197,28 @@ class _Rank:
     @property
     def moments(self) -> Iterator[RankPlan]:
         """Its memory at the moments of an update that may need the most."""
-        shard, alone = self.shard, self.ownership.size == 1
-        running = self._plan(shard.plan)
-        for left in range(len(self._own) - (not alone)):
-            sums = self._sums(len(self._own) - left) * shard.gradients
+        running = self._plan(self.shard.plan)
+        yield from self.earlier(running)
+        if self.ownership.size > 1:
+            last = self._last()
+            yield replace(last, gradients=last.gradients + self.sums(1) * self.shard.gradients)
+            yield self._updating(running)
+
+    def earlier(self, running: _Plan) -> Iterator[_Plan]:
+        """Its memory while it runs its shards, without the last one if that exchanges gradients."""
+        gradients, count = self.shard.gradients, len(self.own)
+        for left in range(count - (self.ownership.size > 1)):
+            sums = self.sums(count - left) * gradients
             yield replace(running, gradients=running.gradients + sums)
             # Its gradients are copied into buckets before they are added to those of earlier shards.
-            yield replace(running, activations=0, workspace=0, gradients=sums + 2 * shard.gradients)
-        if not alone:
-            sums = self._sums(1) * shard.gradients
-            last = self._last()
-            yield replace(last, gradients=last.gradients + sums)
-            yield self._updating(running, sums)
+            yield replace(running, activations=0, workspace=0, gradients=sums + 2 * gradients)
 
     @property
-    def _own(self) -> range:
+    def own(self) -> range:
+        """Its shards."""
         return own(self.step.shards, self.ownership.rank, self.ownership.size)
 
-    def _sums(self, before: int) -> int:
+    def sums(self, before: int) -> int:
         """The sums of gradients that it has in front of one of its last shards."""
         return len(partial_nodes(self.step.shards, self.ownership.rank, self.ownership.size, before))
 
@@ -219,11 +248,18 @@ class _Rank:
             self.ownership.own(one).size * one.data_type.element_size for bucket in self.shard.buckets for one in bucket
         )
 
-    def _updating(self, running: RankPlan, sums: int) -> RankPlan:
+    def update(self, plan: MemoryPlan) -> MemoryPlan:
+        """The update, with what is exchanged as workspace."""
+        found = self._updating(self._plan(plan))
+        workspace = found.workspace + found.buckets
+        return replace(plan, activations=0, gradients=found.gradients, workspace=workspace)
+
+    def _updating(self, running: RankPlan) -> RankPlan:
         """The update: its parameters to send, and all of them as they arrive; Gloo has a copy of those of a bucket."""
+        sums = self.sums(1) * self.shard.gradients
         ranks = self.ownership.size
         largest = [max(self.ownership.sizes(one)) * one[0].data_type.element_size for one in self.shard.buckets]
         swapped = swaps(self.step.device, ranks)
-        copy = ranks * max(largest) if self.step.device.type == "cpu" and not swapped else 0
+        copy = ranks * max(largest, default=0) if self.step.device.type == "cpu" and not swapped else 0
         moving = (2 if swapped else ranks + 1) * sum(largest)
         return replace(running, activations=0, gradients=sums + self._totals, workspace=copy, buckets=moving)
