@@ -263,6 +263,12 @@ def test_wrong_options_are_refused(arguments: list[str], words: str, capsys: pyt
     assert words in capsys.readouterr().err
 
 
+def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU here; --device cpu --small"):
+        main(["--models", "vit"])
+
+
 def test_a_model_has_its_usual_peers_and_those_that_are_asked_for() -> None:
     usual = [OURS, "unfused", "eager", "compile"]
     assert list(Wanted.of("vit", options([])).problems) == usual
