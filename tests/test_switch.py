@@ -217,12 +217,15 @@ def test_a_c_compiler_that_does_not_run_is_named(
 
 def test_waiting_for_the_fixed_step_is_not_compiling(compiler: Compiler) -> None:
     training = network()
-    run(training, 1, STARTS)
+    run(training, 1, STARTS - 1)
+    began = time.perf_counter()
+    run(training, STARTS, STARTS)
     fusing = the_switch(training)._fusing
-    assert fusing is not None and fusing.exception() is None  # the compiler is done long before the fixed step
+    assert fusing is not None and fusing.exception() is None
+    most = time.perf_counter() - began
     time.sleep(0.5)
     run(training, STARTS + 1, FIRST)
-    assert 0 < the_switch(training).fused.fusion_seconds < 0.5  # type: ignore[union-attr]
+    assert 0 < the_switch(training).fused.fusion_seconds <= most  # type: ignore[union-attr]
 
 
 def test_large_steps_stay_unfused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
