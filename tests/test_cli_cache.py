@@ -210,6 +210,19 @@ def test_no_measurement_begins_after_its_time(folder: Path, capsys: Capture, mon
     assert len(CHOICES.stored()) == 2
 
 
+def test_measurements_that_were_disturbed_and_not_kept_are_counted(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure.fastest(cross_entropy.OPERATOR, cross_entropy.IMPLEMENTATIONS, ARGUMENTS, below=40)
+    (first,) = CHOICES.stored()
+    CHOICES.keep(replace(first, disturbed=False))
+    before = CHOICES.stored()
+    busy = measure.Measurement("gradient", {"pytorch": 2.0, "gradient": 1.0}, {}, disturbed=True)
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: busy)
+    assert "1 choice left as before: the new measurements were disturbed." in Called(capsys, "cache", "--measure").out
+    assert CHOICES.stored() == before
+
+
 def test_arguments_that_cannot_be_made_again_are_left_to_a_compilation(folder: Path, capsys: Capture) -> None:
     names = tuple(cross_entropy.IMPLEMENTATIONS)
     for number, described in enumerate(({"shape": [-1]}, {"shape": [2], "strides": [1], "type": "torch.nothing"}, 5)):

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.compiler.kernels import choose, measure
+from stepgraph.compiler.kernels import choose, choose_convolution, measure
 from stepgraph.compiler.kernels.choices import CHOICES, TRIES, Choice, Choices, Question, other_files
 from stepgraph.compiler.tuned import MANIFEST
 
@@ -236,7 +238,8 @@ def test_processes_that_write_at_once_lose_nothing(file: Path) -> None:
 # All of it
 
 
-def test_every_question_of_a_step_can_be_asked_again() -> None:
+def test_every_question_of_a_step_can_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_convolution, "has_nnpack", lambda: True)
     offered = [one for row in MANIFEST for one in row.offers]
     asked = {
         "convolution": ("pytorch", "nnpack", "gemm"),
@@ -256,6 +259,31 @@ def test_every_question_of_a_step_can_be_asked_again() -> None:
     for operator in ("layout 08927422204a9a6a", "sum"):
         assert choose.implementations(Question(operator, ("pytorch",), (), 1), offered) is None
     assert choose.implementations(Question("cross entropy", ("pytorch", "gone"), (), 1), offered) is None
+
+
+def test_without_nnpack_its_questions_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_convolution, "has_nnpack", lambda: False)
+    for operator, names in (("convolution", ("pytorch", "nnpack")), ("convolution data", ("pytorch", "flipped"))):
+        assert choose.implementations(Question(operator, names, (), 1), ()) is None
+    assert choose.implementations(Question("convolution", ("pytorch", "gemm"), (), 1), ()) is not None
+
+
+MEASURES = """
+import torch
+from stepgraph.compiler.kernels import choose, measure
+from stepgraph.compiler.kernels.choices import Question
+
+asked = choose.implementations(Question("convolution", ("pytorch", "nnpack"), (), 1), ())
+images, weights = torch.empty(8, 4, 12, 12), torch.empty(4, 4, 3, 3)
+print(*measure.measure(asked, (images, weights, None, [1, 1], [1, 1])).seconds)
+"""
+
+
+@pytest.mark.deep  # seconds, for another process
+@pytest.mark.skipif(not torch.backends.nnpack.is_available(), reason="needs NNPACK")
+def test_nnpack_can_be_measured_in_a_process_that_compiles_nothing() -> None:
+    ran = subprocess.run([sys.executable, "-c", MEASURES], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["pytorch", "nnpack"]
 
 
 def _busy() -> None:

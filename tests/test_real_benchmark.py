@@ -1,18 +1,20 @@
 """`benchmarks.real`: both forms of a model are the same, and what the program makes of what its contenders say."""
 
 import json
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import stepgraph as sg
+from benchmarks.real import turns
 from benchmarks.real.__main__ import Wanted, main, options
 from benchmarks.real.contender import Contender
 from benchmarks.real.contenders import CAPTURED, OURS, Eager, FromTransformers, Imported, Stepgraph, in_jax
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
-from benchmarks.real.turns import Failed, in_short, rounds
+from benchmarks.real.turns import Failed, in_short, rounds, surroundings
 from benchmarks.real.worker import MEMORY, Worker, answer
 
 SLOW = {"resnet50": pytest.mark.deep}  # 53 convolutions to record and compile
@@ -235,6 +237,16 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture(settles_at: int, mon
     assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "data": 12, "plan": 5}
 
 
+def test_a_contender_has_as_many_threads_as_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(turns, "_cores", lambda: [0, 1, 2, 3])
+    assert surroundings(tmp_path, [2, 3])["OMP_NUM_THREADS"] == "2"
+    for everything in ([0, 1, 2, 3], None):
+        assert "OMP_NUM_THREADS" not in surroundings(tmp_path, everything)
+    assert surroundings(tmp_path, None)["XDG_CACHE_HOME"] == str(tmp_path / "xdg_cache_home")
+
+
 def test_an_error_is_an_answer() -> None:
     class Broken:
         def start(self) -> None:
@@ -261,6 +273,12 @@ def test_wrong_options_are_refused(arguments: list[str], words: str, capsys: pyt
     with pytest.raises(SystemExit):
         options(arguments)
     assert words in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU here; --device cpu --small"):
+        main(["--models", "vit"])
 
 
 def test_a_model_has_its_usual_peers_and_those_that_are_asked_for() -> None:

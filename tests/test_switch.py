@@ -2,10 +2,12 @@
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -190,7 +192,7 @@ def test_without_a_compiler_nothing_is_fused(compiler: Compiler, monkeypatch: py
     training = network()
     run(training, 1, FIRST + 1)
     assert not training.compilation.programs.switches and compiler.compiled == 0
-    assert said(training) == "fused       nothing; on the CPU, fusion requires FUSE_LAYERS"
+    assert said(training) == "fused       nothing; on the CPU, fusion requires FUSE_LAYERS and a C++ compiler"
 
 
 def test_the_name_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +201,31 @@ def test_the_name_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(sys, "platform", "linux")
     assert fusion.has_compiler.__wrapped__()
+
+
+@pytest.mark.parametrize("named", ["no-such-compiler", "false", __file__])
+def test_a_c_compiler_that_does_not_run_is_named(
+    named: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing that another run has compiled
+    with pytest.raises(sg.DeviceError, match=re.escape(f"C++ compiler, but {named!r} does not run")) as found:
+        network(fuse=True)
+    assert "CXX" in str(found.value) or sys.platform == "darwin"
+    assert capfd.readouterr().err == ""  # PyTorch's compiler would print its operators
+
+
+def test_waiting_for_the_fixed_step_is_not_compiling(compiler: Compiler) -> None:
+    training = network()
+    run(training, 1, STARTS - 1)
+    began = time.perf_counter()
+    run(training, STARTS, STARTS)
+    fusing = the_switch(training)._fusing
+    assert fusing is not None and fusing.exception() is None
+    most = time.perf_counter() - began
+    time.sleep(0.5)
+    run(training, STARTS + 1, FIRST)
+    assert 0 < the_switch(training).fused.fusion_seconds <= most  # type: ignore[union-attr]
 
 
 def test_large_steps_stay_unfused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

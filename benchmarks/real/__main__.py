@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.real.contenders import CONTENDERS, OURS, OURSELVES
@@ -205,6 +206,8 @@ def measured_models(
 def main(arguments: list[str] | None = None) -> None:
     """Measures what the command line asks for, and writes each model to the file when it is done."""
     given = options(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("PyTorch finds no GPU here; --device cpu --small tries the program on a CPU")
     console = Console(width=None if sys.stdout.isatty() else 180)
     report = json.loads(given.json.read_text()) if given.json and given.json.exists() else {"models": {}}
     for name in report["models"].keys() & given.models:

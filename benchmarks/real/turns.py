@@ -73,7 +73,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=os.environ | {name: str(caches / name.lower()) for name in CACHES},
+            env=os.environ | surroundings(caches, cores),
         )
         if cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self._process.pid, cores)
@@ -194,9 +194,23 @@ def ready_again(wanted: Mapping[Who, tuple[Task, Path]]) -> dict[Who, dict[str, 
         return dict(zip(wanted, pool.map(one, wanted, _shares(len(wanted))), strict=True))
 
 
+def surroundings(caches: Path, cores: Sequence[int] | None) -> dict[str, str]:
+    """What is new in the environment of a contender: its caches and, if it has a share of the cores, its threads.
+
+    PyTorch does not count the cores that a process may use everywhere; two threads on one core wait for each other.
+    """
+    found = {name: str(caches / name.lower()) for name in CACHES}
+    shares = cores is not None and len(cores) < len(_cores())
+    return found | ({"OMP_NUM_THREADS": str(len(cores or ()))} if shares else {})
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def _shares(count: int) -> list[list[int]]:
     """The cores of each of some processes."""
-    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    known = _cores()
     share = max(1, len(known) // count)
     return [[known[(i * share + j) % len(known)] for j in range(share)] for i in range(count)]
 

@@ -104,6 +104,8 @@ def _text(done: dict[str, Any], found: dict[str, Any]) -> list[Any]:
 def _measured(done: dict[str, Any]) -> list[str]:
     count = _count(done["measured"], "choice")
     lines = [f"Measured {count} again: {done['changed']} changed, {done['disturbed']} disturbed."]
+    if done["unchanged"]:
+        lines.append(f"{_count(done['unchanged'], 'choice')} left as before: the new measurements were disturbed.")
     if done["cleared"]:
         lines.append(f"Cleared {_count(done['cleared'], 'choice')} that only a compilation can measure.")
     if done["left"]:

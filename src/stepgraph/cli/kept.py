@@ -132,6 +132,7 @@ def measure_again(selection: Selection, seconds: float) -> dict[str, int]:
         "measured": len(done),
         "changed": sum(before.chosen != after.chosen for before, after in done),
         "disturbed": sum(after.disturbed for _, after in done),
+        "unchanged": sum(before == after for before, after in done),  # a disturbed measurement replaces no other
         "cleared": len(impossible),
         "left": left,
     }

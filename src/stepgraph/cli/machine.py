@@ -17,7 +17,7 @@ import torch.distributed as dist
 from stepgraph import __version__
 from stepgraph.compiler.kernels.choices import CHOICES, processor
 from stepgraph.device import Device
-from stepgraph.system import torchrun
+from stepgraph.system import cxx, torchrun
 from stepgraph.types import DeviceType
 
 INSTALL = "https://pytorch.org/get-started/locally"
@@ -111,15 +111,9 @@ def _nvidia_driver() -> str | None:
 
 def _compiler(has_gpu: bool) -> dict[str, str]:
     """What PyTorch's compiler needs: a C++ compiler and Python's headers on the CPU, Triton on GPUs."""
-    found = {"C++ compiler": cxx() or "none", "Python.h": str(_header() or "none")}
+    found = {"C++ compiler": cxx.path() or "none", "Python.h": str(_header() or "none")}
     triton = util.find_spec("triton") is not None
     return found | ({"triton": _version("triton") if triton else "none"} if has_gpu or triton else {})
-
-
-def cxx() -> str | None:
-    """The C++ compiler that PyTorch's compiler would call."""
-    named = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    return shutil.which(named)
 
 
 def _header() -> Path | None:
@@ -156,8 +150,8 @@ def processes(gpus: tuple[torch.device, ...]) -> dict[str, Any]:
 def missing(gpus: tuple[torch.device, ...]) -> list[dict[str, str]]:
     """What would make training faster or possible, and how to install it."""
     found = [] if gpus else [_no_gpu()]
-    if cxx() is None:
-        found.append({"what": "A C++ compiler: without one FUSE_LAYERS fails on the CPU", "fix": _get_cxx()})
+    if cxx.path() is None:
+        found.append({"what": "A C++ compiler: without one FUSE_LAYERS fails on the CPU", "fix": cxx.how_to_get()})
     elif _header() is None:
         fix = "install your Python's development files (python3-dev on Debian and Ubuntu, python3-devel on Fedora)"
         found.append({"what": "Python's headers: without them FUSE_LAYERS fails on the CPU", "fix": fix})
@@ -165,14 +159,6 @@ def missing(gpus: tuple[torch.device, ...]) -> list[dict[str, str]]:
         fix = f"pip install triton, or install PyTorch as described at {INSTALL}, which includes it on Linux"
         found.append({"what": "Triton: without it steps on CUDA are replayed, not fused", "fix": fix})
     return found
-
-
-def _get_cxx() -> str:
-    if sys.platform == "darwin":
-        return "xcode-select --install"
-    if sys.platform == "win32":
-        return "install Visual Studio's C++ build tools and start from their command prompt, or set CXX"
-    return "install g++ (package g++ on Debian and Ubuntu, gcc-c++ on Fedora), or set CXX to another compiler"
 
 
 def _no_gpu() -> dict[str, str]:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-import os
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +29,8 @@ from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
-from stepgraph.errors import reason
-from stepgraph.system import background, captures, forks, torch_private
+from stepgraph.errors import DeviceError, reason
+from stepgraph.system import background, captures, cxx, forks, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
 
 logger = logging.getLogger("stepgraph")
@@ -67,13 +63,14 @@ forks.wait_for(_planning)
 @cache
 def has_compiler() -> bool:
     """Whether there is a C++ compiler, under the name by which PyTorch's compiler calls it."""
-    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    if shutil.which(name) is None:
-        return False
-    if sys.platform != "darwin":
-        return True
-    # macOS has programs in the places of missing tools that offer to install them.
-    return subprocess.run(["xcode-select", "-p"], check=False, capture_output=True).returncode == 0
+    return cxx.path() is not None
+
+
+def _require_compiler() -> None:
+    """Raises if the C++ compiler is missing: PyTorch's would print its operators before it says so."""
+    if not cxx.works():
+        problem = f"on the CPU it calls a C++ compiler, but {cxx.name()!r} does not run"
+        raise DeviceError("PyTorch's compiler", problem, fix=f"{cxx.how_to_get()}; or compile without FUSE_LAYERS")
 
 
 def load_compiler() -> None:
@@ -154,6 +151,7 @@ class Fusing(Future[Fused]):
     def __init__(self) -> None:
         super().__init__()
         self.has_searched = threading.Event()  # for what earlier runs have left; if there was nothing, it compiles now
+        self.seconds = 0.0  # that it took, once it is done
 
 
 def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) -> Fused:
@@ -265,6 +263,8 @@ def _prepared(part: Part, step: Step) -> Module:
 
 def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> _Compiled:
     """The operators as a compiled function of the arrays."""
+    if step.device.type == "cpu":
+        _require_compiler()
     inductor = torch_private.inductor()
     generated: list[Any] = []
     complete: list[bool] = []
@@ -387,6 +387,7 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
     searched = future.has_searched.set
 
     def work() -> None:
+        began = time.perf_counter()
         fused: Fused | None = None
         try:
             try:
@@ -395,6 +396,7 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
                 if not captures.met_capture(error):
                     raise
                 fused = fuse(part, step, searched)  # kernels were being measured while another thread captured
+            future.seconds = time.perf_counter() - began
             future.set_result(fused)
         except BaseException as error:
             future.set_exception(error)

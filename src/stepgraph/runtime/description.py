@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import torch
 
+from stepgraph.compiler import fusion
 from stepgraph.compiler.program import Program, notes
 from stepgraph.compiler.step import Step
 from stepgraph.optimizers import Optimizer
@@ -125,7 +126,8 @@ def _fused(executable: Executable) -> str:
             could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
             if step.shards and step.device.type == "cuda" and step.chooses_kernels:
                 return "nothing; compile(..., fuse=True) fuses operators before the first step, on every rank"
-            return "nothing; on the CPU, fusion requires FUSE_LAYERS" if could else "nothing"
+            more = "" if fusion.has_compiler() else " and a C++ compiler"
+            return f"nothing; on the CPU, fusion requires FUSE_LAYERS{more}" if could else "nothing"
         case _:
             return f"nothing: {state}"
 

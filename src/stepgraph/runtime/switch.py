@@ -10,10 +10,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from stepgraph.compiler import fusion
-from stepgraph.compiler.fusion import Fused
+from stepgraph.compiler.fusion import Fusing
 from stepgraph.compiler.program import Part
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.errors import reason
@@ -50,8 +49,9 @@ class Switch:
     def __init__(self, plain: Executable, record: Callable[[], tuple[Part, Step]]) -> None:
         self._plain, self._record = plain, record
         self._recorded: tuple[Part, Step] | None = None
-        self._fusing: Future[Fused] | None = None
-        self._began, self._process = 0.0, 0
+        self._fusing: Fusing | None = None
+        self._process = 0
+        self._seconds = 0.0  # that recording took
         self.fused: Executable | None = None
         self.refused = ""
 
@@ -72,9 +72,10 @@ class Switch:
         return self._fusing is not None
 
     def _start(self) -> None:
-        self._began, self._process = time.perf_counter(), os.getpid()
+        began, self._process = time.perf_counter(), os.getpid()
         with Uninterrupted():
             self._recorded = self._record()
+            self._seconds = time.perf_counter() - began
             self._fusing = fusion.fuse_in_background(*self._recorded)
 
     def _finish(self) -> None:
@@ -87,13 +88,13 @@ class Switch:
         error = self._fusing.exception()
         with Uninterrupted():
             if error is None:
-                self._take(Executable(*self._recorded, fused=self._fusing.result()))
+                self._take(Executable(*self._recorded, fused=self._fusing.result()), self._fusing.seconds)
             else:
                 self.refused = reason(error)
                 logger.warning("operators remain unfused: %s", self.refused)
             self._fusing = self._recorded = None
 
-    def _take(self, fused: Executable) -> None:
-        self.fused, fused.fusion_seconds = fused, time.perf_counter() - self._began
-        count, seconds = len(fused.part.nodes), fused.fusion_seconds
-        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, seconds)
+    def _take(self, fused: Executable, seconds: float) -> None:
+        self.fused, fused.fusion_seconds = fused, self._seconds + seconds
+        count = len(fused.part.nodes)
+        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, fused.fusion_seconds)

@@ -37,7 +37,7 @@ def choose_kernels(module: fx.GraphModule, offered: Sequence[Alternative], pick:
 
 
 def implementations(question: Question, offered: Sequence[Alternative]) -> Implementations | None:
-    """What a question asked to choose from; None if this needs the graph, or if one no longer exists.
+    """What a question asked to choose from; None if this needs the graph, or if one no longer exists or works.
 
     Args:
         question: an earlier question.
@@ -45,6 +45,8 @@ def implementations(question: Question, offered: Sequence[Alternative]) -> Imple
     """
     known = _functions(question.operator, offered)
     found = {name: known[name] for name in question.implementations if name in known}
+    if found.keys() & choose_convolution.BY_NNPACK and not choose_convolution.has_nnpack():
+        return None
     return found if len(found) == len(question.implementations) else None
 
 

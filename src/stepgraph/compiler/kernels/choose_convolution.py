@@ -27,6 +27,7 @@ TABLES: dict[str, dict[str, Implementation]] = {  # the implementations by what 
     for layout, suffix in ((channels_first, ""), (channels_last, LAST_SUFFIX))
     for name, kernels in ((FORWARD, layout.FORWARD), (DATA, layout.DATA), (CONVOLUTION_WEIGHTS, layout.WEIGHTS))
 }
+BY_NNPACK = {"nnpack", "flipped"}
 
 
 def choose_forward(node: fx.Node, pick: Pick | None = None) -> None:
@@ -147,9 +148,14 @@ def bias_gradient(g: Array) -> Array:
     return g.sum((0, 2, 3))
 
 
+def has_nnpack() -> bool:
+    """Whether PyTorch has NNPACK, which fails in a process that has not asked."""
+    return torch.backends.nnpack.is_available()
+
+
 def forward_implementations(layout: Any, x: Array) -> dict[str, Implementation]:
     """Implementations of the forward pass; the first is PyTorch's own."""
-    usable = {"nnpack": torch.backends.nnpack.is_available(), "taps": x.shape[1] <= FEW}
+    usable = {"nnpack": has_nnpack(), "taps": x.shape[1] <= FEW}
     return {name: function for name, function in layout.FORWARD.items() if usable.get(name, True)}
 
 
@@ -159,7 +165,7 @@ def data_implementations(
     """Implementations of the gradient of the source."""
     fits = all(size - 1 - added >= 0 for size, added in zip(w.shape[2:], padding, strict=True))
     turns = fits and all(step == 1 for step in stride)
-    usable = {"flipped": turns and torch.backends.nnpack.is_available()}
+    usable = {"flipped": turns and has_nnpack()}
     return {name: function for name, function in layout.DATA.items() if usable.get(name, True)}
 
 
