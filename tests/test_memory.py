@@ -2,9 +2,11 @@
 
 import gc
 import resource
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,14 +127,38 @@ def test_a_reduced_loss_does_not_keep_the_losses_of_all_elements(name: str) -> N
     torch.testing.assert_close(first - layer.parameters["weights"].torch(), 0.1 * leaf.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.gpu
-def test_compiling_again_releases_a_captured_graph() -> None:
+def on_a_gpu() -> tuple[sg.TrainingGraph, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """A network that is not compiled yet, and a batch of 128 MiB."""
     x, y, graph = sg.Tensor((1 << 15, 512)), sg.Tensor((1 << 15, 512)), sg.Graph()
     hidden = graph.node(sg.ActivationLayer.gelu(), graph.node(sg.FullyConnectedLayer.create(512, 2048), x))
     graph.node(sg.FullyConnectedLayer.create(2048, 512), hidden)
     training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.1))
     training.add_inputs({"x": x}, {"y": y})
-    data = {"x": torch.randn(1 << 15, 512, device="cuda")}, {"y": torch.randn(1 << 15, 512, device="cuda")}
+    data = (torch.randn(1 << 15, 512, device="cuda") for _ in range(2))
+    return training, ({"x": next(data)}, {"y": next(data)})
+
+
+@pytest.mark.gpu
+def test_a_fused_step_takes_the_memory_of_the_unfused_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nobody has fused it before
+    training, data = on_a_gpu()
+    training.compile("cuda")
+    for _ in range(3):
+        training.execute(*data).wait()
+    (one,) = training.compilation.programs.executables.values()
+    assert one.mode == "CUDA graph"
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, deadline = torch.cuda.memory_reserved(), time.monotonic() + 120
+    while one.mode != "fused CUDA graph" and time.monotonic() < deadline:
+        training.execute(*data).wait()
+    assert one.mode == "fused CUDA graph"
+    assert torch.cuda.max_memory_reserved() - before < training.memory_plan.intermediates / 2
+
+
+@pytest.mark.gpu
+def test_compiling_again_releases_a_captured_graph() -> None:
+    training, data = on_a_gpu()
     kept = []
     with nothing_collected():
         for _ in range(2):

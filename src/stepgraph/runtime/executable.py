@@ -358,7 +358,7 @@ class Executable:
             self._stay_unfused(error)
             return
         self._adopt(fusing.result())
-        self._capture = None if self._capture is None else _Capture(self)
+        self._renew_capture()
         count, seconds = len(self.part.nodes), self.fusion_seconds
         if self.was_fused_first:
             logger.warning("loaded %d operators, fused by an earlier run, in %.1f s", count, seconds)
@@ -373,7 +373,13 @@ class Executable:
         self._fusing, self._refused = None, reason
         if self.is_fused:
             self._function, self.is_fused = self._first, False
-            self._capture = None if self._capture is None else _Capture(self)
+            self._renew_capture()
+
+    def _renew_capture(self) -> None:
+        """Captures other operators from now on, in the memory of those before: both may not fit."""
+        if self._capture is not None:
+            self._capture = _Capture(self)
+            torch.cuda.empty_cache()
 
     def _explained(self, error: Exception) -> ExecutionError:
         """The error to raise for what a kernel raised."""
