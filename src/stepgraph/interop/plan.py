@@ -191,7 +191,7 @@ def numbers_in(tree: Any) -> Iterator[int]:
     if isinstance(tree, Value):
         yield tree.number
     else:
-        for one in _parts(tree):
+        for one in parts(tree):
             yield from numbers_in(one)
 
 
@@ -200,11 +200,12 @@ def held_in(tree: Any) -> Iterator[int]:
     if isinstance(tree, Held):
         yield tree.number
     else:
-        for one in _parts(tree):
+        for one in parts(tree):
             yield from held_in(one)
 
 
-def _parts(tree: Any) -> Iterable[Any]:
+def parts(tree: Any) -> Iterable[Any]:
+    """What a list, a tuple, a dictionary or a slice in arguments consists of; nothing for another value."""
     if isinstance(tree, list | tuple):
         return tree
     if isinstance(tree, dict):
