@@ -302,6 +302,18 @@ def through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(y - self.mean)
 
 
+def zeros_through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    weights = torch.zeros(x.shape[0], 6)
+    weights.data.masked_fill_(x > 0, 0.5)
+    return self.b(self.a(x) * weights)
+
+
+def result_through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x) * 2
+    y.data.masked_fill_(x > 0, 0.5)
+    return self.b(y)
+
+
 def neighbours(self: Any, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     return self.b(torch.zeros_like(x).index_add(0, edges[1], self.a(x)[edges[0]]))
 
@@ -380,6 +392,8 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
         X,
         {"": "wrapped"},
     ),
+    "an array that is changed through its data": (lambda: model(zeros_through_data), X, {"a": "native"}),
+    "a result that is changed through its data": (lambda: model(result_through_data), X, {"a": "native"}),
     "a distribution": (lambda: model(likely), X, {"a": "native"}),
     "indices of rows": (
         lambda: model(neighbours),

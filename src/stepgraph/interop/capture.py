@@ -213,12 +213,17 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def _changed(self) -> tuple[tuple[int, int], ...]:
-        """Gives new numbers to all arrays that were written to."""
-        found = []
-        for array in [one for one in self._alive if isinstance(one, torch.Tensor) and id(one) in self._versions]:
-            if torch_private.version(array) != self._versions[id(array)]:
-                found.append((self._numbers[id(array)], self._new_number(array)))
-        return tuple(found)
+        """Gives new numbers to all arrays that were written to, also through `data`, which counts its changes apart."""
+        alive = [one for one in self._alive if isinstance(one, torch.Tensor) and id(one) in self._versions]
+        written = {self._memory(one) for one in alive if torch_private.version(one) != self._versions[id(one)]}
+        return tuple(
+            (self._numbers[id(one)], self._new_number(one))
+            for one in alive
+            if torch_private.version(one) != self._versions[id(one)] or self._memory(one) in written - {0}
+        )
+
+    def _memory(self, array: torch.Tensor) -> int:
+        return self._found.known[self._numbers[id(array)]].memory
 
     def _described(self, tree: Any) -> Any:
         """Arguments as plain values."""
