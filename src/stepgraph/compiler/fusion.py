@@ -36,6 +36,7 @@ from stepgraph.draw import size
 from stepgraph.errors import reason
 from stepgraph.system import background, captures, forks, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
+from stepgraph.system.unwarned import without_warnings
 
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -79,7 +80,8 @@ def has_compiler() -> bool:
 def load_compiler() -> None:
     """Imports PyTorch's compiler: beside other imports, its own thread might find half of a module."""
     fused_cache.start_hashing()
-    torch_private.inductor()
+    with without_warnings():
+        torch_private.inductor()
 
 
 @cache
@@ -122,7 +124,8 @@ class _Once:
     def __call__(self) -> MemoryPlan | None:
         with _planning:
             if self._compute is not None:
-                self._found = self._compute()
+                with without_warnings():
+                    self._found = self._compute()
                 self._compute = None  # it refers to everything that was compiled
             return self._found
 
@@ -169,7 +172,7 @@ def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) ->
             step is being compiled.
     """
     _hold_forks_first()
-    with FullCollectionsDeferred():
+    with FullCollectionsDeferred(), without_warnings():
         for one in _candidates(part)[:-1]:
             with suppress(TooLarge):
                 return _fused(one, step, searched)
