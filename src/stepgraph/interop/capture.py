@@ -68,7 +68,8 @@ class Event:
         changed: numbers of values that it changes in place, each with its new number.
         differentiable: False inside `no_grad`.
         autocast: the type of the surrounding autocast, or `OFF`.
-        line: where the model calls it.
+        names: of a module, the paths of its results.
+        returns_more: whether it has more results, or has them in another order.
     """
 
     path: str
@@ -78,7 +79,8 @@ class Event:
     changed: tuple[tuple[int, int], ...] = ()
     differentiable: bool = True
     autocast: str | None = None
-    line: str = ""
+    names: tuple[str, ...] = ()
+    returns_more: bool = False
 
     @property
     def is_module(self) -> bool:
@@ -295,6 +297,7 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, called: Any, args: Any, kwargs: Any, returned: Any, moved: bool) -> None:
         arguments = self._described(args), self._described(kwargs)
+        found = flattened(returned) if isinstance(called, nn.Module) else dict(enumerate(arrays_in(returned)))
         is_module, path = isinstance(called, nn.Module), self._stack[-1] if self._stack else ""
         name = called if is_module else name_of(called)
         around = path.rpartition(".")[0] if is_module else path
@@ -315,15 +318,13 @@ class _Recorder(TorchFunctionMode):
                 path,
                 name,
                 arguments,
-                tuple(map(self._number, self._arrays_returned(called, returned))),
+                tuple(map(self._number, found.values())),
                 changed,
                 torch.is_grad_enabled(),
                 type_name,
+                tuple(map(str, found)) if is_module else (),
             )
         )
-
-    def _arrays_returned(self, called: Any, returned: Any) -> Iterator[torch.Tensor]:
-        return iter(flattened(returned).values()) if isinstance(called, nn.Module) else arrays_in(returned)
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:

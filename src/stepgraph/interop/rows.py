@@ -6,11 +6,10 @@ functions: each one here makes such arrays from such arrays. What is not known h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from stepgraph.interop.arguments import extents_in, makes, numbers_in
 from stepgraph.interop.capture import Capture, Event
-from stepgraph.interop.plan import makes, numbers_in, parts
 from stepgraph.layers.glue import Value
 from stepgraph.tensors.extents import BatchExtent
 
@@ -41,14 +40,6 @@ def are_alike(found: Capture, events: Sequence[Event]) -> bool:
         elif not _selects_rows(found, event, positions):
             return False
     return positions.isdisjoint(makes(events[-1]))
-
-
-def extents_in(tree: Any) -> Iterator[BatchExtent]:
-    """The extents that follow the batch in arguments, in order."""
-    if isinstance(tree, BatchExtent):
-        yield tree
-    for one in parts(tree):
-        yield from extents_in(one)
 
 
 def _follows_rows(found: Capture, event: Event) -> bool:
