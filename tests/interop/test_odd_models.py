@@ -364,6 +364,24 @@ def parametrized() -> nn.Module:
     return made
 
 
+class Experts(nn.Module):
+    """Each row times one of three matrices, by PyTorch's product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return experts(self, x)
+
+
+def experts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    chosen, order = (x[:, 0] * 5).long().remainder(3).sort(stable=True)
+    ends = (chosen[:, None] == torch.arange(3)).sum(0).cumsum(0).to(torch.int32)
+    found = F.grouped_mm(F.pad(x[order], (0, 2)), self.weight, offs=ends)  # rows of multiples of 16 bytes
+    return torch.zeros_like(found).index_copy(0, order, found)
+
+
 class Remembering(nn.Module):
     """Returns something first, in one of the modes only."""
 
@@ -414,6 +432,12 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     ),
     "an array that is changed through its data": (lambda: model(zeros_through_data), X, {"a": "native"}),
     "a result that is changed through its data": (lambda: model(result_through_data), X, {"a": "native"}),
+    "experts": (lambda: model(lambda self, x: self.last(self.a(x)), last=Experts()), X, {"last": "wrapped"}),
+    "experts between modules": (
+        lambda: model(lambda self, x: experts(self, self.a(x)), weight=nn.Parameter(torch.randn(3, 8, 8))),
+        X,
+        {"": "wrapped"},
+    ),
     "more results in training": (lambda: with_memory(True, "output"), X, {"last": "wrapped", "a": "native"}),
     "more results in inference": (lambda: with_memory(False, "output"), X, {"last": "wrapped", "a": "native"}),
     "more results in training, used": (lambda: with_memory(True, "output", "memory"), X, {"": "wrapped"}),

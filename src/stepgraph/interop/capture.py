@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from stepgraph.interop.example import WHERE, Example
 from stepgraph.layers.failures import explained
 from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
+from stepgraph.layers.torch_grouped import grouped_product
 from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, names_of, noting_assigned
 from stepgraph.system import surroundings, torch_private
 
@@ -268,8 +270,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Without memory, products of groups take one type only.
+        run = partial(grouped_product, called) if called is torch_private.grouped_mm else called
         if self._inside:
-            return called(*args, **kwargs)
+            return run(*args, **kwargs)
         if called in _UNSEEN:
             self._problem(_UNSEEN[called])
         certain = self._certain(called, args)
@@ -281,7 +285,7 @@ class _Recorder(TorchFunctionMode):
             return called(*args, **kwargs)
         before = [*map(torch_private.version, given)]
         # Dropout does not change the shape, but many more operators would run to find it.
-        returned = called(*args, **{**kwargs, "dropout_p": 0.0} if kwargs.get("dropout_p") else kwargs)
+        returned = run(*args, **{**kwargs, "dropout_p": 0.0} if kwargs.get("dropout_p") else kwargs)
         moved = before != [*map(torch_private.version, given)]
         if moved or any(True for _ in arrays_in(returned)):
             self._add(called, args, kwargs, returned, moved)
