@@ -280,6 +280,23 @@ def test_results_are_flattened_in_order() -> None:
     assert inference.outputs["1"].numpy() == [3] and list(inference.outputs["2"].numpy()) == [1, 0]
 
 
+def test_some_results_by_path(tmp_path: Path) -> None:
+    graph, x = sg.Graph(), sg.Tensor((2, 3), label="x")
+    result, mask = (
+        graph.node(sg.TorchLayer(Several(), results=["parts.hidden.0", "list.0"]), x),
+        graph.nodes[0].results[1],
+    )
+    assert (result.shape, mask.data_type.name) == ((1,), "BOOLEAN")
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile(CPU)
+    inference.save(tmp_path / "saved")
+    again = sg.load(tmp_path / "saved", CPU, custom=[Several()])
+    assert list(again.layers[0].results) == ["parts.hidden.0", "list.0"]
+    with pytest.raises(sg.UnknownNameError, match=r"returns no 'logits'(.|\n)*parts\.logits"):
+        sg.Graph().node(sg.TorchLayer(Several(), results=["logits"]), x)
+
+
 def test_keywords_alone_and_a_call_that_misses_a_source() -> None:
     module = torch_modules.Pair()
     a, b = sg.Tensor((4, 3)), sg.Tensor((4, 5))

@@ -35,6 +35,7 @@ PRIVATE = {
     "torch._C._cuda_releasePool": ("end_allocations", "capture a step again after another thread broke it"),
     "torch.Tensor._version": ("version", "know whether fed indices have changed since they were checked"),
     "torch.Tensor._base": ("base", "know the array that fed indices are a part of"),
+    "torch._grouped_mm": ("grouped_mm", "record mixtures of experts"),
     "torch._foreach_add_": ("foreach_add_", "accumulate gradients"),
     "torch._foreach_copy_": ("foreach_copy_", "copy a batch into the memory of a CUDA graph"),
     "torch._fused_adam_": ("fused_adam_", "update parameters by Adam on the CPU"),

@@ -213,6 +213,41 @@ def test_a_saved_graph_loads_with_its_modules(tmp_path: Path) -> None:
         assert float(again.execute(*data()).loss) == float(training.execute(*data()).loss)
 
 
+class Scale(nn.Module):
+    def __init__(self, width: int, power: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self._power = nn.Parameter(torch.randn(width)), power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight**self._power
+
+
+class OtherOrder(nn.Module):
+    """Calls its modules in another order than it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = Scale(3), Scale(5, 2.0), Scale(5, 3.0)
+        self.dense = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dense(self.middle(self.first(x))))
+
+
+def test_a_saved_graph_finds_its_modules_in_the_model(tmp_path: Path) -> None:
+    """By their paths: modules of one class may differ in what no array shows."""
+    imported = sg.from_torch(OtherOrder(), torch.zeros(3, 5))
+    inference = sg.InferenceGraph([imported.graph])
+    inference.add_inputs(imported.inputs)
+    inference.compile("cpu")
+    inference.save(tmp_path / "model")
+    x = torch.randn(7, 5)
+    expected = inference.execute({"x": x}).result.numpy()
+    for custom in ([OtherOrder()], [*OtherOrder().modules()]):
+        again = sg.load(tmp_path / "model", "cpu", custom=custom)
+        np.testing.assert_array_equal(again.execute({"x": x}).result.numpy(), expected)
+
+
 def test_native_layers_and_functions_load_without_code(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))
     model.forward = lambda x: model[2](torch.cat([model[1](model[0](x)), x[:, :0]], dim=1).view(x.shape[0], 4))

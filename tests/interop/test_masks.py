@@ -58,6 +58,22 @@ def of_positions(_: Any, x: torch.Tensor) -> torch.Tensor:
     return (steps[None] <= steps[:, None]).expand(x.shape[0], 1, -1, -1)
 
 
+def first_row(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Written in one row only, which is all of an example with one."""
+    mask = torch.zeros(x.shape[0], 1, STEPS, STEPS)
+    mask[0].masked_fill_(~below(), -math.inf)
+    return mask
+
+
+def packed(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Numbers the sequences of each row, as transformers does, and looks them up."""
+    steps, rows = torch.arange(STEPS), torch.arange(x.shape[0])[:, None, None, None]
+    places = steps[None].expand(x.shape[0], -1)
+    sequence = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    same = sequence[rows, steps[None, None, :, None]] == sequence[rows, steps[None, None, None]]
+    return same & (steps[None] <= steps[:, None])
+
+
 CAUSAL: dict[str, Callable[..., Any]] = {
     "a triangle": lambda *_: below(),
     "infinities above": lambda *_: filled(),
@@ -65,18 +81,29 @@ CAUSAL: dict[str, Callable[..., Any]] = {
     "written in place": in_place,
     "positions, for every row": of_positions,
     "by where": lambda *_: torch.where(below(), 0.0, -math.inf)[None, None],
+    "packed sequences": packed,
+    "repeated for every row": lambda _, x: below()[None, None].repeat(x.shape[0], 1, 1, 1),
     "PyTorch's": lambda *_: nn.Transformer.generate_square_subsequent_mask(STEPS),
 }
 NOTHING: dict[str, Callable[..., Any]] = {
     "all ones": lambda _, x: torch.ones(x.shape[0], 1, 1, STEPS, dtype=torch.bool),
     "all zeros": lambda *_: torch.zeros(STEPS, STEPS),
 }
+BY_ROWS: dict[str, Callable[..., Any]] = {
+    "other rows": lambda _, x: below() | (torch.arange(x.shape[0]) % 2 == 1)[:, None, None, None],
+    "a later row": lambda _, x: below() | (torch.arange(x.shape[0]) > 9)[:, None, None, None],
+    "many rows": lambda _, x: below() | (torch.full((x.shape[0], 1, STEPS, 1), x.shape[0]) > 9),
+    "rows counted": lambda _, x: below() | (torch.ones(x.shape[0]).sum() > 9),
+    "rows summed up": lambda _, x: below() | (torch.ones(x.shape[0], 1, 1, 1).cumsum(0) > 9),
+    "rows side by side": lambda _, x: below() & (torch.arange(STEPS).repeat(x.shape[0])[-STEPS:] < 9),
+    "a row in place": first_row,
+}
 KEPT: dict[str, Callable[..., Any]] = {
+    **BY_ROWS,
     "a window": lambda *_: below() & ~below().tril(-3),
     "two diagonals more": lambda *_: torch.ones(STEPS, STEPS, dtype=torch.bool).tril(2),
     "scores lowered": lambda *_: filled(value=-1e4),
     "distances": lambda *_: filled() + torch.arange(STEPS) * 0.1,
-    "other rows": lambda _, x: below() | (torch.arange(x.shape[0]) % 2 == 1)[:, None, None, None],
     "an input": lambda _, x: below() & (x.mean(-1) > -9)[:, None, None],
     "a buffer": lambda self, _: self.triangle,
     "zeros like an input": lambda _, x: torch.zeros_like(x[0, :, :STEPS]).masked_fill(~below(), -math.inf),
@@ -123,6 +150,30 @@ def test_a_triangle_over_fewer_keys_stays() -> None:
     """PyTorch's kernels do not agree on where such a triangle begins."""
     found = call(imported(lambda *_: torch.ones(STEPS, 4, dtype=torch.bool).tril(), keys=4))
     assert found["attn_mask"] is not None
+
+
+KEYS = torch.randn(1, 1, STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def test_arrays_that_belong_to_the_program() -> None:
+    class Held(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.joint(x) + F.scaled_dot_product_attention(KEYS, KEYS, KEYS, below()).mean()
+
+    assert call(sg.from_torch(Held(below), torch.zeros(2, STEPS, WIDTH)))["is_causal"]
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_other_numbers_of_rows(name: str) -> None:
+    """An example of one row says little about twelve."""
+    torch.manual_seed(0)
+    made = sg.from_torch(Attention(BY_ROWS[name]), torch.zeros(1, STEPS, WIDTH))
+    inference = sg.InferenceGraph([made.graph])
+    inference.add_inputs(made.inputs)
+    inference.compile("cpu")
+    x = torch.randn(12, STEPS, WIDTH)
+    found = inference.execute({"x": x}).result
+    np.testing.assert_allclose(found.numpy(), made.model(x).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_every_argument_by_name() -> None:

@@ -302,6 +302,18 @@ def through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(y - self.mean)
 
 
+def zeros_through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    weights = torch.zeros(x.shape[0], 6)
+    weights.data.masked_fill_(x > 0, 0.5)
+    return self.b(self.a(x) * weights)
+
+
+def result_through_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x) * 2
+    y.data.masked_fill_(x > 0, 0.5)
+    return self.b(y)
+
+
 def neighbours(self: Any, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     return self.b(torch.zeros_like(x).index_add(0, edges[1], self.a(x)[edges[0]]))
 
@@ -352,6 +364,44 @@ def parametrized() -> nn.Module:
     return made
 
 
+class Experts(nn.Module):
+    """Each row times one of three matrices, by PyTorch's product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return experts(self, x)
+
+
+def experts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    chosen, order = (x[:, 0] * 5).long().remainder(3).sort(stable=True)
+    ends = (chosen[:, None] == torch.arange(3)).sum(0).cumsum(0).to(torch.int32)
+    found = F.grouped_mm(F.pad(x[order], (0, 2)), self.weight, offs=ends)  # rows of multiples of 16 bytes
+    return torch.zeros_like(found).index_copy(0, order, found)
+
+
+class Remembering(nn.Module):
+    """Returns something first, in one of the modes only."""
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self.weight, self.in_training = nn.Parameter(torch.randn(6, 6)), in_training
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        memory = {"memory": x.sin()} if self.training is self.in_training else {}
+        return {**memory, "output": x @ self.weight}
+
+
+def with_memory(in_training: bool, *names: str) -> nn.Module:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = self.last(self.a(x))
+        return self.b(sum(found[name] for name in names if name in found))
+
+    return model(run, last=Remembering(in_training))
+
+
 Outcome = str | dict[str, str]
 ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     # name: model, example, path of the result and how some paths are imported
@@ -380,6 +430,18 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
         X,
         {"": "wrapped"},
     ),
+    "an array that is changed through its data": (lambda: model(zeros_through_data), X, {"a": "native"}),
+    "a result that is changed through its data": (lambda: model(result_through_data), X, {"a": "native"}),
+    "experts": (lambda: model(lambda self, x: self.last(self.a(x)), last=Experts()), X, {"last": "wrapped"}),
+    "experts between modules": (
+        lambda: model(lambda self, x: experts(self, self.a(x)), weight=nn.Parameter(torch.randn(3, 8, 8))),
+        X,
+        {"": "wrapped"},
+    ),
+    "more results in training": (lambda: with_memory(True, "output"), X, {"last": "wrapped", "a": "native"}),
+    "more results in inference": (lambda: with_memory(False, "output"), X, {"last": "wrapped", "a": "native"}),
+    "more results in training, used": (lambda: with_memory(True, "output", "memory"), X, {"": "wrapped"}),
+    "more results in inference, used": (lambda: with_memory(False, "output", "memory"), X, {"": "wrapped"}),
     "a distribution": (lambda: model(likely), X, {"a": "native"}),
     "indices of rows": (
         lambda: model(neighbours),
@@ -544,6 +606,19 @@ def imported_as(name: str) -> tuple[nn.Module, sg.Imported, str]:
 def test_an_odd_model_is_imported_and_left_as_it_was(name: str) -> None:
     made, imported, _ = imported_as(name)
     assert list(imported.state_dict()) == list(made.state_dict())
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_a_model_with_other_results_in_a_mode_as_one_node(in_training: bool) -> None:
+    """What only one mode returns is no result of the node, and a checkpoint says so."""
+    made = Remembering(in_training)
+    imported = sg.from_torch(made, X, outputs=["output"], whole=True)
+    assert list(imported.outputs) == ["output"] and imported.layers[""].results == ("output",)
+    graph = sg.InferenceGraph([imported.graph])
+    graph.add_inputs(imported.inputs)
+    graph.compile("cpu")
+    found = graph.execute(dict.fromkeys(imported.inputs, X)).result.torch()
+    assert apart(found, X @ made.weight.detach()) < 1e-6
 
 
 UNSEEN = ("eval in forward", "other weights for a call", "a hook on an array")  # inference would not show them

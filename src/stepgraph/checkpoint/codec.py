@@ -189,6 +189,7 @@ class Decoder:
         self._made: dict[int, Layer] = {}
         self._making: set[int] = set()
         self._custom, self._handed_over = by_name(custom), HandedOver(custom)
+        self._label = ""  # of the layer that is being made
 
     @cached_property
     def _own(self) -> dict[str, type]:
@@ -217,7 +218,9 @@ class Decoder:
         if number not in self._made:
             self._making.add(number)
             kind, label = self.kind(description["class"], Layer), of_kind(str, description["fields"].get("label", ""))
+            around, self._label = self._label, label
             layer = self._construct(kind, description["fields"], label or kind.__name__)
+            self._label = around
             line, layer_id = of_kind(str, description["line"]), of_kind(int, description["layer_id"])
             layer.__dict__.update(_line=line, layer_id=layer_id)
             self._require_saved(layer)
@@ -270,12 +273,12 @@ class Decoder:
                 return None
             return self._construct(kind, arguments, name)
 
-        found = self._handed_over.module(number, name.rpartition(":")[2], create)
+        found = self._handed_over.module(number, name.rpartition(":")[2], self._label, create)
         if found is None:
             raise CheckpointError(
                 self.where,
                 f"it holds the arrays of a PyTorch module {name}, but no code",
-                fix="hand it over: load(path, custom=[module]), or a function that creates it",
+                fix="hand it over: load(path, custom=[module]), a model that has it, or a function that creates it",
             )
         return found
 

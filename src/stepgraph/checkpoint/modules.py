@@ -53,23 +53,30 @@ class HandedOver:
 
     def __init__(self, custom: Sequence[Any]) -> None:
         self._waiting = [one for one in custom if isinstance(one, nn.Module)]
+        self._parts = [dict(one.named_modules()) for one in self._waiting]
         self._factories: list[Callable[[], Any]] = [one for one in custom if is_factory(one)]
         self._found: dict[int, nn.Module] = {}
 
-    def module(self, number: int, name: str, create: Callable[[], nn.Module | None]) -> nn.Module | None:
+    def module(self, number: int, name: str, path: str, create: Callable[[], nn.Module | None]) -> nn.Module | None:
         """The module with a number in a file, the same each time: handed over, or created; None if there is none.
 
         Args:
             number: the number.
             name: the name of its class.
+            path: the label of its layer, which is where an imported model has it.
             create: creates one from its class, if that is known.
         """
         if number not in self._found:
-            found = self._take(name) or create() or self._make(name)
+            found = self._part(name, path) or self._take(name) or create() or self._make(name)
             if found is None:
                 return None
             self._found[number] = found
         return self._found[number]
+
+    def _part(self, name: str, path: str) -> nn.Module | None:
+        """The part with a path of a model that was handed over."""
+        found = (parts[path] for parts in self._parts if path in parts)
+        return next((one for one in found if path and type(one).__qualname__ == name), None)
 
     def _take(self, name: str) -> nn.Module | None:
         """The first module of a class that was handed over and is not used yet."""

@@ -32,6 +32,7 @@ from stepgraph.draw import size
 from stepgraph.errors import DeviceError, reason
 from stepgraph.system import background, captures, cxx, forks, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
+from stepgraph.system.unwarned import without_warnings
 
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -76,7 +77,8 @@ def _require_compiler() -> None:
 def load_compiler() -> None:
     """Imports PyTorch's compiler: beside other imports, its own thread might find half of a module."""
     fused_cache.start_hashing()
-    torch_private.inductor()
+    with without_warnings():
+        torch_private.inductor()
 
 
 @cache
@@ -119,7 +121,8 @@ class _Once:
     def __call__(self) -> MemoryPlan | None:
         with _planning:
             if self._compute is not None:
-                self._found = self._compute()
+                with without_warnings():
+                    self._found = self._compute()
                 self._compute = None  # it refers to everything that was compiled
             return self._found
 
@@ -167,7 +170,7 @@ def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) ->
             step is being compiled.
     """
     _hold_forks_first()
-    with FullCollectionsDeferred():
+    with FullCollectionsDeferred(), without_warnings():
         for one in _candidates(part)[:-1]:
             with suppress(TooLarge):
                 return _fused(one, step, searched)

@@ -61,7 +61,8 @@ def load(
         device: compile for this device with the saved settings; with None, you compile it yourself.
         inference: build an inference graph, without the loss, whatever was saved.
         custom: your own classes that the graph needs (layers, optimizers, their descriptors and enumerations), and
-            the PyTorch modules of its `TorchLayer`s, in order, or functions that create them.
+            the PyTorch modules of its `TorchLayer`s: an imported model as a whole, or its modules in order, or
+            functions that create them.
         compilation: settings of `compile` (`options` and its keywords, `compute_type`, `tf32`, `memory_limit`,
             `parallel`), which replace all of the saved ones. Without any, the graph is compiled with the saved
             settings, which do not include `parallel`; an inference graph has neither that nor `memory_limit`.

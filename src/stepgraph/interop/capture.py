@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from stepgraph.interop.example import WHERE, Example
 from stepgraph.layers.failures import explained
 from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
+from stepgraph.layers.torch_grouped import grouped_product
 from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, names_of, noting_assigned
 from stepgraph.system import surroundings, torch_private
 
@@ -68,7 +70,8 @@ class Event:
         changed: numbers of values that it changes in place, each with its new number.
         differentiable: False inside `no_grad`.
         autocast: the type of the surrounding autocast, or `OFF`.
-        line: where the model calls it.
+        names: of a module, the paths of its results.
+        returns_more: whether it has more results, or has them in another order.
     """
 
     path: str
@@ -78,7 +81,8 @@ class Event:
     changed: tuple[tuple[int, int], ...] = ()
     differentiable: bool = True
     autocast: str | None = None
-    line: str = ""
+    names: tuple[str, ...] = ()
+    returns_more: bool = False
 
     @property
     def is_module(self) -> bool:
@@ -213,12 +217,17 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def _changed(self) -> tuple[tuple[int, int], ...]:
-        """Gives new numbers to all arrays that were written to."""
-        found = []
-        for array in [one for one in self._alive if isinstance(one, torch.Tensor) and id(one) in self._versions]:
-            if torch_private.version(array) != self._versions[id(array)]:
-                found.append((self._numbers[id(array)], self._new_number(array)))
-        return tuple(found)
+        """Gives new numbers to all arrays that were written to, also through `data`, which counts its changes apart."""
+        alive = [one for one in self._alive if isinstance(one, torch.Tensor) and id(one) in self._versions]
+        written = {self._memory(one) for one in alive if torch_private.version(one) != self._versions[id(one)]}
+        return tuple(
+            (self._numbers[id(one)], self._new_number(one))
+            for one in alive
+            if torch_private.version(one) != self._versions[id(one)] or self._memory(one) in written - {0}
+        )
+
+    def _memory(self, array: torch.Tensor) -> int:
+        return self._found.known[self._numbers[id(array)]].memory
 
     def _described(self, tree: Any) -> Any:
         """Arguments as plain values."""
@@ -261,8 +270,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Without memory, products of groups take one type only.
+        run = partial(grouped_product, called) if called is torch_private.grouped_mm else called
         if self._inside:
-            return called(*args, **kwargs)
+            return run(*args, **kwargs)
         if called in _UNSEEN:
             self._problem(_UNSEEN[called])
         certain = self._certain(called, args)
@@ -274,7 +285,7 @@ class _Recorder(TorchFunctionMode):
             return called(*args, **kwargs)
         before = [*map(torch_private.version, given)]
         # Dropout does not change the shape, but many more operators would run to find it.
-        returned = called(*args, **{**kwargs, "dropout_p": 0.0} if kwargs.get("dropout_p") else kwargs)
+        returned = run(*args, **{**kwargs, "dropout_p": 0.0} if kwargs.get("dropout_p") else kwargs)
         moved = before != [*map(torch_private.version, given)]
         if moved or any(True for _ in arrays_in(returned)):
             self._add(called, args, kwargs, returned, moved)
@@ -290,6 +301,7 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, called: Any, args: Any, kwargs: Any, returned: Any, moved: bool) -> None:
         arguments = self._described(args), self._described(kwargs)
+        found = flattened(returned) if isinstance(called, nn.Module) else dict(enumerate(arrays_in(returned)))
         is_module, path = isinstance(called, nn.Module), self._stack[-1] if self._stack else ""
         name = called if is_module else name_of(called)
         around = path.rpartition(".")[0] if is_module else path
@@ -310,15 +322,13 @@ class _Recorder(TorchFunctionMode):
                 path,
                 name,
                 arguments,
-                tuple(map(self._number, self._arrays_returned(called, returned))),
+                tuple(map(self._number, found.values())),
                 changed,
                 torch.is_grad_enabled(),
                 type_name,
+                tuple(map(str, found)) if is_module else (),
             )
         )
-
-    def _arrays_returned(self, called: Any, returned: Any) -> Iterator[torch.Tensor]:
-        return iter(flattened(returned).values()) if isinstance(called, nn.Module) else arrays_in(returned)
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:

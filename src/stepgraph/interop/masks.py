@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.interop.capture import Capture, Event
-from stepgraph.interop.plan import held_in, makes, numbers_in
+from stepgraph.interop.arguments import extents_in, held_in, makes, numbers_in
+from stepgraph.interop.capture import Capture, Event, Held
+from stepgraph.interop.rows import are_alike
 from stepgraph.layers.glue import Call, Program, Value
 from stepgraph.layers.torch_answers import Drawn, Refusals
+from stepgraph.system import surroundings
 from stepgraph.tensors.extents import BatchExtent
 
 _ATTENTION = "F.scaled_dot_product_attention"
@@ -32,15 +34,16 @@ def without_constant_masks(found: Capture) -> Capture:
 
     @cache
     def instead(mask: int, steps: tuple[int, int]) -> dict[str, Any] | None:
-        masks = [_computed(mask, events, rows) for rows in (found.rows, 2 * found.rows)]
-        return _settings([one for one in masks if one is not None], steps)
+        needed = _needed(mask, events)
+        computed = _computed(mask, needed, found) if are_alike(found, needed) else None
+        return None if computed is None else _settings(computed, steps)
 
     def told(event: Event) -> Event:
         given = _given(event)
         mask = given.get("attn_mask")
-        if not isinstance(mask, Value) or mask.number not in constants or not _is_small(found, mask):
+        if not isinstance(mask, Value) or mask.number not in constants:
             return event
-        query, key = (found.known[given[name].number].shape[-2] for name in ("query", "key"))
+        query, key = (_shape(found, given[name])[-2] for name in ("query", "key"))
         if isinstance(query, BatchExtent) or isinstance(key, BatchExtent):
             return event
         settings = instead(mask.number, (query, key))
@@ -74,43 +77,55 @@ def _with(event: Event, given: dict[str, Any]) -> Event:
     return replace(event, arguments=(tuple(arrays.values()), settings))
 
 
-def _is_small(found: Capture, mask: Value) -> bool:
-    shape = found.known[mask.number].shape
-    return math.prod(one.at(2 * found.rows) if isinstance(one, BatchExtent) else one for one in shape) <= _LARGEST
+def _shape(found: Capture, array: Value | Held) -> Sequence[int]:
+    return found.held[array.number].shape if isinstance(array, Held) else found.known[array.number].shape
 
 
-def _computed(mask: int, events: Sequence[Event], rows: int) -> torch.Tensor | None:
-    """A mask for a number of rows; None if it is random."""
-    needed, calls = {mask}, list[Call]()
+def _needed(mask: int, events: Sequence[Event]) -> list[Event]:
+    """The functions that a mask depends on, in order; of what they change, only what it depends on."""
+    numbers, found = {mask}, list[Event]()
     for event in reversed(events):
-        if needed.isdisjoint(makes(event)):
+        if numbers.isdisjoint(makes(event)):
             continue
-        changed = tuple((old, new) for old, new in event.changed if new in needed)
-        needed.update(numbers_in(event.arguments), (old for old, _ in changed))
-        modes = event.differentiable, event.autocast
-        calls.append(Call(str(event.called), *event.arguments, event.results, changed, *modes))
+        changed = tuple((old, new) for old, new in event.changed if new in numbers)
+        numbers.update(numbers_in(event.arguments), (old for old, _ in changed))
+        found.append(replace(event, changed=changed))
+    return found[::-1]
+
+
+def _computed(mask: int, events: Sequence[Event], found: Capture) -> torch.Tensor | None:
+    """A mask for the fewest rows possible; None if it is random, large, or not computed on a CPU."""
+    shares = [one.multiple.denominator for event in events for one in extents_in(event.arguments)]
+    rows = math.lcm(*shares) if shares else found.rows
+    shape = [one.at(rows) if isinstance(one, BatchExtent) else one for one in found.known[mask].shape]
+    if not 0 < math.prod(shape) <= _LARGEST:
+        return None
+    calls = (
+        Call(str(one.called), *one.arguments, one.results, one.changed, one.differentiable, one.autocast)
+        for one in events
+    )
     device = torch.device("cpu")
     try:
-        with torch.no_grad(), Refusals(), device:
-            return Program(tuple(reversed(calls)), (mask,)).run([], rows, device)[0]
-    except Drawn:
+        with surroundings.tracing(), torch.no_grad(), Refusals(), device:
+            return Program(tuple(calls), (mask,)).run([], rows, device)[0]
+    except (Drawn, RuntimeError):  # the model's own device may have more functions
         return None
 
 
-def _settings(masks: Sequence[torch.Tensor], steps: tuple[int, int]) -> dict[str, Any] | None:
-    """What attention is told instead of a mask with different numbers of rows; None if it needs the array.
+def _settings(mask: torch.Tensor, steps: tuple[int, int]) -> dict[str, Any] | None:
+    """What attention is told instead of a mask; None if it needs the array.
 
     Args:
-        masks: the mask for some numbers of rows; none if it is random.
+        mask: the mask for some number of rows.
         steps: the lengths of queries and keys.
     """
-    kept = [_kept(mask) for mask in masks]
-    causal = torch.ones(steps, dtype=torch.bool).tril()
-    if kept and all(one is not None and bool(one.all()) for one in kept):
+    kept = _kept(mask)
+    if kept is None:
+        return None
+    if bool(kept.all()):
         return {"attn_mask": None}
-    if kept and steps[0] == steps[1] and all(one is not None and bool((one == causal).all()) for one in kept):
-        return {"attn_mask": None, "is_causal": True}
-    return None
+    is_causal = steps[0] == steps[1] and bool((kept == torch.ones(steps, dtype=torch.bool).tril()).all())
+    return {"attn_mask": None, "is_causal": True} if is_causal else None
 
 
 def _kept(mask: torch.Tensor) -> torch.Tensor | None:

@@ -90,6 +90,7 @@ def _each(given: Any, dimensions: int) -> tuple[int, ...]:
 _REPLACED = {
     one_direction: onnx_recurrent.lstm,
     gru_direction: onnx_recurrent.gru,
+    torch.lstm: onnx_recurrent.projected_lstm,
     F.scaled_dot_product_attention: _attention,
     F.avg_pool2d: _average_pool(2),
     F.avg_pool3d: _average_pool(3),

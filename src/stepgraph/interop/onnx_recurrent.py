@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from stepgraph.layers.torch_recurrent import is_packed
 
 Array = torch.Tensor
 _ARGUMENTS = "Tensor x, Tensor w, Tensor r, Tensor? b, Tensor? lengths, Tensor? h0"
@@ -79,6 +82,34 @@ def gru(
     weights = ordered(input_weights)[None], ordered(hidden_weights)[None]
     output, h = torch.ops.stepgraph.onnx_gru(x, *weights, b, _int32(lengths), _first(h0), reverse, reset_after)
     return output.squeeze(1), _kept(h.squeeze(0), h0, lengths)
+
+
+def projected_lstm(*given: Any) -> tuple[Array, ...]:
+    """`torch.lstm`; a layer with a projection of its output, which ONNX's operator has not, step by step."""
+    if is_packed(given):
+        return torch.lstm(*given)
+    x, state, weights, has_biases, layers, *_, both_ways, batch_first = given
+    each = len(weights) // (2 if both_ways else 1)
+    if each != (5 if has_biases else 3) or layers != 1 or batch_first:
+        return torch.lstm(*given)
+    found = [
+        _projected(x, weights[i * each : (i + 1) * each], state[0][i], state[1][i], bool(i))
+        for i in range(2 if both_ways else 1)
+    ]
+    outputs, *ends = zip(*found, strict=True)
+    return torch.cat(outputs, -1), *(torch.stack(one) for one in ends)
+
+
+def _projected(x: Array, weights: Sequence[Array], h: Array, c: Array, reverse: bool) -> tuple[Array, Array, Array]:
+    inputs, hidden, *biases, projection = weights
+    bias = biases[0] + biases[1] if biases else None
+    outputs = []
+    for step in x.flip(0) if reverse else x:
+        i, f, g, o = (F.linear(step, inputs, bias) + F.linear(h, hidden)).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = F.linear(o.sigmoid() * c.tanh(), projection)
+        outputs.append(h)
+    return torch.stack(outputs[::-1] if reverse else outputs), h, c
 
 
 def _kept(last: Array, first: Array | None, lengths: Array | None) -> Array:

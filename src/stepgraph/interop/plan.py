@@ -7,15 +7,17 @@ functions, which may be empty. Both modes must call the same modules; the functi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from stepgraph.interop.arguments import held_in, makes, numbers_in
 from stepgraph.interop.batch import common_path
 from stepgraph.interop.capture import Capture, Event, Held, Known
+from stepgraph.interop.returns import with_common_results
 from stepgraph.layers.glue import OFF, Call, Named, Program, Slice, Value
 from stepgraph.tensors.tensor import MAX_DIMENSIONS, TensorDescriptor
 from stepgraph.types import DataType
@@ -69,6 +71,7 @@ class ModuleNode:
         sources: what it reads.
         results: shapes and types of its results.
         differentiable: False inside `no_grad`.
+        returned: the paths of its results, if it returns others in one of the modes.
     """
 
     path: str
@@ -77,6 +80,7 @@ class ModuleNode:
     sources: tuple[Wire, ...]
     results: tuple[TensorDescriptor, ...]
     differentiable: bool = True
+    returned: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -181,37 +185,6 @@ class _Side:
         return where if isinstance(where, int) else where.owner + 1 if where.kind == "module" else 0
 
 
-def makes(event: Event) -> list[int]:
-    """The numbers of what a call returns or changes."""
-    return [*event.results, *(new for _, new in event.changed)]
-
-
-def numbers_in(tree: Any) -> Iterator[int]:
-    """The numbers of the values in arguments, in order."""
-    if isinstance(tree, Value):
-        yield tree.number
-    else:
-        for one in _parts(tree):
-            yield from numbers_in(one)
-
-
-def held_in(tree: Any) -> Iterator[int]:
-    """The numbers of the arrays with memory in arguments."""
-    if isinstance(tree, Held):
-        yield tree.number
-    else:
-        for one in _parts(tree):
-            yield from held_in(one)
-
-
-def _parts(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, list | tuple):
-        return tree
-    if isinstance(tree, dict):
-        return tree.values()
-    return (tree.start, tree.stop, tree.step) if isinstance(tree, Slice) else ()
-
-
 def plan(training: Capture, inference: Capture, wanted: Sequence[str]) -> Plan:
     """Nodes for both modes.
 
@@ -220,8 +193,9 @@ def plan(training: Capture, inference: Capture, wanted: Sequence[str]) -> Plan:
         inference: the recording in inference mode.
         wanted: the paths of the results to compute.
     """
+    training, inference, others = with_common_results(training, inference, wanted)
     sides = _Side(training, wanted), _Side(inference, wanted)
-    found = Plan(problems={**inference.problems, **training.problems})
+    found = Plan(problems={**others, **inference.problems, **training.problems})
     paths = [[one.module.path for one in side.stretches if one.module is not None] for side in sides]
     if paths[0] != paths[1]:
         differing = next(((a, b) for a, b in zip(*paths, strict=False) if a != b), ("", ""))
@@ -465,6 +439,7 @@ class _Planner:
             tuple(self.wires[pair] for pair in pairs),
             tuple(_descriptor(self.sides[0].known(number)) for number in one.results),
             one.differentiable,
+            one.names if one.returns_more or two.returns_more else None,
         )
 
 

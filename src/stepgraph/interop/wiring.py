@@ -182,7 +182,8 @@ class Wiring:
             if path == node.path or path.startswith(prefix)
         ]
         call = None if args == tuple(map(Value, range(len(sources)))) and not kwargs else _call((args, kwargs))
-        return TorchLayer(module, call=call, tensors=own, evaluated=evaluated, label=label), WRAPPED, why
+        layer = TorchLayer(module, call=call, tensors=own, evaluated=evaluated, results=node.returned, label=label)
+        return layer, WRAPPED, why
 
     def _is_fixed(self, node: ModuleNode) -> bool:
         return node.path in self._evaluated

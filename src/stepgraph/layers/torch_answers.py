@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
+from stepgraph.layers.torch_grouped import grouped_product
 from stepgraph.layers.torch_recurrent import in_type, is_packed, recurrent
 from stepgraph.random import draws_from_generator
+from stepgraph.system import torch_private
 from stepgraph.system.torch_private import DispatchMode
 
 # Constants of SELU, from which alpha dropout keeps mean and variance.
@@ -498,6 +500,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.geometric_: _filled(_fill_geometric),
     torch.Tensor.random_: _filled(_fill_integers),
     F.scaled_dot_product_attention: _attention,
+    torch_private.grouped_mm: lambda _, *given, **settings: grouped_product(*given, **settings),
     torch.lstm: _recurrent,
     torch.gru: _recurrent,
     torch.rnn_tanh: _recurrent,

@@ -21,6 +21,7 @@ from stepgraph.errors import (
     ShapeError,
     StateError,
     StepgraphError,
+    UnknownNameError,
     raised_line,
     reason,
 )
@@ -66,16 +67,19 @@ class ModuleCall:
         module: the module.
         call: arguments, with a `Source` in the place of each source; None passes sources by position.
         evaluated: paths of submodules that stay in eval mode.
+        returned: paths of the results to return; None for all.
 
     Attributes:
         entries: the arrays of the module.
         moving: names of arrays that calls change in place or assign.
     """
 
-    def __init__(self, module: nn.Module, call: Any, evaluated: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, call: Any, evaluated: Collection[str], returned: Sequence[str] | None = None
+    ) -> None:
         self.module, self.entries = module, entries(module)
         self.moving: set[str] = set()
-        self._call, self._evaluated = call, frozenset(evaluated)
+        self._call, self._evaluated, self._returned = call, frozenset(evaluated), returned
         self._in_place: set[str] = set()  # those of the moving ones that change in place
         self._written: set[int] = set()  # positions of sources that change in place
 
@@ -102,7 +106,7 @@ class ModuleCall:
         self._written |= {i for i, array in enumerate(given) if torch_private.version(array) != entered[i]}
         self._in_place |= {name for name in moved if torch_private.version(held[name]) != versions[name]}
         self.moving |= moved.keys()
-        return Ran(_results(where, output, held.values()), moved)
+        return Ran(_results(where, output, held.values(), self._returned), moved)
 
     def places(self) -> list[int] | None:
         """The sources that the call has places for; None if it takes any number."""
@@ -211,13 +215,24 @@ def _places(value: Any) -> Iterator[int]:
 # Results
 
 
-def _results(where: str, output: Any, held: Collection[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _results(
+    where: str, output: Any, held: Collection[torch.Tensor], returned: Sequence[str] | None
+) -> tuple[torch.Tensor, ...]:
     """The arrays of a module's result, as a node can return them."""
     found = flattened(output)
     if not found:
         raise DataTypeError(where, f"its module returns {type(output).__name__} without any array", fix="return one")
+    if returned is not None:
+        found = {path: _chosen(where, found, path) for path in returned}
     memory = {torch_private.identity(array.untyped_storage()) for array in held}
     return tuple(_result(where, path, array, memory) for path, array in found.items())
+
+
+def _chosen(where: str, found: Arrays, path: str) -> torch.Tensor:
+    if path not in found:
+        known = ", ".join(one or "''" for one in found)
+        raise UnknownNameError(where, f"its module returns no '{path}'", results=known, fix="use one of these paths")
+    return found[path]
 
 
 def _result(where: str, path: str, array: torch.Tensor, memory: Collection[int]) -> torch.Tensor:

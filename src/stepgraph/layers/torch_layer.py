@@ -42,6 +42,8 @@ class TorchLayer(Layer):
         tensors: tensors to use for the module's parameters and buffers, by name; others are created.
         share: whether tensors that are created use the module's memory.
         evaluated: paths of submodules that stay in eval mode; by default, those that are in it now.
+        results: paths of the results that the node has, such as `["logits"]`; by default, all. A module that returns
+            other results in training than in inference needs it.
 
     Example:
         >>> graph = Graph()
@@ -57,6 +59,7 @@ class TorchLayer(Layer):
     tensors: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     share: bool = field(default=True, kw_only=True)
     evaluated: Sequence[str] | None = field(default=None, kw_only=True)
+    results: Sequence[str] | None = field(default=None, kw_only=True)
     code: ModuleCall = field(init=False)
 
     source_counts = (0, None)
@@ -71,7 +74,7 @@ class TorchLayer(Layer):
             self.label = type(self.module).__name__
         require_usable(self.where, self.module)
         paths = evaluating(self.module) if self.evaluated is None else tuple(self.evaluated)
-        self.code = ModuleCall(self.module, self.call, paths)
+        self.code = ModuleCall(self.module, self.call, paths, self.results)
         self.__dict__.update(evaluated=paths, tensors=_tensors(self))
 
     @property

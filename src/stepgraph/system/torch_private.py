@@ -52,6 +52,9 @@ version: Callable[[torch.Tensor], int] = attrgetter("_version")
 base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The array that a view is a part of, or None; no public name provides it."""
 
+grouped_mm = torch._grouped_mm
+"""Products of groups of rows; the public `grouped_mm` calls it, and only it is seen by a mode."""
+
 foreach_add_ = torch._foreach_add_
 """Adds to many arrays in one call; the public `add_` takes one."""
 
