@@ -103,7 +103,7 @@ def measured(
     task: Task, names: list[str], given: argparse.Namespace, said: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """A row per contender. stepgraph stays while its peers come and go in groups, and takes turns with each group."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = {name: Path(folder, name) for name in names}
         rows = _in_groups(task, caches, given.at_once, given, said)
         if given.at_once > 1 and MEMORY in rows[given.ours].get("failed", ""):  # alone it may find the memory it needs
@@ -146,7 +146,7 @@ def together(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The rows of several models whose contenders all get ready at once; each model then has its own rounds."""
     rows: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in wanted}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         everybody = [Who(model, name) for model, one in wanted.items() for name in one.contenders]
         tasks = {who: (wanted[who.model].task, Path(folder, *who)) for who in everybody}
         ready = prepared(tasks, said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,40 @@ def test_lora_of_peft() -> None:
         training.execute(tokens(), {"labels": tokens()["input_ids"]})
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all("lora" in name for name in changed)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_example_of_one_row_leaves_the_batch_free(name: str) -> None:
+    """transformers builds masks in another way for one row."""
+    model, given = CASES[name].make().eval(), tokens()
+    imported = sg.from_torch(model, {"input_ids": given["input_ids"][:1]}, outputs=["logits"])
+    whole = sg.from_torch(model, {"input_ids": given["input_ids"]}, outputs=["logits"])
+    assert [row[1:] for row in map(astuple, imported.rows)] == [row[1:] for row in map(astuple, whole.rows)]
+    with torch.no_grad():
+        expected = model(**given).logits
+    inference = sg.InferenceGraph([imported.graph])
+    inference.add_inputs(imported.inputs)
+    inference.compile("cpu")
+    np.testing.assert_allclose(inference.execute(given).result.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_labels_are_tensors() -> None:
+    with pytest.raises(sg.DataTypeError, match="labels is ndarray"):
+        sg.from_torch(net(), data()[0]).training(
+            sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), np.zeros((2, 3), np.float32)
+        )
+
+
+def test_a_model_for_one_row_has_one() -> None:
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.reshape(1, 6))
+
+    assert sg.from_torch(Single(), torch.zeros(1, 2, 3)).inputs["x"].shape == (1, 2, 3)
 
 
 @pytest.mark.deep

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,27 +162,27 @@ def _recorded(
 def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> tuple[Example, Capture, Capture]:
     """The recordings in training and in inference, with numbers that follow the batch, and which inputs do."""
     with _mode(model, True, fixed):
-        first = capture(model, example, example.rows, cut)
-        example, more = _more_rows(model, example, cut)
+        example, first, more = _of_two_sizes(model, example, cut)
         training = first if more is None else joined(first, more)
     with _mode(model, False, fixed):
-        second = capture(model, example, example.rows, cut)
+        second = capture(model, example, first.rows, cut)
         inference = second if more is None else transferred(training, first, second)
         if inference is None:
-            inference = joined(second, capture(model, example, 2 * example.rows, cut))
+            inference = joined(second, capture(model, example, 2 * first.rows, cut))
     return example, training, inference
 
 
-def _more_rows(model: nn.Module, example: Example, cut: _Cut) -> tuple[Example, Capture | None]:
-    """A recording with twice the rows, in all inputs or in the first; None for a model with a fixed number of rows."""
-    if not example.is_open:
-        return example, None
-    for one in (example, example.only_first()):
-        try:
-            return one, capture(model, one, 2 * example.rows, cut)
-        except StepgraphError:
-            continue
-    return example.fixed(), None
+def _of_two_sizes(model: nn.Module, example: Example, cut: _Cut) -> tuple[Example, Capture, Capture | None]:
+    """A recording, and one with twice the rows, in all inputs or in the first; None for a fixed number of rows.
+
+    Models often treat a single row apart, so an example of one row is recorded with two.
+    """
+    rows = max(example.rows, 2)
+    for one in (example, example.only_first()) if example.is_open else ():
+        with suppress(StepgraphError):
+            return one, capture(model, one, rows, cut), capture(model, one, 2 * rows, cut)
+    example = example.fixed()
+    return example, capture(model, example, example.rows, cut), None
 
 
 def _wanted(model: nn.Module, outputs: Sequence[str] | None, training: Capture, inference: Capture) -> list[str]:

@@ -66,6 +66,9 @@ class Imported:
             optimizer: updates the parameters.
             labels: what the loss compares with, by name; one tensor is named `labels`.
         """
+        if not isinstance(labels, Tensor | Mapping):
+            fix = "pass a Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
+            raise DataTypeError("Imported.training", f"labels is {type(labels).__name__}", fix=fix)
         named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
         graph = TrainingGraph([self.graph], loss, optimizer)
         graph.add_inputs(self.inputs, named)
