@@ -199,6 +199,8 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
         kept = fused_cache.load(known, arrays)
         if kept is None:
             searched()
+            if on_cpu:
+                _require_compiler()
         made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept.compiled)
     function, generated, is_alone = made
     if not on_cpu:
@@ -266,8 +268,6 @@ def _prepared(part: Part, step: Step) -> Module:
 
 def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> _Compiled:
     """The operators as a compiled function of the arrays."""
-    if step.device.type == "cpu":
-        _require_compiler()
     inductor = torch_private.inductor()
     generated: list[Any] = []
     complete: list[bool] = []
