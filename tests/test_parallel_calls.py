@@ -129,7 +129,7 @@ def _marks(training: sg.TrainingGraph) -> dict[str, str]:
     "world, names, decides",
     [
         (2, ("frozen", "unfrozen", "bound", "save", "averages", "outputs", "optimizer"), False),
-        (2, ("bound", "frozen", "compile"), True),
+        (2, ("outputs", "bound", "frozen", "compile"), True),
         pytest.param(3, tuple(CALLS), False, marks=pytest.mark.deep),
         pytest.param(2, tuple(CALLS), True, marks=pytest.mark.deep),
     ],

@@ -148,6 +148,7 @@ class Shards:
         state = self.session.state
         if self.session.compilation.decides and state is not None:
             state.arrays[AGREED].fill_(False)
+            self._joined(update)
             self._apply_with_others(update, totals)
             state.arrays[AGREED].fill_(True)
         raise update.failure
