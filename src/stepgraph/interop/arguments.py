@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from stepgraph.interop.capture import Event, Held
 from stepgraph.layers.glue import Slice, Value
 from stepgraph.tensors.extents import BatchExtent
+
+_Leaf = TypeVar("_Leaf")
 
 
 def makes(event: Event) -> list[int]:
@@ -17,28 +19,25 @@ def makes(event: Event) -> list[int]:
 
 def numbers_in(tree: Any) -> Iterator[int]:
     """The numbers of the values in arguments, in order."""
-    if isinstance(tree, Value):
-        yield tree.number
-    else:
-        for one in _parts(tree):
-            yield from numbers_in(one)
+    return (one.number for one in _leaves(tree, Value))
 
 
 def held_in(tree: Any) -> Iterator[int]:
     """The numbers of the arrays with memory in arguments."""
-    if isinstance(tree, Held):
-        yield tree.number
-    else:
-        for one in _parts(tree):
-            yield from held_in(one)
+    return (one.number for one in _leaves(tree, Held))
 
 
 def extents_in(tree: Any) -> Iterator[BatchExtent]:
     """The extents that follow the batch in arguments, in order."""
-    if isinstance(tree, BatchExtent):
+    return _leaves(tree, BatchExtent)
+
+
+def _leaves(tree: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
+    if isinstance(tree, kind):
         yield tree
-    for one in _parts(tree):
-        yield from extents_in(one)
+    else:
+        for one in _parts(tree):
+            yield from _leaves(one, kind)
 
 
 def _parts(tree: Any) -> Iterable[Any]:
