@@ -187,6 +187,21 @@ def loading(what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield rows(13)
 
 
+class AtTheEnd:
+    """A metric that fails on the last rank when its value is computed."""
+
+    def update(self, prediction: Any, labels: Any) -> None:
+        pass
+
+    def compute(self) -> float:
+        if os.environ[RANK] == "1":
+            raise ValueError("no")
+        return 0.0
+
+    def reset(self) -> None:
+        pass
+
+
 def metric(what: str) -> Callable[[Any, Any], float]:
     """A metric that fails on the last rank: for a whole batch, or for one of the validation data."""
 
@@ -209,6 +224,8 @@ def run_of(what: str, folder: str) -> str:
     settings: dict[str, Any] = {"callbacks": [Alone(what, folder)], "validation": rows(5)}
     if what in ("metric", "validation"):
         settings["metrics"] = {"own": metric(what)}
+    if what == "metric's value":
+        settings["metrics"] = {"own": AtTheEnd()}
     if what == "schedule":
         settings["schedule"] = schedule
     try:
@@ -232,6 +249,7 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
         "last epoch": (failed, "ValueError: no"),
         "data": (failed, "OSError: no"),
         "metric": (failed, "ValueError: no"),
+        "metric's value": (failed, "ValueError: no"),
         "schedule": (failed, "ValueError: no"),
         "validation": (failed, "ValueError: no"),
         "checkpoint": ("ValueError: no", "ExecutionError: rank 1 of 2: rank 0 failed between two updates"),
@@ -243,6 +261,31 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
         assert isinstance(found, dict), found
         for what, texts in expected.items():
             assert texts[rank] in found[what], (what, found[what])
+
+
+# ------------------------------------------------------------------------------------------------------- graphs
+
+
+def crosswise(decides: bool) -> tuple[list[str], dict[str, str]]:
+    """Two graphs with the same shapes, whose updates the last rank makes in another order."""
+    if decides:
+        compilation.DECIDED = {"cpu"}
+    first, second = new("mlp"), new("mlp")
+    given, before = batch("mlp", 13, 0), _marks(second)
+    other, another = (second, first) if os.environ[RANK] == "1" else (first, second)
+    errors = [error_of(lambda: other.execute(*given).loss), error_of(lambda: another.execute(*given).loss)]
+    assert _marks(second) == before
+    first.execute(*given)
+    return errors, _marks(first)
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_ranks_that_execute_different_graphs_are_refused(decides: bool) -> None:
+    expected = new("mlp")
+    expected.execute(*batch("mlp", 13, 0))
+    for errors, marks_of_first in together(2, crosswise, decides):
+        assert all("ranks 0 and 1 execute different graphs" in one for one in errors), errors
+        assert marks_of_first == _marks(expected)
 
 
 # -------------------------------------------------------------------------------------------------------- files

@@ -123,6 +123,56 @@ def test_a_replayed_update_that_one_rank_refuses_changes_nothing_on_any(kind: st
         assert one["same state"] and one["replays"] == 2 and one["after"] == after
 
 
+APART: tuple[tuple[int | str, ...], ...] = (  # what ranks do instead of one update: pass a batch, or save
+    (13, 16, 5),  # in front of all others
+    (13, 16, 5),  # one replays its update
+    (16, 5, 16),  # nobody does
+    (13, "save", 13),
+    (5, "save", 13),
+)
+
+
+def apart(folder: str) -> dict[str, Any]:
+    """Updates with results of every row, and between them some that ranks do not make together."""
+    training, rank = new("cnn"), os.environ.get("RANK")
+    training.keep_predictions()
+    (scores,) = training.require_session("test").compilation.compared
+
+    def update(rows: int, step: int) -> tuple[float, bytes]:
+        loss = training.execute(*placed("cnn", rows, step), batch_size=rows).loss
+        return loss, scores.torch().numpy().tobytes()
+
+    errors, unchanged, found, replays = [], True, [], Graph.replays
+    for every in APART:
+        before, own = same(marks(training)), every[int(rank or 0)]
+        if rank is not None:
+            errors.append(tried(lambda own=own: update(own, 9) if isinstance(own, int) else training.save(folder)))
+        unchanged = unchanged and same(marks(training)) == before
+        found += [update(13, step) for step in range(3)]
+    made = {"found": found, "marks": same(marks(training))}
+    return {"errors": errors, "unchanged": unchanged, "replays": Graph.replays - replays, "made": made}
+
+
+@pytest.mark.parametrize(
+    "job, replays",  # two of three updates that count, and refused ones that have the size of the one before
+    [
+        (decided, (0, 0)),
+        (captured, (10 + 2, 10)),
+        pytest.param(captured, (10 + 2, 10, 10 + 2), marks=pytest.mark.deep),
+    ],
+)
+def test_ranks_with_batches_of_different_sizes_do_not_join_their_results(
+    job: Any, replays: tuple[int, ...], tmp_path: Any
+) -> None:
+    expected = apart("")["made"]
+    for rank, one in enumerate(together(len(replays), job, apart, str(tmp_path / "saved"))):
+        assert isinstance(one, dict), one
+        for actions, error in zip(APART, one["errors"], strict=True):
+            text = "rank 1 calls save" if "save" in actions else f"of {actions[0]} and {actions[1]} rows"
+            assert text in error, (actions, error)
+        assert one["unchanged"] and one["made"] == expected and one["replays"] == replays[rank]
+
+
 def test_a_single_process_replays_a_refused_update_and_goes_on() -> None:
     found = captured(refused, "label")
     assert "row 11 holds the class index 99" in found["error"]

@@ -100,7 +100,7 @@ def test_the_sample_of_a_batch_does_not_depend_on_its_order_in_memory() -> None:
     told = Telling(Layout((), (), 1), 4, images.device)
     found = []
     for one in (images, images.contiguous(memory_format=torch.channels_last), images.flip(0)):
-        told.tell_header(False, 0.0, [one, torch.arange(4)])
+        told.tell_header(False, 0.0, False, [one, torch.arange(4)])
         found.append(told.header.tolist())
     assert found[0] == found[1] != found[2]
 

@@ -145,7 +145,7 @@ def test_a_learning_rate_counts_beside_large_numbers() -> None:
     told = Telling(Layout((), (), 2), 8, torch.device("cpu")), Telling(Layout((), (), 2), 8, torch.device("cpu"))
     tokens = torch.full((8, 4096), 50_000)
     for one, rate in zip(told, (1e-4, 1.1e-4), strict=True):
-        one.tell_header(False, 0.0, [tokens, torch.tensor([rate, float("inf")], dtype=torch.float64)])
+        one.tell_header(False, 0.0, False, [tokens, torch.tensor([rate, float("inf")], dtype=torch.float64)])
     first, second = (one.header[HEADER.index("sample")].item() for one in told)
     assert abs(first - second) > TOLERANCE
 

@@ -194,7 +194,9 @@ class Loop:
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
-        row = agreed(self.world, self._row(tested))
+        with self.stopping.telling_failures():
+            row = self._row(tested)
+        row = agreed(self.world, row)
         self.history.epochs.append(row)
         moment = self._moment(row["epoch"], row)
         watcher.epoch(moment)

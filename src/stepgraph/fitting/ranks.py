@@ -12,6 +12,7 @@ from typing import Any
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError
 from stepgraph.fitting.progress import memory_used
+from stepgraph.runtime.calls import BETWEEN, Call
 from stepgraph.runtime.world import World
 
 
@@ -30,9 +31,13 @@ def require_alike(world: World, what: str, facts: Mapping[str, Any], fix: str) -
 
 
 def agreed(world: World, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an epoch as the first rank has them: times differ, and epochs are judged by them on every rank."""
+    """The numbers of an epoch as the first rank has them: times differ, and epochs are judged by them on every rank.
+
+    A rank whose metric has failed has told so instead.
+    """
     if world.size == 1:
         return {**row}
+    world.greet((Call.STEP_OF_FIT, BETWEEN, 0))
     names = [name for name, one in row.items() if isinstance(one, float)]
     first, *_ = world.gather_numbers([row[name] for name in names], "numbers of an epoch")
     return {**row, **dict(zip(names, first, strict=True))}

@@ -32,6 +32,7 @@ from stepgraph.errors import ExecutionError, StateError
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.division import Division, shares
 from stepgraph.graphs.session import Session
+from stepgraph.graphs.telling import Telling
 from stepgraph.graphs.update_graph import PartRows, UpdateGraph
 from stepgraph.runtime.amounts import amount
 from stepgraph.runtime.executable import Binding, Executable
@@ -58,6 +59,7 @@ class Update:
         failure: the error of a shard that could not run.
         heard: what all ranks have told, if the last shard has exchanged it.
         agreed: whether the update counts, where the device decides it; None if it does.
+        joins_as: the batches in whose sizes other ranks join results, if these are others; then this rank has none.
         used: what it has run, by part and rows.
     """
 
@@ -76,6 +78,7 @@ class Update:
     used: dict[PartRows, Binding] = field(default_factory=dict)
     heard: torch.Tensor | None = None
     agreed: torch.Tensor | None = None
+    joins_as: Division | None = None
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -93,8 +96,7 @@ class Update:
 
     def header(self, readiness: float) -> torch.Tensor:
         """What this rank tells about itself, with its notes about indices."""
-        telling = self.division.telling
-        telling.tell_header(self.failure is not None, readiness, self.compared)
+        telling = self._telling(readiness)
         if self.notes is None:
             return telling.header
         found = telling.header.clone()
@@ -159,10 +161,15 @@ class Update:
 
     def _news(self, shard: int, readiness: float) -> torch.Tensor:
         """What this rank tells in its last shard, which adds its notes about indices."""
-        telling = self.division.telling
-        telling.tell_header(self.failure is not None, readiness, self.compared)
+        telling = self._telling(readiness)
         telling.tell_shards(self.numbers, self.shares[shard])
         return telling.array
+
+    def _telling(self, readiness: float) -> Telling:
+        """What this rank tells, with its header."""
+        telling = self.division.telling
+        telling.tell_header(self.failure is not None, readiness, self.captured is not None, self.compared)
+        return telling
 
     def _ran(self, part: PartName, shard: int, more: Callable[[], Arrays] | None = None) -> Arrays | None:
         """What a shard computes. An error is kept, for the other ranks must hear of it first."""

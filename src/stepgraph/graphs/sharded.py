@@ -19,7 +19,7 @@ import torch
 from stepgraph import draw
 from stepgraph.compiler import guard
 from stepgraph.compiler.ranks import collectives
-from stepgraph.compiler.ranks.news import HEADER, agreed, calls_of, tell_call_
+from stepgraph.compiler.ranks.news import HEADER, agreed, any_replays, calls_of, headers_of, tell_call_
 from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.ranks.shards import TreeSum, own
 from stepgraph.compiler.settings import fusion_of
@@ -63,9 +63,11 @@ class Shards:
         self.session, self.parallel, self.world = session, parallel, world
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
+        self._batch: int | None = None  # the rows of the last update, unless it was refused
         self._totals: list[torch.Tensor] = []
         self._viewed: tuple[Sequence[Bucket], list[torch.Tensor], Pieces] = (), [], {}
         self._last: tuple[Verdict, list[Executable]] | None = None  # on the last update, if the device has decided
+        self._number = world.place.compared  # counted alike on all ranks
         compiled = session.compilation
         self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
         self._can_capture = compiled.device.torch.type in update_graph.CAPTURED
@@ -137,17 +139,19 @@ class Shards:
         header = update.header(0.0).clone()
         tell_call_(header, told)
         heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
-        found = calls_of(heard.tolist())
+        found = calls_of(headers_of(heard))
         if len({one[:2] for one in found}) > 1:
             update.failure = calls.disagreement(found, f"rank {world.rank} of {world.size}", self._named)
-            self._let_others_refuse(update, totals)
+            self._let_others_refuse(update, totals, any_replays(heard))
 
-    def _let_others_refuse(self, update: Update, totals: Pieces) -> None:
+    def _let_others_refuse(self, update: Update, totals: Pieces, others_replay: bool) -> None:
         """Takes part in the update of ranks that make one, if these do not know yet that it is refused."""
         assert update.failure is not None
-        state = self.session.state
-        if self.session.compilation.decides and state is not None:
+        state, last, self._batch = self.session.state, self._batch, None
+        knows = update.division.shapes and not others_replay  # they look before they join results
+        if self.session.compilation.decides and state is not None and not knows:
             state.arrays[AGREED].fill_(False)
+            update.joins_as = None if last is None else self._division(last)
             self._joined(update)
             self._apply_with_others(update, totals)
             state.arrays[AGREED].fill_(True)
@@ -167,6 +171,7 @@ class Shards:
         found = self._replayed(division, feeds, options, execution)
         if found is None:
             found = self._made_in_parts(division, feeds, options, execution)
+        self._batch = division.batch
         self.changes.accept()
         outcome, results = found
         session.hold(division.results, outcome.results)
@@ -216,19 +221,26 @@ class Shards:
     ) -> Made | None:
         """Makes an update by replaying a graph, which is captured first if necessary; None if there is none."""
         profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
-        graph = None if profiles else self._graphs.of(division)
+        graph = None if profiles or self._must_look(division) else self._graphs.of(division)
         if graph is None:
             return None
         self._settle()
         if graph.is_outdated or not (graph.fits(feeds) or self._captured(graph, division, feeds, options, execution)):
             return None
         if graph.sent is not None:
-            division.telling.tell_facts(False, self._readiness(graph.executables))
+            division.telling.tell_facts(False, self._readiness(graph.executables), replays=True)
         with self.session.writing():
             outcome = graph.replay(feeds)
         if graph.sent is not None:
             self._await_verdict(graph.sent.read, None, execution, graph.executables)
         return outcome, graph
+
+    def _must_look(self, division: Division) -> bool:
+        """Whether other ranks may join results in sizes that this rank learns of only if it looks.
+
+        A replayed update cannot look. Therefore it has the size of the last one: others know which that was.
+        """
+        return bool(division.shapes) and division.batch != self._batch and not self.world.is_alone
 
     def _captured(
         self, graph: UpdateGraph, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
@@ -237,7 +249,8 @@ class Shards:
         if not graph.can_be_captured:
             return False
         if not self.world.is_alone:
-            division.telling.tell_facts(False, self._readiness(graph.executables))  # nothing of it is captured
+            readiness = self._readiness(graph.executables)
+            division.telling.tell_facts(False, readiness, replays=True)  # nothing of it is captured
         try:
             graph.capture(
                 lambda read: self._made(
@@ -364,17 +377,17 @@ class Shards:
         if self.session.compilation.decides:
             self._let_device_decide(update, heard, told)
         else:
-            verdict = self._verdict(lambda: told, failure)
+            verdict = self._verdict(lambda: told, failure, self._forget_refused)
             self._require_accepted(update, verdict)
             self._switch(verdict, self._fused_later(update.executables))
         return exchange.added(heard, division.news, world)
 
-    def _verdict(self, read: Callable[[], torch.Tensor], failure: Exception | None) -> Verdict:
+    def _verdict(
+        self, read: Callable[[], torch.Tensor], failure: Exception | None, report: Callable[[], None]
+    ) -> Verdict:
         """Whether an update counts, by what all ranks have told."""
         world = self.world  # an update has gradients, which must not be kept
-        return Verdict(
-            read, lambda found: failure or disagreement(found, world, self._explained, self._named), self._refused
-        )
+        return Verdict(read, lambda found: failure or disagreement(found, world, self._explained, self._named), report)
 
     def _require_accepted(self, update: Update, verdict: Verdict) -> None:
         """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
@@ -402,11 +415,26 @@ class Shards:
         assert state is not None
         if update.agreed is None:
             update.agreed = agreed(heard)
+        sent = Sent(told) if update.captured is None else None
+        if sent is not None and update.division.shapes:
+            self._look_before_joining(update, sent.read())
         state.arrays[AGREED].copy_(update.agreed)
-        if update.captured is None:
-            self._await_verdict(Sent(told).read, update.failure, update.execution, update.executables)
-        elif update.captured.sent is not None:
+        if sent is not None:
+            self._await_verdict(sent.read, update.failure, update.execution, update.executables)
+        elif update.captured is not None and update.captured.sent is not None:
             update.captured.sent.send(told)
+
+    def _look_before_joining(self, update: Update, told: torch.Tensor) -> None:
+        """Finds out in which sizes ranks join their results, which depend on the batch.
+
+        If no rank replays its update, all of them look, and a refused update ends here. If one does, those that have
+        other batches join what it joins.
+        """
+        assert update.agreed is not None
+        if not any_replays(told):
+            self._require_accepted(update, self._verdict(lambda: told, update.failure, self._forget_refused))
+        elif not update.agreed and self._batch is not None:
+            update.joins_as = self._division(self._batch)
 
     def _await_verdict(
         self,
@@ -416,7 +444,7 @@ class Shards:
         executables: list[Executable],
     ) -> None:
         """Lets the next update learn of the verdict on this one, and whoever reads its loss."""
-        verdict = self._verdict(read, failure)
+        verdict = self._verdict(read, failure, self._refused)
         execution.check(verdict)
         self.session.verdict, self._last = verdict, (verdict, self._fused_later(executables))
 
@@ -442,12 +470,18 @@ class Shards:
 
     def _refused(self) -> None:
         """Continues from before an update that the device has refused."""
-        session, state = self.session, self.session.state
-        if state is None or not session.compilation.decides:
-            return
-        self._last = session.verdict = None
+        state = self.session.state
+        assert state is not None
+        self._last = self.session.verdict = None
         self.changes.refuse()
         state.arrays[AGREED].fill_(True)
+        self._forget_refused()
+
+    def _forget_refused(self) -> None:
+        """Forgets what is known of an update that ranks have refused before it has changed anything."""
+        self._batch, session, state = None, self.session, self.session.state
+        if state is None or not session.compilation.decides:
+            return
         if REFUSED in state.arrays:
             state.arrays[REFUSED].zero_()
         session.refused()
@@ -461,18 +495,19 @@ class Shards:
         return self._readiness(update.executables) if self._fuses and update.failure is None else 0.0
 
     def _joined(self, update: Update) -> Arrays:
-        """Results of the whole batch, from the rows of all ranks."""
-        found, world, division = {}, self.world, update.division
+        """Results of the whole batch, from the rows of all ranks; zeros if this rank joins those of another batch."""
+        found, world, division = {}, self.world, update.joins_as or update.division
+        is_own = division is update.division
         counts = [sum(map(division.rows, own(self.parallel.shards, rank, world.size))) for rank in range(world.size)]
         for key, shape in division.shapes.items():
             like = division.joined[key]
             times = shape[0] // division.batch
             mine = torch.zeros((max(counts) * times, *shape[1:]), dtype=like.dtype, device=like.device)
-            if update.rows[key] and update.failure is None:
+            if is_own and update.rows[key] and update.failure is None:
                 torch.cat(update.rows[key], out=mine[: counts[world.rank] * times])
             everyone = world.gather(mine, f"rows of '{key.owner.label}'")()
             found[key] = torch.cat([one[: count * times] for one, count in zip(everyone, counts, strict=True)])
-        return found
+        return found if is_own else {key: found[key].new_zeros(shape) for key, shape in update.division.shapes.items()}
 
     def _answer(self, results: Outcome | UpdateGraph, found: Arrays) -> Answer:
         compiled = self.session.compilation
@@ -488,5 +523,6 @@ class Shards:
             self._divisions, self._compilation = {}, compiled
             self._graphs = UpdateGraphs(self.session, self.world.is_alone)
         if batch not in self._divisions:
-            self._divisions[batch] = divided(compiled, batch, self.parallel.shards)
+            division = self._divisions[batch] = divided(compiled, batch, self.parallel.shards)
+            division.telling.graph = self._number
         return self._divisions[batch]

@@ -11,7 +11,7 @@ from math import nan
 
 import torch
 
-from stepgraph.compiler.ranks.news import DTYPE, HEADER, Layout
+from stepgraph.compiler.ranks.news import DTYPE, HEADER, Header, Layout
 from stepgraph.compiler.ranks.shards import TreeSum
 
 SAMPLE = 16  # elements of an array that ranks compare
@@ -26,6 +26,7 @@ class Telling:
         device: where the array is.
 
     Attributes:
+        graph: the number of the graph.
         change: by how much numbers that ranks share have changed on this one, and which; None if they cannot have.
     """
 
@@ -34,28 +35,30 @@ class Telling:
         self.array = torch.zeros(height + 1, width, dtype=DTYPE, device=device)
         self.header, self._sums = self.array[0, : told.head], self.array[1:-1, : told.size].unbind()
         self._sample, self._shares = self.array[0, HEADER.index("sample")], self.array[-1, : len(told.losses)]
+        self.graph = 0
         self.change: torch.Tensor | None = None
         self._told: torch.Tensor | None = None  # the change that the array has
         self._changed = self.array[0, HEADER.index("changed") : HEADER.index("which") + 1]
-        self._facts: tuple[bool, float] | None = None
+        self._facts: Header | None = None
         self._shared: torch.Tensor | None = None
 
-    def tell_header(self, failed: bool, readiness: float, compared: Iterable[torch.Tensor]) -> None:
-        """Writes the header, as `HEADER` names it; notes about indices are missing.
+    def tell_header(self, failed: bool, readiness: float, replays: bool, compared: Iterable[torch.Tensor]) -> None:
+        """Writes the header; notes about indices are missing.
 
         A sample shows whether ranks have the same arrays: a weighted sum of a few elements of each.
         """
-        self.tell_facts(failed, readiness)
+        self.tell_facts(failed, readiness, replays)
         every = torch.cat([_few(one).to(DTYPE) for one in compared])
         every.nan_to_num_(posinf=0, neginf=0).asinh_()  # a learning rate counts beside large numbers
         torch.dot(every, _weights(len(every), every.device), out=self._sample)
 
-    def tell_facts(self, failed: bool, readiness: float) -> None:
+    def tell_facts(self, failed: bool, readiness: float, replays: bool) -> None:
         """Writes what the host knows of this rank, unless it is there already."""
-        if self._facts == (failed, readiness) and self._told is self.change:
+        facts = Header(nan if failed else 0.0, self.graph, self._rows, readiness=readiness, replays=float(replays))
+        if self._facts == facts and self._told is self.change:
             return
-        self._facts, self._told = (failed, readiness), self.change
-        self.header.copy_(_header(failed, self._rows, readiness, len(self.header), self.array.device))
+        self._facts, self._told = facts, self.change
+        self.header.copy_(_header(facts, len(self.header), self.array.device))
         if self.change is not None:
             self._changed.copy_(self.change)
 
@@ -88,8 +91,6 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _header(failed: bool, rows: int, readiness: float, size: int, device: torch.device) -> torch.Tensor:
+def _header(facts: Header, size: int, device: torch.device) -> torch.Tensor:
     """A header without its sample and notes; copying one to a GPU in every step would wait for it."""
-    numbers = {"failed": nan if failed else 0.0, "rows": rows, "readiness": readiness}
-    found = [numbers.get(name, 0.0) for name in HEADER]
-    return torch.tensor([*found, *[0.0] * (size - len(found))], dtype=DTYPE, device=device)
+    return torch.tensor([*facts, *[0.0] * (size - len(facts))], dtype=DTYPE, device=device)

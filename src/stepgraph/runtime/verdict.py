@@ -125,26 +125,28 @@ def disagreement(
         refused: makes the error for what a rank has noted about indices.
         name: the name of a tensor that a rank has changed, by its number; behind all tensors, their optimizer buffers.
     """
-    where, headers, notes = f"rank {world.rank} of {world.size}", told.tolist(), news.notes_of(told)
+    where, headers, notes = f"rank {world.rank} of {world.size}", news.headers_of(told), news.notes_of(told)
     first = headers[0]
     apart = calls.disagreement(news.calls_of(headers), where, name)
     if apart is not None:
         return apart
-    for rank, ((failed, rows, sample, changed, *_), noted) in enumerate(zip(headers, notes, strict=True)):
+    for rank, (header, noted) in enumerate(zip(headers, notes, strict=True)):
         if any(noted):
             error = refused(noted)
             error.facts["found_by"] = f"rank {rank} of {world.size}"
             return error
-        if math.isnan(failed):
+        if math.isnan(header.failed):
             problem = f"rank {rank} failed in this step; nothing has changed"
             return ExecutionError(where, problem, fix=f"see the error of rank {rank}")
-        if changed != first[news.HEADER.index("changed")]:
-            which = [int(one[news.HEADER.index("which")]) for one in headers]
+        if header.graph != first.graph:
+            problem = f"ranks 0 and {rank} execute different graphs; nothing has changed"
+            return ExecutionError(where, problem, fix="execute graphs in the same order on every rank")
+        if header.changed != first.changed:
             fix = "write the same numbers on every rank, or let every rank restore a checkpoint"
-            return ExecutionError(where, _written(which, name), fix=fix)
-        if rows != first[1] or abs(sample - first[2]) >= news.TOLERANCE:
-            problem = f"ranks 0 and {rank} have different batches, of {first[1]:.0f} and {rows:.0f} rows"
-            if rows == first[1]:
+            return ExecutionError(where, _written([int(one.which) for one in headers], name), fix=fix)
+        if header.rows != first.rows or abs(header.sample - first.sample) >= news.TOLERANCE:
+            problem = f"ranks 0 and {rank} have different batches, of {first.rows:.0f} and {header.rows:.0f} rows"
+            if header.rows == first.rows:
                 problem += (
                     ", or different learning rates or other numbers of the optimizer, random streams or loss scales"
                 )

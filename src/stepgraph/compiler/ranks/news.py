@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +19,39 @@ from stepgraph.compiler.program import Part
 from stepgraph.compiler.ranks.shards import most_nodes
 from stepgraph.compiler.step import Key, KeyKind, Step, value
 
-# The first row; `call` and what follows are 0, unless the rank makes another call than an update (`runtime/calls.py`).
-HEADER = ("failed", "rows", "sample", "changed", "which", "readiness", "call", "detail", "switched")
-COMPARED = 4  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
+
+class Header(NamedTuple):
+    """What a rank tells about itself, in the first row.
+
+    Args:
+        failed: NaN if it cannot make the update, otherwise 0.
+        graph: the number of the graph that it executes.
+        rows: the rows of its batch.
+        sample: a sum of a few numbers that must be the same on all ranks.
+        changed: by how much a program has changed what all ranks have in common.
+        which: the number of the first tensor that has changed, from 1.
+        readiness: whether it can run fused operators.
+        replays: whether it replays the update, and goes on without looking at what others tell.
+        call: the call that it makes; this and what follows are 0 for a plain update (`runtime/calls.py`).
+        detail: what must be the same in that call.
+        switched: the first tensor that it has frozen or unfrozen.
+    """
+
+    failed: float = 0.0
+    graph: float = 0.0
+    rows: float = 0.0
+    sample: float = 0.0
+    changed: float = 0.0
+    which: float = 0.0
+    readiness: float = 0.0
+    replays: float = 0.0
+    call: float = 0.0
+    detail: float = 0.0
+    switched: float = 0.0
+
+
+HEADER = Header._fields
+COMPARED = 5  # numbers of it that must be the same on all ranks; a rank that has failed tells NaN
 _CALL = HEADER.index("call")
 TOLERANCE = 1e-9  # by which they may differ
 WHAT = "losses and statistics"
@@ -77,10 +108,19 @@ def tell_call_(header: torch.Tensor, call: tuple[int, int, int]) -> None:
     header[_CALL : _CALL + len(call)] = torch.tensor(call, dtype=DTYPE)
 
 
-def calls_of(headers: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
-    """The call of each rank, from their headers."""
-    found = (map(int, one[_CALL : len(HEADER)]) for one in headers)
-    return [(call, detail, switched) for call, detail, switched in found]
+def headers_of(told: torch.Tensor) -> list[Header]:
+    """What each rank has told about itself, on the host."""
+    return [Header(*one[: len(HEADER)]) for one in told.tolist()]
+
+
+def calls_of(headers: Sequence[Header]) -> list[tuple[int, int, int]]:
+    """The call of each rank."""
+    return [(int(one.call), int(one.detail), int(one.switched)) for one in headers]
+
+
+def any_replays(told: torch.Tensor) -> bool:
+    """Whether a rank replays its update, and goes on without looking at what others tell; from headers on the host."""
+    return bool(told[:, HEADER.index("replays")].any())
 
 
 def notes_of(told: torch.Tensor) -> list[list[int]]:
