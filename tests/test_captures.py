@@ -11,7 +11,7 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import fusion
-from stepgraph.system import captures, torch_private
+from stepgraph.system import captures, streams, torch_private
 
 BROKEN = "CUDA error: operation failed due to a previous error during capture"
 
@@ -48,6 +48,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(streams, "of_captures", lambda device: None)
     monkeypatch.setattr(torch_private, "end_allocations", lambda device, pool: found.append(pool))
     return found
 
@@ -97,6 +98,50 @@ def test_fusion_that_meets_a_capture_is_repeated_once(
     future: Future[Any] = fusion.fuse_in_background(None, None)  # type: ignore[arg-type]
     assert type(future.exception(timeout=10)) is (type(None) if error is None else error)
     assert error is not None or future.result() is fused
+
+
+def test_other_threads_do_not_get_the_stream_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        """One of PyTorch's 32, which it hands out in turn."""
+
+        count = 0
+
+        def __init__(self, device: Any) -> None:
+            Stream.count += 1
+            self.cuda_stream = Stream.count % 32
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    taken = streams.of_captures(torch.device("cuda")).cuda_stream
+    try:
+        assert streams.of_captures(torch.device("cuda", 7)).cuda_stream == taken
+        given = {streams.beside(torch.device("cuda", 7)).cuda_stream for _ in range(100)}
+    finally:
+        streams.of_index.cache_clear()
+    assert given == {*range(32)} - {taken}
+
+
+@pytest.mark.gpu
+def test_work_beside_a_capture_does_not_become_part_of_it() -> None:
+    device, numbers = torch.device("cuda"), torch.zeros(1, device="cuda")
+
+    def add() -> None:
+        for _ in range(64):
+            with torch.cuda.stream(streams.beside(device)):
+                numbers.add_(1)
+                torch.cuda.current_stream().synchronize()
+
+    def run() -> torch.Tensor:
+        thread = threading.Thread(target=add)
+        thread.start()
+        thread.join()
+        return numbers + 0
+
+    graph, _ = captures.capture(run, device)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert numbers.item() == 64
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import stepgraph as sg
 from stepgraph.fitting.data import Batch
 from stepgraph.fitting.trained import Trained
 from stepgraph.fitting.transfer import Transfer
+from stepgraph.system import streams
 
 ROWS, CLASSES = 4, 5
 
@@ -52,7 +53,8 @@ class Streams:
             def synchronize(self) -> None:
                 log.append("wait")
 
-        for name, one in (("Stream", lambda device: "own"), ("Event", Event), ("stream", self.entered)):
+        monkeypatch.setattr(streams, "beside", lambda device: "own")
+        for name, one in (("Event", Event), ("stream", self.entered)):
             monkeypatch.setattr(torch.cuda, name, one)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda array, stream: log.append(f"used on {stream}"))

@@ -42,7 +42,10 @@ needs_compiler = pytest.mark.skipif(not fusion.has_compiler(), reason="needs a C
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache folder."""
+    """An empty cache folder, to which no step of another test is written while it is fused in the background."""
+    for thread in threading.enumerate():
+        if thread.name == fusion.THREAD:
+            thread.join(120)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "stepgraph" / "fused"
 

@@ -30,7 +30,7 @@ from stepgraph.compiler.trace import recording
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import DeviceError, reason
-from stepgraph.system import background, captures, cxx, forks, torch_private
+from stepgraph.system import background, captures, cxx, forks, streams, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
 from stepgraph.system.unwarned import without_warnings
 
@@ -47,6 +47,7 @@ SETTINGS: dict[str, Any] = {
     "combo_kernels": True,
     "enable_auto_functionalized_v2": False,
 }
+THREAD = "stepgraph fusion"  # the name of a thread that fuses in the background
 PAUSE = 3.0  # seconds after which a plan is computed; the first fused steps need Python's lock, too
 SMALL = 1 << 22  # elements; a kernel that fills a GPU for long gains nothing from a shared launch
 LOCKING = ("concurrent.futures.thread", "filelock")  # used by the compiler; forks hold their locks until they are done
@@ -247,7 +248,7 @@ def _recording(searched: Callable[[], None]) -> Iterator[None]:
 def _beside_steps(arrays: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """A stream of its own: PyTorch's compiler reads constants from the device, and would wait for a step each time."""
     device = _gpu(arrays)
-    return nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device))
+    return nullcontext() if device is None else torch.cuda.stream(streams.beside(device))
 
 
 def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
@@ -412,7 +413,7 @@ def fuse_in_background(part: Part, step: Step) -> Fusing:
 
     _under_way.add(future)
     try:
-        background.start("stepgraph fusion", work)
+        background.start(THREAD, work)
     except RuntimeError as error:  # the system allows no more threads; the step remains unfused
         _under_way.discard(future)
         future.set_exception(error)

@@ -10,6 +10,7 @@ import torch
 from stepgraph.compiler.step import Limit
 from stepgraph.fitting.data import Batch
 from stepgraph.runtime.indices import within
+from stepgraph.system import streams
 from stepgraph.tensors.tensor import Tensor
 
 Names = tuple[Mapping[str, Tensor], ...]
@@ -27,7 +28,7 @@ class Transfer:
 
     def __init__(self, device: torch.device, names: Names, limits: Mapping[Tensor, Limit]) -> None:
         self._device, self._names, self._limits = device, names, limits
-        self._stream = torch.cuda.Stream(device)
+        self._stream = streams.beside(device)
 
     def moved(self, batch: Batch) -> Batch:
         """The batch on the device, complete; called by the thread that prepares batches.

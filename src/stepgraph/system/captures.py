@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from stepgraph.system import torch_private
+from stepgraph.system import streams, torch_private
 
 Result = TypeVar("Result")
 ATTEMPTS, PAUSE = 20, 0.05  # seconds
@@ -47,7 +47,7 @@ def _captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cu
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     first: Exception | None = None
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, streams.of_captures(device), capture_error_mode="thread_local"):
             try:
                 found = run()
             except Exception as error:
