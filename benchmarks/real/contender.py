@@ -35,6 +35,8 @@ class Contender(ABC):
         device: `cpu` or `cuda`.
     """
 
+    hides_memory = False  # whether the allocator no longer sees the memory of its steps once they have settled
+
     def __init__(self, model: Model, device: str) -> None:
         self.model, self.device, self.steps = model, device, 0
 

@@ -76,13 +76,13 @@ class Compiled(Eager):
 class ReducedOverhead(Compiled):
     """The same, with CUDA graphs."""
 
-    mode = "reduce-overhead"
+    mode, hides_memory = "reduce-overhead", True
 
 
 class Autotuned(Compiled):
     """The same, with CUDA graphs and products chosen by measuring."""
 
-    mode = "max-autotune"
+    mode, hides_memory = "max-autotune", True
 
 
 class HalfStream(Compiled):
