@@ -197,8 +197,8 @@ class Captured:
     amounts = (9, 7, 7, 8, 5, 1)
     device, peak = "cuda", Contender.peak
 
-    def __init__(self, settles_at: int) -> None:
-        self.steps, self.most, self.settles_at = 0, 0, settles_at
+    def __init__(self, settles_at: int, hides: bool) -> None:
+        self.steps, self.most, self.settles_at, self.hides_memory = 0, 0, settles_at, hides
 
     def step(self, *_: Any) -> None:
         self.most = max(self.most, self.amounts[min(self.steps, 5)])
@@ -220,9 +220,11 @@ class Captured:
         return {"plan": 5}
 
 
-@pytest.mark.parametrize("settles_at", [5, 7])
-def test_the_peak_of_a_captured_step_is_that_of_its_capture(settles_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = Captured(settles_at)
+@pytest.mark.parametrize("settles_at, hides, most", [(5, False, 5), (7, False, 5), (7, True, 9)])
+def test_the_peak_of_a_captured_step_is_that_of_its_capture(
+    settles_at: int, hides: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contender = Captured(settles_at, hides)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: contender.most)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10 * contender.most)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 6)
@@ -234,7 +236,7 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture(settles_at: int, mon
     worker.start()
     found = worker.settle(60)
     assert found["steps_until_ready"] == settles_at and found["peak_until_ready"] == {"allocated": 9, "reserved": 90}
-    assert worker.memory() == {"peak": {"allocated": 5, "reserved": 50}, "kept": 6, "data": 12, "plan": 5}
+    assert worker.memory() == {"peak": {"allocated": most, "reserved": 10 * most}, "kept": 6, "data": 12, "plan": 5}
 
 
 def test_a_contender_has_as_many_threads_as_its_share_of_the_cores(
