@@ -131,6 +131,7 @@ def test_the_programs_run_and_their_results_are_drawn(tmp_path: Path) -> None:
         "step": [*short, "--rounds", "2", "--steps", "2"],
         "first_step": [*short, "--rounds", "1"],
         "memory": short,
+        "shares": [*short, "--rounds", "1"],
         "curves": short,
         "scaling": ["--most", "40", "--only", "depth,nodes"],
     }.items():
@@ -138,7 +139,7 @@ def test_the_programs_run_and_their_results_are_drawn(tmp_path: Path) -> None:
         command = [sys.executable, "-m", f"benchmarks.{program}", *arguments, "--json", str(file)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         assert json.loads(file.read_text())["program"] == program
-        if program != "curves" and importlib.util.find_spec("matplotlib"):
+        if program not in ("curves", "shares") and importlib.util.find_spec("matplotlib"):
             subprocess.run([sys.executable, "-m", "benchmarks.plot", str(file)], cwd=ROOT, check=True)
             assert "<svg" in file.with_suffix(".svg").read_text()
 
