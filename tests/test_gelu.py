@@ -68,10 +68,9 @@ def test_every_number_is_as_accurate_as_with_pytorch(kind: torch.dtype, approxim
 @pytest.mark.parametrize("kind", HALVES, ids=str)
 def test_what_is_not_finite_stays_so(kind: torch.dtype, approximate: str) -> None:
     x, (value, gradient) = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=kind), OURS[approximate]
-    g = torch.ones_like(x)
-    torch.testing.assert_close(value(x), aten.gelu(x, approximate=approximate), equal_nan=True)
-    expected = aten.gelu_backward(g, x, approximate=approximate)
-    torch.testing.assert_close(gradient(g, x), expected, equal_nan=True)
+    # PyTorch's kernels do not agree on the first of them: on some processors, it is NaN.
+    torch.testing.assert_close(value(x), torch.tensor([torch.inf, torch.nan, torch.nan], dtype=kind), equal_nan=True)
+    assert gradient(torch.ones_like(x), x).isnan().all()
 
 
 @pytest.mark.parametrize("approximate", OURS)

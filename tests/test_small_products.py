@@ -15,8 +15,8 @@ def changed(function, *arrays) -> list[object]:
     module = make_fx(function, tracing_mode="fake")(*arrays)
     expand_narrow_products(module.graph)
     module.recompile()
-    for found, right in zip(module(*arrays), function(*arrays), strict=True):
-        torch.testing.assert_close(found, right)
+    for found, exact in zip(module(*arrays), function(*(one.double() for one in arrays)), strict=True):
+        assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()  # sums of some fifty terms, which may cancel
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 

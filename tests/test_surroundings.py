@@ -214,6 +214,7 @@ def test_threads_of_their_own_modes_train_alike(mode: str, undisturbed: list[Any
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns of every fork once another test has used it
 def test_a_forked_child_goes_on(undisturbed: list[Any]) -> None:
     training = network()
     training.compile(CPU)

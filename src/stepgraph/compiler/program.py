@@ -183,8 +183,9 @@ def set_fake(node: fx.Node, value: Any) -> None:
 def update_views(node: fx.Node) -> None:
     """Updates what is known about the views of an operator whose result now has other strides; some become copies."""
     for user in node.users:
+        if user.target in (aten.view.default, torch_private.unsafe_view.default):
+            user.target = aten.reshape.default
         if is_view(user) and user.target is not getitem:
-            user.target = aten.reshape.default if user.target is aten.view.default else user.target
             refresh(user)
             update_views(user)
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import label_losses
-from stepgraph.compiler.program import call, fake, inherit, remove_dead, set_fake
+from stepgraph.compiler.program import call, fake, inherit, remove_dead, update_views
 from stepgraph.system import torch_private
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -92,14 +92,7 @@ def _padded_weights(product: fx.Node, width: int) -> dict[Any, fx.Node]:
 def _replace(old: fx.Node, new: fx.Node) -> None:
     """Lets readers of a dense array read part of another: what was a view of it may need a copy."""
     old.replace_all_uses_with(new)
-    stack = [new]
-    while stack:
-        for user in stack.pop().users:
-            if user.target in VIEWS:
-                user.target = aten.reshape.default
-                with fake(user).fake_mode:
-                    set_fake(user, aten.reshape.default(*fx.map_arg(user.args, fake)))
-                stack.append(user)
+    update_views(new)
 
 
 def _views(node: fx.Node, shape: Sequence[int]) -> Iterator[fx.Node]:
