@@ -20,6 +20,7 @@ from stepgraph.compiler.step import (
     OFFSETS,
     REFUSED,
     SCALE,
+    SHARE,
     STREAM,
     Key,
     gradient,
@@ -90,7 +91,7 @@ class Update:
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone() if self.division.draws else None
-        numbers = (state.arrays[NUMBERS], state.arrays.get(SCALE), self.position)
+        numbers = (state.arrays[NUMBERS], state.arrays.get(SCALE), state.arrays.get(SHARE), self.position)
         # What must be the same on all ranks.
         self.compared = (*self.feeds.values(), *(one for one in numbers if one is not None))
 

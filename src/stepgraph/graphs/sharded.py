@@ -11,6 +11,7 @@ On a GPU, the device decides by what ranks have told whether the update changes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import is_
 
@@ -33,7 +34,7 @@ from stepgraph.graphs.shard_update import Update
 from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import calls, exchange
-from stepgraph.runtime.calls import Call, Told
+from stepgraph.runtime.calls import Call, Told, note_told
 from stepgraph.runtime.changes import Changes
 from stepgraph.runtime.exchange import Bucket, Pieces
 from stepgraph.runtime.executable import Executable
@@ -114,10 +115,27 @@ class Shards:
             call: the call.
             detail: what must be the same on all ranks.
         """
+        is_update = call == Call.EXECUTE
+        self._tell((int(call), *(self.session.switched if is_update else (detail, self._number))), is_update)
+
+    def tell_failure(self, error: Exception, before: int, is_update: bool) -> None:
+        """Lets the others hear of an error of this rank instead of waiting. If it came with an exchange, they have.
+
+        Args:
+            error: the error.
+            before: the exchanges that the rank had started before.
+            is_update: whether the others wait for an update, as they may even where a run goes on.
+        """
+        world = self.world
+        if not world.is_alone and note_told(error) and world.place.is_silent_since(before):
+            # If what is exchanged cannot be compiled, either, they wait for nothing: the error must still be raised.
+            with suppress(Exception), world.telling(error):
+                self._tell((Call.FAILURE, 0, self._number), is_update)
+
+    def _tell(self, told: Told, is_update: bool) -> None:
+        """Tells the others what this rank does, where they hear it; raises an error if they do something else."""
         if self.world.is_alone:
             return
-        is_update = call == Call.EXECUTE
-        told = (int(call), *(self.session.switched if is_update else (detail, 0)))
         if self.world.place.is_running and not is_update:
             self.world.greet(told)
             return
@@ -131,6 +149,7 @@ class Shards:
         division, execution = self._division(batch), Execution(session.device, False)
         named = [replace(one, name=Call(told[0]).exchanged) for one in division.buckets]
         division = replace(division, buckets=tuple(named))
+        division.telling.graph = self._number
         update = Update(session, division, {}, ExecutionOptions.NONE, execution, self.parallel.shards)
         update.failure = ExecutionError(f"rank {world.rank} of {world.size}", "this rank makes another call")
         with over_ranks.among(world.gather):
@@ -139,9 +158,10 @@ class Shards:
         header = update.header(0.0).clone()
         tell_call_(header, told)
         heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
-        found = calls_of(headers_of(heard))
-        if len({one[:2] for one in found}) > 1:
-            update.failure = calls.disagreement(found, f"rank {world.rank} of {world.size}", self._named)
+        headers, where = headers_of(heard), f"rank {world.rank} of {world.size}"
+        apart = calls.disagreement(calls_of(headers), where, self._named, [one.graph for one in headers])
+        if apart is not None:
+            update.failure = apart
             self._let_others_refuse(update, totals, any_replays(heard))
 
     def _let_others_refuse(self, update: Update, totals: Pieces, others_replay: bool) -> None:
@@ -383,11 +403,16 @@ class Shards:
         return exchange.added(heard, division.news, world)
 
     def _verdict(
-        self, read: Callable[[], torch.Tensor], failure: Exception | None, report: Callable[[], None]
+        self,
+        read: Callable[[], torch.Tensor],
+        failure: Exception | None,
+        report: Callable[[], None],
+        has_handler: bool = False,
     ) -> Verdict:
         """Whether an update counts, by what all ranks have told."""
         world = self.world  # an update has gradients, which must not be kept
-        return Verdict(read, lambda found: failure or disagreement(found, world, self._explained, self._named), report)
+        explain = lambda found: failure or disagreement(found, world, self._explained, self._named)  # noqa: E731
+        return Verdict(read, explain, report, has_handler)
 
     def _require_accepted(self, update: Update, verdict: Verdict) -> None:
         """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
@@ -444,7 +469,7 @@ class Shards:
         executables: list[Executable],
     ) -> None:
         """Lets the next update learn of the verdict on this one, and whoever reads its loss."""
-        verdict = self._verdict(read, failure, self._refused)
+        verdict = self._verdict(read, failure, self._refused, execution.is_announced)
         execution.check(verdict)
         self.session.verdict, self._last = verdict, (verdict, self._fused_later(executables))
 
@@ -453,9 +478,10 @@ class Shards:
         if self._last is not None:
             verdict, executables = self._last
             self._last = None
-            verdict.require_none()
-            self.world.count_waits()  # the verdict came behind them
-            self._switch(verdict, executables)
+            verdict.require_known()
+            if not verdict.is_refused:
+                self.world.count_waits()  # the verdict came behind them
+                self._switch(verdict, executables)
 
     def _fused_later(self, executables: list[Executable]) -> list[Executable]:
         """Those that may have to switch to fused operators with other ranks."""
@@ -472,7 +498,6 @@ class Shards:
         """Continues from before an update that the device has refused."""
         state = self.session.state
         assert state is not None
-        self._last = self.session.verdict = None
         self.changes.refuse()
         state.arrays[AGREED].fill_(True)
         self._forget_refused()

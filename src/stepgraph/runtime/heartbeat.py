@@ -24,7 +24,7 @@ from stepgraph.errors import line_of
 logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
 RANKS_PER_SECOND = 400  # messages that the store gets at most
-_OWN = ("waited", "is_running", "compared")  # of a place: nothing for others
+_OWN = ("waited", "is_running", "compared", "settled")  # of a place: nothing for others
 PATIENCE = 4  # beats after which a rank without a new message does not answer
 
 
@@ -40,6 +40,7 @@ class Place:
         waited: seconds it has waited for other ranks.
         is_running: whether a run goes on, in which ranks greet each other before each update.
         compared: how often it has compared its program with those of others.
+        settled: the exchanges it had started when it last took a program that all have compared.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class Place:
     waited: float = 0.0
     is_running: bool = False
     compared: int = 0
+    settled: int = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -58,6 +60,13 @@ class Place:
             yield
         finally:
             self.is_running = before
+
+    def is_silent_since(self, number: int) -> bool:
+        """Whether it has exchanged nothing since then, so that others wait to hear from it.
+
+        Having compiled again together, they are about to make the call for which they have.
+        """
+        return self.number in (number, self.settled)
 
     def start(self, what: str) -> int:
         """Counts an exchange; returns its number."""
