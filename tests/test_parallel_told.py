@@ -303,8 +303,8 @@ def run_of(training: sg.TrainingGraph, what: str, folder: str) -> str:
         settings["run"] = f"{folder}/file/run"
     if what == "folder":  # only the first rank looks
         settings["checkpoints"] = f"{folder}/file/checkpoints"
-    if what == "resume":
-        settings |= {"resume": True, "checkpoints": f"{folder}/damaged" if is_last() else f"{folder}/right"}
+    if what == "resume":  # from a checkpoint that fit has not saved
+        settings |= {"resume": True, "checkpoints": f"{folder}/saved" if is_last() else f"{folder}/none"}
     try:
         return str(sg.fit(training, reading(what), progress="quiet", **settings).stopped)
     except Exception as error:
@@ -313,6 +313,7 @@ def run_of(training: sg.TrainingGraph, what: str, folder: str) -> str:
 
 def several_runs(whats: tuple[str, ...], folder: str) -> dict[str, str]:
     training, began = compiled(mlp()), time.perf_counter()
+    training.save(f"{folder}/saved", keep=1)
     found = {what: run_of(training, what, folder) for what in whats}
     assert time.perf_counter() - began < 60  # the timeout of an exchange
     return found
@@ -320,8 +321,6 @@ def several_runs(whats: tuple[str, ...], folder: str) -> dict[str, str]:
 
 def test_a_run_that_one_rank_cannot_begin_or_continue_ends_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "damaged" / "checkpoint-000001").mkdir(parents=True)
-    (tmp_path / "damaged" / "checkpoint-000001" / "graph.json").write_text("{")
     by_first = ("StorageError", "rank 0 failed between two updates")
     expected = {
         "epochs": (FAILED, "ArgumentError: fit: epochs is -1"),
