@@ -453,3 +453,19 @@ def test_a_rank_whose_error_nobody_hears_says_it() -> None:
     first, second = together(2, waiting_alone)
     assert FAILED in first[0] and "ShapeError" in second[0]
     assert len(first) == 1 and "rank 1 of 2 waits to tell the other ranks of its error" in second[1]
+
+
+def compiling_alone() -> str:
+    """One rank compiles another graph while the other one makes an update; each waits for something else."""
+    training, other = mlp(), mlp()
+    training.compile("cpu", parallel=sg.Parallel(8, timeout=2))
+    if is_last():
+        return error_of(lambda: other.compile("cpu", parallel=sg.Parallel(8, timeout=2)))
+    return error_of(lambda: training.execute(*batch("mlp", 13, 0)))
+
+
+def test_ranks_that_wait_for_different_things_say_what() -> None:
+    first, second = together(2, compiling_alone)
+    assert "this rank exchanges bucket 0" in first
+    assert "and meanwhile rank 1 exchanges digests of programs, in compile" in first
+    assert "this rank exchanges digests of programs" in second and "and meanwhile rank 0 exchanges" in second

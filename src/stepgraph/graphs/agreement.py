@@ -142,7 +142,7 @@ def _compared(mine: str, world: World) -> list[str]:
     """The digests of all ranks."""
     world.place.compared += 1
     sent = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=world.device)
-    return [bytes(one).decode() for one in world.gather(sent, "digests of programs")().tolist()]
+    return [bytes(one).decode() for one in world.gather(sent, "digests of programs, in compile")().tolist()]
 
 
 def require_same(compiled: Compilation, world: World) -> None:

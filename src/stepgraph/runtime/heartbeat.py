@@ -126,6 +126,7 @@ class Heartbeat:
     has_left: bool = False
     _beat: int = 0
     _is_cut_off: bool = False
+    _heard: dict[int, Message] = field(default_factory=dict)  # what others said when an exchange had failed
     _stop: threading.Event = field(default_factory=threading.Event)
     _writing: threading.Lock = field(default_factory=threading.Lock)  # a store is used by one thread at a time
 
@@ -153,7 +154,7 @@ class Heartbeat:
     def missing(self, number: int) -> dict[int, str]:
         """The ranks that have not come to an exchange, with where they are; after it has failed on this one."""
         self.has_failed = True
-        found: dict[int, Message] = {}
+        found = self._heard = {}
         beats: dict[int, int] = {}
 
         def is_settled(now: Mapping[int, Message]) -> bool:
@@ -178,6 +179,10 @@ class Heartbeat:
             rank: f"it does not answer; when last heard, {one.text}" if rank in silent else one.text
             for rank, one in (absent or silent).items()
         }
+
+    def elsewhere(self, number: int, what: str) -> dict[int, str]:
+        """The ranks that have come as far and exchange something else, with what; where none is missing."""
+        return {rank: one.what for rank, one in self._heard.items() if one.number >= number and one.what != what}
 
     def _await(self, is_settled: Any) -> None:
         """Reads what others say until that settles it, for at most a few beats."""

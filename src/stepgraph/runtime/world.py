@@ -223,6 +223,11 @@ class World:
         missing = {} if self.heartbeat is None else self.heartbeat.missing(number)
         where, step = f"rank {self.rank} of {self.size}", self.place.step
         facts = {"waited": f"{seconds:.1f} s", "reported": reason(error)}
+        apart = {} if self.heartbeat is None or missing else self.heartbeat.elsewhere(number, what)
+        if apart:
+            others = ", ".join(f"rank {rank} exchanges {one}" for rank, one in apart.items())
+            problem = f"this rank exchanges {what} in step {step}, and meanwhile {others}"
+            return ExecutionError(where, problem, **facts, fix="make the same calls in the same order on every rank")
         if not missing:
             problem = f"the other ranks could not be reached to exchange {what} in step {step}"
             return ExecutionError(where, problem, **facts, fix="see what the other ranks report")
