@@ -265,6 +265,8 @@ class Raising(sg.Callback):
         self._fail("step", 1)
         if self.where == "failing call" and is_last():
             moment.graph.add_outputs({"other": sg.Tensor((3,))})
+        if self.where == "failing update" and is_last():
+            moment.graph.execute({"x": np.zeros((13, 3), np.float32)}, {"y": rows(13)[1]})
 
     def state(self) -> Any:
         self._fail("state", 0)
@@ -334,6 +336,7 @@ def test_a_run_that_one_rank_cannot_begin_or_continue_ends_on_all(tmp_path: Path
         "joined": (FAILED, "Error"),
         "step": (FAILED, "ValueError: no"),
         "failing call": (FAILED, "Error"),
+        "failing update": (FAILED, "ShapeError"),
         "state": ("ValueError: no", "rank 0 failed between two updates"),
         "nothing": ("finished", "finished"),
     }

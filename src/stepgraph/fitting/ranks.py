@@ -60,8 +60,12 @@ class Ranks:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Measures one update. The first one, which also compiles, counts only as long as it is the only one."""
-        began, waited = time.perf_counter(), self.world.place.waited
-        yield
+        place = self.world.place
+        began, waited, place.is_updating = time.perf_counter(), place.waited, True
+        try:
+            yield
+        finally:
+            place.is_updating = False
         if self.updates == 1 and not self.is_compiled:
             self.updates, self.seconds, self.waited = 0, 0.0, 0.0
             self.is_compiled = True

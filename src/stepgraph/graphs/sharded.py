@@ -124,13 +124,14 @@ class Shards:
         Args:
             error: the error.
             before: the exchanges that the rank had started before.
-            is_update: whether the others wait for an update, as they may even where a run goes on.
+            is_update: whether this rank has failed in an update; in a run, the others wait for one at its place only.
         """
-        world = self.world
-        if not world.is_alone and note_told(error) and world.place.is_silent_since(before):
+        world, place = self.world, self.world.place
+        if not world.is_alone and note_told(error) and place.is_silent_since(before):
             # If what is exchanged cannot be compiled, either, they wait for nothing: the error must still be raised.
             with suppress(Exception), world.telling(error):
-                self._tell((Call.FAILURE, 0, self._number), is_update)
+                is_awaited = is_update and (place.is_updating or not place.is_running)
+                self._tell((Call.FAILURE, 0, self._number), is_awaited)
 
     def _tell(self, told: Told, is_update: bool) -> None:
         """Tells the others what this rank does, where they hear it; raises an error if they do something else."""
@@ -411,7 +412,10 @@ class Shards:
     ) -> Verdict:
         """Whether an update counts, by what all ranks have told."""
         world = self.world  # an update has gradients, which must not be kept
-        explain = lambda found: failure or disagreement(found, world, self._explained, self._named)  # noqa: E731
+
+        def explain(told: torch.Tensor) -> Exception | None:
+            return failure or disagreement(told, world, self._explained, self._named)
+
         return Verdict(read, explain, report, has_handler)
 
     def _require_accepted(self, update: Update, verdict: Verdict) -> None:

@@ -132,7 +132,7 @@ class TrainingGraph(CompiledGraph):
     def averages(self) -> dict[Tensor, torch.Tensor]:
         """The moving averages of the trained parameters: copies, on the graph's device."""
         session = self.require_session("averages")
-        with turn(session.device), torch.no_grad(), self.telling_failures():
+        with turn(session.device), torch.no_grad():
             self._meet_for_averages()
             return {tensor: array.clone() for tensor, array in averages_of(session, "averages").items()}
 
@@ -147,10 +147,9 @@ class TrainingGraph(CompiledGraph):
             ...     scores = evaluate(training, test_data)
         """
         session = self.require_session("averaged")
-        with self.telling_failures():
-            if session.state is not None:
-                require_own(session.state, "averaged")
-            self._meet_for_averages()
+        if session.state is not None:
+            require_own(session.state, "averaged")
+        self._meet_for_averages()
         exchange(session)
         try:
             yield

@@ -24,7 +24,7 @@ from stepgraph.errors import line_of
 logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
 RANKS_PER_SECOND = 400  # messages that the store gets at most
-_OWN = ("waited", "is_running", "compared", "settled")  # of a place: nothing for others
+_OWN = ("waited", "is_running", "is_updating", "compared", "settled")  # of a place: nothing for others
 PATIENCE = 4  # beats after which a rank without a new message does not answer
 
 
@@ -39,6 +39,7 @@ class Place:
         waiting: whether it waits for that one.
         waited: seconds it has waited for other ranks.
         is_running: whether a run goes on, in which ranks greet each other before each update.
+        is_updating: whether the run makes an update, in front of which ranks have greeted each other.
         compared: how often it has compared its program with those of others.
         settled: the exchanges it had started when it last took a program that all have compared.
     """
@@ -49,6 +50,7 @@ class Place:
     waiting: bool = False
     waited: float = 0.0
     is_running: bool = False
+    is_updating: bool = False
     compared: int = 0
     settled: int = 0
 
