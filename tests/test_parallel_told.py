@@ -209,12 +209,12 @@ def test_all_ranks_hear_of_what_one_cannot_compile() -> None:
 # ------------------------------------------------------------------------------------------------------- graphs
 
 
-def crosswise(folder: str, decides: bool) -> dict[str, str]:
+def crosswise(folder: str, decides: bool) -> tuple[dict[str, str], bool, dict[str, str]]:
     """Two graphs with the same shapes, of which ranks use different ones in the same call."""
     if decides:
         compilation.DECIDED = {"cpu"}
     first, second = new("mlp"), new("mlp")
-    own, errors = second if is_last() else first, {}
+    own, errors, before = second if is_last() else first, {}, [marked(first), marked(second)]
 
     def update(training: sg.TrainingGraph) -> str:
         return error_of(lambda: training.execute(*batch("mlp", 13, 0)).loss)
@@ -229,9 +229,9 @@ def crosswise(folder: str, decides: bool) -> dict[str, str]:
     errors["frozen by one"] = update(own)
     first_weights(first).is_updatable = first_weights(second).is_updatable = True
     errors["fit"] = error_of(lambda: sg.fit(own, rows(13), batch_size=13, progress="quiet"))
-    errors["both"] = "; ".join([update(first), update(second)])
-    assert not Path(folder, "own").exists()
-    return errors
+    same = [marked(first), marked(second)] == before and not Path(folder, "own").exists()
+    errors["both"] = "; ".join([update(second), update(first)])
+    return errors, same, marked(first)
 
 
 @pytest.mark.parametrize("decides", [False, True])
@@ -242,9 +242,11 @@ def test_ranks_that_use_different_graphs_are_refused(decides: bool, tmp_path: Pa
         "fit": "ranks 0 and 1 call fit of different graphs; nothing has changed",
         "both": "fine; fine",
     }
-    for found in together(2, crosswise, str(tmp_path), decides):
-        assert isinstance(found, dict), found
-        for name, error in found.items():
+    alone = new("mlp")
+    alone.execute(*batch("mlp", 13, 0))
+    for errors, same, marks_of_first in together(2, crosswise, str(tmp_path), decides):
+        assert same and marks_of_first == marked(alone)
+        for name, error in errors.items():
             text = expected.get(name, "ranks 0 and 1 execute different graphs; nothing has changed")
             assert text in error, (name, error)
 
@@ -411,9 +413,27 @@ def test_a_completion_handler_gets_any_error() -> None:
 # -------------------------------------------------------------------------------------------------------- others
 
 
+class Said(logging.Handler):
+    """What has been logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def other_calls(folder: str) -> dict[str, str]:
-    """Other things that one rank does by itself, or fails in."""
-    training, found = new("wide"), {"first": ""}
+    """Other things that one rank does by itself, or fails in; a rank whose error nobody comes to hear logs it."""
+    training, found, said = new("wide"), {}, Said()
+    logging.getLogger("stepgraph").addHandler(said)
+    worlds.LATE = 0.1
+    if not is_last():
+        time.sleep(0.5)
+    found["late"] = wrong_data(training)
+    found["said"] = "; ".join(said.texts)
+    worlds.LATE = 60.0
     found["first"] = updated(training)
     if is_last():
         training.average = 0.5
@@ -430,32 +450,12 @@ def test_other_calls_of_one_rank_are_refused_on_all(tmp_path: Path) -> None:
     for rank, found in enumerate(together(2, other_calls, str(tmp_path / "saved"))):
         assert isinstance(found, dict), found
         assert found["first"] == found["last"] == "fine"
+        assert (FAILED, "ShapeError")[rank] in found["late"]
+        waits = "rank 1 of 2 waits to tell the other ranks of its error: Tensor 'x'"
+        assert waits in found["said"] if rank else found["said"] == ""
         assert "decays of averages" in found["decay"]
         assert (FAILED, "OSError: no")[rank] in found["find"]
         assert "the parameters hold their averages" in found["averaged"]
-
-
-def waiting_alone() -> list[str]:
-    """A rank whose error nobody comes to hear says it by itself."""
-    training, said = new("mlp"), []
-
-    class Saying(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("stepgraph").addHandler(Saying())
-    worlds.LATE = 0.2
-    if not is_last():
-        time.sleep(1.0)
-    inputs, labels = batch("mlp", 13, 0)
-    found = error_of(lambda: training.execute({"x": inputs["x"][:, :3]} if is_last() else inputs, labels))
-    return [found, *said]
-
-
-def test_a_rank_whose_error_nobody_hears_says_it() -> None:
-    first, second = together(2, waiting_alone)
-    assert FAILED in first[0] and "ShapeError" in second[0]
-    assert len(first) == 1 and "rank 1 of 2 waits to tell the other ranks of its error" in second[1]
 
 
 def compiling_alone() -> str:
