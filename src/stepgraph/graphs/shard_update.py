@@ -60,7 +60,7 @@ class Update:
         failure: the error of a shard that could not run.
         heard: what all ranks have told, if the last shard has exchanged it.
         agreed: whether the update counts, where the device decides it; None if it does.
-        joins_as: the batches in whose sizes other ranks join results, if these are others; then this rank has none.
+        joins_as: the rows of the batch whose results other ranks join, if that is another; then this rank has none.
         used: what it has run, by part and rows.
     """
 
@@ -79,7 +79,7 @@ class Update:
     used: dict[PartRows, Binding] = field(default_factory=dict)
     heard: torch.Tensor | None = None
     agreed: torch.Tensor | None = None
-    joins_as: Division | None = None
+    joins_as: int | None = None
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)

@@ -254,7 +254,7 @@ class TrainingGraph(CompiledGraph):
             self._compile(device, settings, input_tensors, input_tensors_data)
         if self._shards is not None:
             share_state(self._shards.session, self._shards.world)
-            self._shards.changes.forget()
+            self._shards.forget_changes()
 
     @property
     def world(self) -> World:
