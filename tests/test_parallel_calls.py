@@ -263,31 +263,6 @@ def test_what_one_rank_does_in_a_run_ends_it_on_all(tmp_path: Path) -> None:
             assert texts[rank] in found[what], (what, found[what])
 
 
-# ------------------------------------------------------------------------------------------------------- graphs
-
-
-def crosswise(decides: bool) -> tuple[list[str], dict[str, str]]:
-    """Two graphs with the same shapes, whose updates the last rank makes in another order."""
-    if decides:
-        compilation.DECIDED = {"cpu"}
-    first, second = new("mlp"), new("mlp")
-    given, before = batch("mlp", 13, 0), _marks(second)
-    other, another = (second, first) if os.environ[RANK] == "1" else (first, second)
-    errors = [error_of(lambda: other.execute(*given).loss), error_of(lambda: another.execute(*given).loss)]
-    assert _marks(second) == before
-    first.execute(*given)
-    return errors, _marks(first)
-
-
-@pytest.mark.parametrize("decides", [False, True])
-def test_ranks_that_execute_different_graphs_are_refused(decides: bool) -> None:
-    expected = new("mlp")
-    expected.execute(*batch("mlp", 13, 0))
-    for errors, marks_of_first in together(2, crosswise, decides):
-        assert all("ranks 0 and 1 execute different graphs" in one for one in errors), errors
-        assert marks_of_first == _marks(expected)
-
-
 # -------------------------------------------------------------------------------------------------------- files
 
 

@@ -205,7 +205,9 @@ def test_a_rank_that_hangs_is_named() -> None:
         assert f"ExecutionError: rank {rank} of 3: rank 1 did not come to exchange losses" in answer
         assert "in step 2" in answer and "rank 1     it " in answer and "it runs" in answer, answer
         assert "test_parallel_failures.py" in answer and "its last exchange was" in answer
-        assert "waited     1.5 s" in answer and "Parallel(timeout=...)" in answer
+        waited = re.search(r"waited +(\d+\.\d) s", answer)
+        assert waited is not None and 1.5 <= float(waited[1]) < 8  # the machine may be busy
+        assert "Parallel(timeout=...)" in answer
 
 
 @POSIX

@@ -35,7 +35,7 @@ def switched(fails: str, where: str = "host") -> tuple[list[int], list[str]]:
     if where == "device":  # that decides about updates; the host reads what ranks have told in the next one
         patched.setattr("stepgraph.graphs.compilation.DECIDED", {"cpu"})
     patched.setattr("stepgraph.graphs.compilation.fusion_of", lambda *_: Fusion.LATER)
-    patched.setattr("stepgraph.graphs.sharded.fusion_of", lambda *_: Fusion.LATER)
+    patched.setattr("stepgraph.graphs.verdicts.fusion_of", lambda *_: Fusion.LATER)
 
     def fuse_in_background(part: Part, step: Step) -> Future[Fused]:
         started.append((Future(), part))

@@ -75,7 +75,7 @@ def find_learning_rate(
     losses: list[float] = []
     with _put_back(training), graph.fed(_endless(graph, batches), batches, None) as coming:
         best = math.inf
-        for rate, batch in zip(rates, islice(coming, steps), strict=False):
+        for rate, batch in zip(rates, islice(_heard(training, coming), steps), strict=False):
             graph.optimizer.learning_rate = rate
             [read] = graph.read(graph.update([batch], None))
             losses.append(sum(read.losses))
@@ -83,6 +83,16 @@ def find_learning_rate(
             if not losses[-1] <= DIVERGED * best and len(losses) > 1:  # NaN included
                 break
     return LearningRates(rates[: len(losses)], losses, _steepest(rates, losses))
+
+
+def _heard(training: TrainingGraph, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; if one cannot be read, other ranks hear of it."""
+    while True:
+        with training.telling_failures(is_update=True):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _endless(graph: Trained, batches: Source) -> Iterator[Batch]:

@@ -103,44 +103,48 @@ def fit(
         >>> history["accuracy"]  # doctest: +SKIP
         [0.91, 0.95, 0.96, 0.97, 0.97]
     """
-    graph, others = Trained(training), checked(callbacks)
-    given = graph.metrics(metrics)
-    stopper = watcher(others, watch=watch, better=better, patience=patience, restore_best=restore_best)
-    limit, folder = bytes_of(memory_limit), None if run is None else as_path("fit", run)
-    if limit is not None and graph.shards:
-        problem = f"memory_limit divides batches, but the graph was compiled with parallel and {graph.shards} shards"
-        raise ArgumentError("fit", problem, fix="leave memory_limit out, and use more shards")
-    settings = Settings(
-        epochs=_count("epochs", epochs, 0),
-        accumulate=_count("accumulate", accumulate, 1),
-        schedule=None if schedule is None else checked_schedule(schedule),
-        folder=as_path("fit", checkpoints) if checkpoints is not None else folder and folder / CHECKPOINTS,
-        keep=check_keep(keep) or 1,
-        save_every=_optional_count("save_every", save_every, 1),
-        prefetch=_optional_count("prefetch", prefetch, 0),
-        stops_at_nan=_stops(on_nan),
-    )
-    train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
-    test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
-    _require_repeating(epochs, train, test)
-    _require_watched(stopper, graph.loss_names, given, test)
-    training.meet("fit")
-    require_alike(training.world, "arguments", {"metrics": list(given)}, fix="pass the same arguments on every rank")
-    if given:
-        training.keep_predictions()
-    remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
-    if folder is not None:
-        graph.compile_for(train)  # a record begins with the step's memory plan
-    first = training.world.is_first  # of the ranks that train together: it shows progress and writes files
-    recorder = Recorder(training, folder, resume) if folder is not None and first else Unrecorded()
-    screen = display(progress if first else "quiet", epochs, graph.device)
-    parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
-    loop = Loop(parts, settings, {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate})
-    return _trained(loop, resume, remarks)
+    graph, world = Trained(training), training.world
+    with training.telling_failures():
+        others, given = checked(callbacks), graph.metrics(metrics)
+        stopper = watcher(others, watch=watch, better=better, patience=patience, restore_best=restore_best)
+        limit, folder = bytes_of(memory_limit), None if run is None else as_path("fit", run)
+        if limit is not None and graph.shards:
+            problem = f"memory_limit divides batches, but the graph was compiled with {graph.shards} shards"
+            raise ArgumentError("fit", problem, fix="leave memory_limit out, and use more shards")
+        settings = Settings(
+            epochs=_count("epochs", epochs, 0),
+            accumulate=_count("accumulate", accumulate, 1),
+            schedule=None if schedule is None else checked_schedule(schedule),
+            folder=as_path("fit", checkpoints) if checkpoints is not None else folder and folder / CHECKPOINTS,
+            keep=check_keep(keep) or 1,
+            save_every=_optional_count("save_every", save_every, 1),
+            prefetch=_optional_count("prefetch", prefetch, 0),
+            stops_at_nan=_stops(on_nan),
+        )
+        train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
+        test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
+        _require_repeating(epochs, train, test)
+        _require_watched(stopper, graph.loss_names, given, test)
+        training.meet("fit")
+    with world.place.running(), world.telling_failures():  # ranks greet each other from here on
+        require_alike(world, "arguments", {"metrics": list(given)}, fix="pass the same arguments on every rank")
+        if given:
+            training.keep_predictions()
+        remarks = [] if limit is None else _limited(graph, train, test, limit, accumulate > 1)
+        if folder is not None:
+            graph.compile_for(train)  # a record begins with the step's memory plan
+        first = world.is_first  # of the ranks that train together: it shows progress and writes files
+        recorder = Recorder(training, folder, resume) if folder is not None and first else Unrecorded()
+        screen = display(progress if first else "quiet", epochs, graph.device)
+        parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
+        loop = Loop(parts, settings, {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate})
+        _prepare(loop, resume, remarks)
+    _run(loop)
+    return loop.history
 
 
-def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
-    """Runs the loop, from the latest checkpoint if it resumes."""
+def _prepare(loop: Loop, resume: bool, remarks: Sequence[str]) -> None:
+    """Makes sure that the loop can run, from the latest checkpoint if it resumes."""
     folder, world = loop.settings.folder, loop.world
     require_alike(world, "arguments", loop.call, fix="pass the same arguments on every rank")
     if resume:
@@ -151,8 +155,6 @@ def _trained(loop: Loop, resume: bool, remarks: Sequence[str]) -> History:
     if folder is not None and world.is_first:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
-    _run(loop)
-    return loop.history
 
 
 def _run(loop: Loop) -> None:

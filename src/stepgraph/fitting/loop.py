@@ -112,11 +112,12 @@ class Loop:
 
     def run(self) -> None:
         """Runs epochs until the last one, or until something asks to stop."""
-        self._begin_record()
-        self.parts.screen.begin(self.position.step)
+        with self.world.telling_failures():  # of the first rank, which alone does this
+            self._begin_record()
+            self.parts.screen.begin(self.position.step)
         self.world.place.step = self.position.step
         try:
-            with self.world.place.running():
+            with self.world.place.running(), self.world.telling_failures():
                 self._start()
                 while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
                     self._run_epoch()
@@ -131,8 +132,7 @@ class Loop:
         self.parts.watcher.start(moment)
         if self.parts.watcher.gave_up:  # a run that was over when it was saved
             self.stopping.ask("no improvement")
-        with self.stopping.telling_failures():
-            self.parts.callbacks.start(moment)
+        self.parts.callbacks.start(moment)
 
     def _run_epoch(self) -> None:
         began = time.perf_counter() - self.position.seconds
@@ -158,13 +158,12 @@ class Loop:
                     self._report(lambda first=group[0]: recorder.look(position.step + 1, first))  # type: ignore[misc]
                 with self.ranks.updating():
                     tally = self.tally if self.parts.metrics else None
-                    losses = self.graph.update(group, tally, self.stopping.telling_failures)
+                    losses = self.graph.update(group, tally)
                 position.step, position.batch = position.step + 1, position.batch + len(group)
                 self.unread.append(_Unread(position.step, self.optimizer.learning_rate, losses))
                 self._look_at_losses()
                 if self.parts.callbacks.listen_to_steps:
-                    with self.stopping.telling_failures():
-                        self.parts.callbacks.step(self._moment(position.epoch + 1))
+                    self.parts.callbacks.step(self._moment(position.epoch + 1))
                 if settings.save_every and position.step % settings.save_every == 0:
                     self._save(position.epoch + 1)
         self._read_losses()
@@ -189,14 +188,11 @@ class Loop:
     def _validate(self) -> Tally | None:
         if self.parts.test is None:
             return None
-        with self.stopping.telling_failures():
-            return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
+        return self.graph.evaluated(self.parts.test, self.parts.metrics, self.settings.prefetch, self.stopping)
 
     def _close_epoch(self, tested: Tally | None) -> None:
         position, watcher = self.position, self.parts.watcher
-        with self.stopping.telling_failures():
-            row = self._row(tested)
-        row = agreed(self.world, row)
+        row = agreed(self.world, self._row(tested))
         self.history.epochs.append(row)
         moment = self._moment(row["epoch"], row)
         watcher.epoch(moment)
@@ -207,8 +203,7 @@ class Loop:
         self._count_ranks()
         # Before the checkpoint: a run that resumes from it does not repeat the epoch.
         self._report(lambda: self.parts.recorder.epoch(row))
-        with self.stopping.telling_failures():
-            self.parts.callbacks.epoch(moment)
+        self.parts.callbacks.epoch(moment)
         if self.settings.folder is not None and watcher.is_best:
             self._write(self.settings.folder / BEST)
         self._save(row["epoch"], row)
@@ -367,8 +362,7 @@ class Loop:
             return
         path = self._write(self.settings.folder, keep=self.settings.keep)
         if path is not None:
-            with self.stopping.telling_failures():
-                self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
+            self.parts.callbacks.checkpoint(self._moment(epoch, row, path=path))
 
     def _write(self, folder: Path, **settings: Any) -> Path | None:
         """Writes a checkpoint. If that fails, training continues, and the next one is tried again."""

@@ -20,6 +20,7 @@ def require_alike(world: World, what: str, facts: Mapping[str, Any], fix: str) -
     """Rejects, on every rank, facts in which a rank differs from the first one; all have the same names."""
     if world.size == 1:
         return
+    world.greet((Call.STEP_OF_FIT, BETWEEN, 0))  # one that has failed meanwhile says so
     digests = [hashlib.sha256(repr(one).encode()).digest()[:6] for one in facts.values()]
     found = world.gather_numbers([int.from_bytes(one, "big") for one in digests], what)  # 48 bits: exact as float64
     for rank, theirs in enumerate(found):
@@ -59,8 +60,12 @@ class Ranks:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Measures one update. The first one, which also compiles, counts only as long as it is the only one."""
-        began, waited = time.perf_counter(), self.world.place.waited
-        yield
+        place = self.world.place
+        began, waited, place.is_updating = time.perf_counter(), place.waited, True
+        try:
+            yield
+        finally:
+            place.is_updating = False
         if self.updates == 1 and not self.is_compiled:
             self.updates, self.seconds, self.waited = 0, 0.0, 0.0
             self.is_compiled = True

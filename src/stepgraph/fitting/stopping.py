@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 
-from stepgraph.errors import ExecutionError
 from stepgraph.runtime.calls import BETWEEN, Call
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import SIGHUP, SIGINT, SIGTERM, StopSignals
@@ -33,7 +31,7 @@ class Stopping:
         self.world, self.signals = world, StopSignals()
         self.why: str | None = None
         self.who: str | None = None
-        self.is_terminated = self._is_decided = self._has_told = False
+        self.is_terminated = self._is_decided = False
 
     def ask(self, why: str) -> None:
         """Asks to stop; the first reason counts."""
@@ -46,23 +44,6 @@ class Stopping:
         With other ranks, this is an error all the same: they are already waiting for the update.
         """
         return self.signals.came is not None and self.world.size == 1
-
-    @contextmanager
-    def telling_failures(self) -> Iterator[None]:
-        """Around what one rank may fail in alone, such as a callback: the others hear of it instead of waiting.
-
-        An exchange that has failed is not followed by another, and they hear of a failure once.
-        """
-        try:
-            yield
-        except ExecutionError:
-            raise
-        except Exception:
-            if not self._has_told:
-                self._has_told = True
-                with suppress(ExecutionError):  # whoever hears of it raises an error
-                    self.world.greet((Call.FAILURE, 0, 0))
-            raise
 
     def is_due(self, place: int = BETWEEN, *, heeds_signals: bool = True) -> bool:
         """Whether any rank stops; called by all of them, in the same places.

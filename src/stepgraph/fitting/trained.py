@@ -115,23 +115,20 @@ class Trained:
             rows = min(data.batch_size, data.count, self.portion or data.count)
             compiled.programs.executable(compiled.whole, compiled.rows_at_once(rows), "fit")
 
-    def update(
-        self, group: Sequence[Batch], tally: Tally | None, comparing: Callable[[], _Context] = nullcontext
-    ) -> list[list[Measured]]:
+    def update(self, group: Sequence[Batch], tally: Tally | None) -> list[list[Measured]]:
         """One update with the gradients of a group of batches; returns the losses of the parts of each batch.
 
         Args:
             group: the batches.
             tally: the metrics that see its predictions.
-            comparing: what is around these metrics when ranks have made an update together.
         """
         if self.shards and len(group) > 1:
-            group = [self._joined(group)]
+            with self.training.telling_failures(is_update=True):
+                group = [self._joined(group)]
         if len(group) == 1 and not self.is_divided(group[0]):
             batch = group[0]
             execution = self.training.execute(*batch.parts, batch_size=batch.rows)
-            with comparing():
-                self._compare(batch, tally)
+            self._compare(batch, tally)
             return [[self._measured(execution, batch)]]
         found: list[list[Measured]] = []
         divided = [self._divided(batch) for batch in group]
@@ -377,8 +374,7 @@ def until(batches: Iterator[Batch], stopping: Stopping | None) -> Iterator[Batch
 def _among_ranks(batches: Iterator[Batch], stopping: Stopping) -> Iterator[Batch]:
     """The same with other ranks: nobody begins an update before all have a batch for it."""
     while True:
-        with stopping.telling_failures():
-            batch = next(batches, None)
+        batch = next(batches, None)
         if stopping.is_due(BATCH if batch is not None else NO_BATCH) or batch is None:
             return
         yield batch

@@ -6,8 +6,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from threading import Timer
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -18,18 +17,16 @@ from stepgraph import draw
 from stepgraph.compiler import phases
 from stepgraph.compiler.kernels.preferences import kind
 from stepgraph.compiler.program import Phase, Program, fake, reached
-from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.step import KeyKind, gradient, value
-from stepgraph.errors import ArgumentError, ExecutionError, StateError
+from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.session import Session
-from stepgraph.runtime.calls import listed
-from stepgraph.runtime.world import ALONE, World, joined
+from stepgraph.runtime.calls import listed, note_told
+from stepgraph.runtime.world import World
 from stepgraph.tensors.extents import can_be_cut
 
 logger = logging.getLogger("stepgraph")
 _FAILED = "-" * 16  # in place of a digest
-LATE = 5.0  # seconds
 SLICED = (KeyKind.STATE, KeyKind.AVERAGE)  # what each rank has a part of
 
 
@@ -128,35 +125,24 @@ def _named(target: Any) -> str:
 
 
 @contextmanager
-def compiling(device: torch.device, parallel: Parallel | None) -> Iterator[None]:
+def compiling(world: World) -> Iterator[None]:
     """Around compiling: if it fails on this rank, the others hear of it where they compare programs."""
-    world = ALONE if parallel is None else joined(device, parallel.timeout)
-    before = world.place.compared
+    place = world.place
+    compared, number = place.compared, place.number
     try:
         yield
-    except ExecutionError:  # an exchange that has failed is not followed by another
+    except Exception as error:  # an exchange that has failed is not followed by another
+        if not world.is_alone and (place.compared, place.number) == (compared, number) and note_told(error):
+            with world.telling(error):
+                _compared(_FAILED, world)
         raise
-    except Exception as error:
-        if not world.is_alone and world.place.compared == before:
-            _tell(error, world)
-        raise
-
-
-def _tell(error: Exception, world: World) -> None:
-    """Tells the others that this rank could not compile. Says why if they come late, since they may never come."""
-    late = Timer(LATE, logger.error, ("rank %d of %d could not compile: %s", world.rank, world.size, error))
-    late.daemon = True
-    late.start()
-    with suppress(ExecutionError):
-        _compared(_FAILED, world)
-    late.cancel()
 
 
 def _compared(mine: str, world: World) -> list[str]:
     """The digests of all ranks."""
     world.place.compared += 1
     sent = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=world.device)
-    return [bytes(one).decode() for one in world.gather(sent, "digests of programs")().tolist()]
+    return [bytes(one).decode() for one in world.gather(sent, "digests of programs, in compile")().tolist()]
 
 
 def require_same(compiled: Compilation, world: World) -> None:
@@ -167,6 +153,7 @@ def require_same(compiled: Compilation, world: World) -> None:
         raise StateError(where, f"{listed(failed)} could not compile", fix="see the error of that rank")
     other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
     if other is not None:
+        _require_same_frozen(compiled, world, where)
         raise StateError(
             where,
             f"rank {other} has another program than rank 0",
@@ -174,6 +161,22 @@ def require_same(compiled: Compilation, world: World) -> None:
             **{f"rank_{other}": found[other]},
             fix="compile the same graph, with the same settings and versions, on processors of one kind",
         )
+
+
+def _require_same_frozen(compiled: Compilation, world: World, where: str) -> None:
+    """Rejects parameters that only some ranks have frozen, by their names; all ranks have other programs then."""
+    mine = "".join("f" if tensor in compiled.frozen else "-" for tensor in compiled.held)
+    found = world.gather_texts(mine, "which parameters are frozen")
+    if {*map(len, found)} != {len(mine)}:  # of different graphs
+        return
+    names = draw.parameter_names(compiled.nodes)
+    for tensor, flags in zip(compiled.held, zip(*found, strict=True), strict=True):
+        frozen, others = ([rank for rank, one in enumerate(flags) if (one == "f") == is_so] for is_so in (True, False))
+        if frozen and others:
+            has, have_not = ("has" if len(some) == 1 else "have" for some in (frozen, others))
+            name = names.get(tensor, tensor.label)
+            problem = f"{listed(frozen)} {has} frozen '{name}', and {listed(others)} {have_not} not"
+            raise StateError(where, problem, fix="freeze and unfreeze the same parameters on every rank")
 
 
 @torch.inference_mode()

@@ -83,6 +83,7 @@ class Compilation:
     def redeclared(self, *, rebuilds: bool = False, **declared: Any) -> Compilation:
         """The same programs for another declaration, which `rebuilds` executables if they must keep other results."""
         new = replace(self, declaration=replace(self.declaration, **declared))
+        new.__dict__["frozen"] = self.frozen
         new.__dict__["programs"] = self.programs.shared(new.step, new.kept, new.require_fit, rebuilds)
         return new
 
@@ -361,13 +362,22 @@ class Compilation:
 
     # What is learned, alone or with linked graphs
 
+    @cached_property
+    def frozen(self) -> frozenset[Tensor]:
+        """The tensors that were not updatable when the graph was compiled: all its programs see the same ones."""
+        return frozenset(tensor for tensor in (*self.held, *self._candidates) if not tensor.is_updatable)
+
+    @property
+    def _candidates(self) -> dict[Tensor, None]:
+        """The tensors that this graph updates if they are updatable, and no other graph updates them."""
+        own = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
+        return dict.fromkeys((*own, *self.declaration.parameters))
+
     @property
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that this graph updates."""
-        candidates = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
-        updated = dict.fromkeys((*candidates, *self.declaration.parameters))
-        elsewhere = self._owned_elsewhere
-        return tuple(t for t in updated if t.is_updatable and t.data_type.is_floating and t not in elsewhere)
+        left_out = self.frozen | self._owned_elsewhere
+        return tuple(t for t in self._candidates if t.data_type.is_floating and t not in left_out)
 
     @property
     def others(self) -> list[Compilation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -166,6 +166,10 @@ class CompiledGraph(Graph):
             kept: whether a training step keeps them however large they are. If not, it keeps one of more than 16
                 million numbers only for metrics; evaluation, `predict` and inference graphs always have them.
         """
+        with self.telling_failures():
+            self._add_outputs(outputs, kept)
+
+    def _add_outputs(self, outputs: Names, kept: bool) -> None:
         declared = merged("output", self._declared.outputs, outputs)
         named_only = self._declared.named_only
         named_only = named_only - {*outputs.values()} if kept else named_only | {*outputs.values()}
@@ -176,11 +180,11 @@ class CompiledGraph(Graph):
         old = session.compilation
         old.declaration.require_outputs(declared, self.gradients.handles.values())
         with self._changing():
-            self.meet("add_outputs", old.numbered([*declared.values(), *(t for t in outputs.values() if kept)]))
             dropped = not all(old.programs.keep(self.gradients.key(tensor)) for tensor in outputs.values())
             # Existing executables discard what is asked for, or keep what nobody asks for any more.
             new = old.redeclared(outputs=declared, named_only=named_only, rebuilds=dropped or not kept)
             new.prepare("add_outputs")
+            self.meet("add_outputs", old.numbered([*declared.values(), *(t for t in outputs.values() if kept)]))
             self._redeclare(new, replace(self._declared, outputs=declared, named_only=named_only))
 
     def _redeclare(self, compilation: Compilation, declared: Declaration) -> None:
@@ -253,7 +257,7 @@ class CompiledGraph(Graph):
             notes: your own JSON values (an epoch, a score), returned by `restore`.
         """
         # No other thread may run a step while the arrays are read.
-        with nullcontext() if self.device is None else turn(self.device):
+        with nullcontext() if self.device is None else turn(self.device), self.telling_failures():
             group = [graph.kept() for graph in self.linked]
             self.meet("save")
             return saving.save(group, self.linked.index(self), path, keep, notes, self.world)
@@ -305,6 +309,18 @@ class CompiledGraph(Graph):
     def meet(self, call: str, detail: int = 0) -> None:
         """Makes sure that every rank makes this call, with the same detail; none has changed anything yet."""
 
+    def telling_failures(self, is_update: bool = False) -> AbstractContextManager[None]:
+        """Around a call that all ranks make: if this one fails before they exchange anything, the others hear of it.
+
+        Args:
+            is_update: whether the call is an update.
+        """
+        return nullcontext()
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """Around compiling again: if it fails on this rank, the others hear of it where they compare programs."""
+        return nullcontext()
+
     def require_session(self, call: str) -> Session:
         """The state between calls; raises an error if the graph is not compiled."""
         if self.session is None:
@@ -332,7 +348,7 @@ class CompiledGraph(Graph):
             def make(group: list[Compilation]) -> Compilation:
                 return compiled(wanted, place, settings, constants, self.gradients.handles, group)
 
-            self._replace("compile", make)
+            self._replace("compile", make, compares=settings.parallel is not None)
 
     def _again(self, call: str, declared: Declaration, reason: str = "", keeps_passes: bool = False) -> None:
         """Recompiles with another declaration; `keeps_passes` continues after the passes that have already run."""
@@ -360,13 +376,31 @@ class CompiledGraph(Graph):
         graphs: Sequence[Self] | None = None,
         keeps_passes: bool = False,
         same_call: bool = False,
+        compares: bool = True,
     ) -> None:
         """Creates new sessions for this graph and those linked with it, then swaps them in atomically.
 
-        Every error is raised before anything is replaced.
+        Every error is raised before anything is replaced. Ranks compare their programs if it `compares`.
         """
         together = self.linked if graphs is None else tuple(graphs)
-        self.meet(call)
+        self.meet(call, int(compares))
+        with self.comparing() if compares else nullcontext():
+            changes = self._changes(call, make, together, keeps_passes, same_call)
+        with Uninterrupted():
+            for graph, change in zip(together, changes, strict=True):
+                graph.linked = together
+                change()
+        self.world.place.settled = self.world.place.number
+
+    def _changes(
+        self,
+        call: str,
+        make: Callable[[list[Compilation]], Compilation],
+        together: Sequence[Self],
+        keeps_passes: bool,
+        same_call: bool,
+    ) -> list[Callable[[], None]]:
+        """What installs a new session for each of some graphs, and cannot fail."""
         group: list[Compilation] = []
         for graph in together:
             if graph is self:
@@ -377,14 +411,10 @@ class CompiledGraph(Graph):
         arrivals = [sent(one.held, one.device) for one in group]  # while the step is recorded
         for one in group:
             one.prepare(call)
-        changes = [
+        return [
             graph.prepared(one, arrived, keeps_passes, same_call or graph is not self)
             for graph, one, arrived in zip(together, group, arrivals, strict=True)
         ]
-        with Uninterrupted():
-            for graph, change in zip(together, changes, strict=True):
-                graph.linked = together
-                change()
 
     def prepared(
         self, compilation: Compilation, arrived: Arrivals, keeps_passes: bool, same_call: bool

@@ -30,6 +30,7 @@ from stepgraph.runtime.profile import profile
 from stepgraph.runtime.refusal import Check, Refusal, explanation
 from stepgraph.runtime.rollback import explained, rolled_back_unless_finite, tried
 from stepgraph.runtime.state import TrainingState
+from stepgraph.runtime.verdict import Verdict
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors import buffers, writes
 from stepgraph.tensors.tensor import Tensor
@@ -94,7 +95,7 @@ class Session:
             step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
             self.takes_seeds = bool(step.seeded)
             state.keep_rounded(step.rounded, step.compute_type, filters.strides(step))
-        self._updatable, self._switches = [*map(_is_updatable, compilation.held)], -1
+        self._updatable, self._switches = [one not in compilation.frozen for one in compilation.held], -1
         self.written: Arrays = {} if before is None else before.written
         self.given: list[torch.Tensor | None] = [] if before is None else before.given
         self.holding: tuple[tuple[Tensor, Key], ...] = () if before is None else before.holding
@@ -103,7 +104,7 @@ class Session:
         stream = torch.zeros(2, dtype=torch.int64, device=self.device.torch) if state is None else None
         self._stream: Arrays = {} if stream is None else {STREAM: stream}
         self._refusal = self._new_refusal()
-        self.verdict: Check | None = None  # on the last update of several ranks
+        self.verdict: Verdict | None = None  # on the last update of several ranks
         self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
 
     @property
@@ -248,16 +249,19 @@ class Session:
     def refused(self) -> None:
         """Continues from before the call that the device has refused; it and those after it changed nothing."""
         assert self.state is not None
-        self.state.read_steps()
+        self.state.refused()
         self.forget_passes()
         self._refusal = self._new_refusal()
 
     def require_accepted(self) -> None:
         """Raises if the device has refused a call: an index was out of range, or another rank has failed."""
-        for check in (self.verdict, self._refusal):
-            if check is not None:
-                with executions.turn(self.device):
-                    check.require_none()
+        if self.verdict is None and self._refusal is None:
+            return
+        with executions.turn(self.device):
+            if self.verdict is not None:
+                self.verdict.require_known()
+            if self._refusal is not None:
+                self._refusal.require_none()
 
     def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that has passed all checks."""

@@ -20,6 +20,7 @@ from stepgraph.compiler.step import (
     OFFSETS,
     REFUSED,
     SCALE,
+    SHARE,
     STREAM,
     Key,
     gradient,
@@ -59,7 +60,7 @@ class Update:
         failure: the error of a shard that could not run.
         heard: what all ranks have told, if the last shard has exchanged it.
         agreed: whether the update counts, where the device decides it; None if it does.
-        joins_as: the batches in whose sizes other ranks join results, if these are others; then this rank has none.
+        joins_as: the rows of the batch whose results other ranks join, if that is another; then this rank has none.
         used: what it has run, by part and rows.
     """
 
@@ -78,7 +79,7 @@ class Update:
     used: dict[PartRows, Binding] = field(default_factory=dict)
     heard: torch.Tensor | None = None
     agreed: torch.Tensor | None = None
-    joins_as: Division | None = None
+    joins_as: int | None = None
 
     def __post_init__(self) -> None:
         self.gradients, self.numbers = TreeSum(self.shards), TreeSum(self.shards)
@@ -90,7 +91,7 @@ class Update:
         self.statistics = {key: key.owner.array() for key in self.division.news.statistics}
         self.before = {key: array.clone() for key, array in self.statistics.items()}
         self.position = self.stream.clone() if self.division.draws else None
-        numbers = (state.arrays[NUMBERS], state.arrays.get(SCALE), self.position)
+        numbers = (state.arrays[NUMBERS], state.arrays.get(SCALE), state.arrays.get(SHARE), self.position)
         # What must be the same on all ranks.
         self.compared = (*self.feeds.values(), *(one for one in numbers if one is not None))
 

@@ -5,44 +5,39 @@ behind is summed over all of them, in a fixed order: gradients, each weighted by
 the statistics of layers, which start from the same values in each shard. Then the part `update` runs, on every rank.
 A rank that fails says so in the first exchange, so that no other waits for it and all continue from before the call.
 On a GPU, the device decides by what ranks have told whether the update changes anything; the host learns of it later
-(`runtime/verdict.py`), since looking at once would make the GPU wait for the host in every update.
+(`graphs/verdicts.py`), since looking at once would make the GPU wait for the host in every update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import is_
 
 import torch
 
-from stepgraph import draw
-from stepgraph.compiler import guard
 from stepgraph.compiler.ranks import collectives
-from stepgraph.compiler.ranks.news import HEADER, agreed, any_replays, calls_of, headers_of, tell_call_
+from stepgraph.compiler.ranks.news import any_replays, calls_of, headers_of, tell_call_
 from stepgraph.compiler.ranks.parallel import TREE, Parallel
 from stepgraph.compiler.ranks.shards import TreeSum, own
-from stepgraph.compiler.settings import fusion_of
-from stepgraph.compiler.step import AGREED, REFUSED, Fusion, gradient, value
-from stepgraph.errors import DataError, ExecutionError, NumericsError
-from stepgraph.graphs import fused_together, synchronized, update_graph
+from stepgraph.compiler.step import AGREED, gradient, value
+from stepgraph.errors import ExecutionError, NumericsError
+from stepgraph.graphs import synchronized, update_graph
 from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.division import Division, divided
 from stepgraph.graphs.session import Answer, Session, announced
 from stepgraph.graphs.shard_update import Update
 from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
+from stepgraph.graphs.verdicts import Verdicts
 from stepgraph.layers import over_ranks
 from stepgraph.runtime import calls, exchange
-from stepgraph.runtime.calls import Call, Told
-from stepgraph.runtime.changes import Changes
+from stepgraph.runtime.calls import Call, Told, note_told
 from stepgraph.runtime.exchange import Bucket, Pieces
-from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
-from stepgraph.runtime.refusal import explanation
 from stepgraph.runtime.sliced import Sliced
-from stepgraph.runtime.verdict import Sent, Verdict, disagreement
 from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.types import ExecutionOptions
@@ -63,16 +58,13 @@ class Shards:
         self.session, self.parallel, self.world = session, parallel, world
         self._divisions: dict[int, Division] = {}
         self._compilation: Compilation | None = None  # for which the divisions were made
-        self._batch: int | None = None  # the rows of the last update, unless it was refused
         self._totals: list[torch.Tensor] = []
         self._viewed: tuple[Sequence[Bucket], list[torch.Tensor], Pieces] = (), [], {}
-        self._last: tuple[Verdict, list[Executable]] | None = None  # on the last update, if the device has decided
         self._number = world.place.compared  # counted alike on all ranks
         compiled = session.compilation
-        self._fuses = fusion_of(compiled.settings.options, compiled.device.torch, parallel) is not Fusion.NEVER
         self._can_capture = compiled.device.torch.type in update_graph.CAPTURED
         self._graphs = UpdateGraphs(session, world.is_alone)
-        self.changes = Changes([] if world.is_alone else [*compiled.held])
+        self._verdicts = Verdicts(session, parallel, world)
         if not world.is_alone:
             release_before_leaving(compiled.programs)
             release_before_leaving(self)
@@ -114,10 +106,28 @@ class Shards:
             call: the call.
             detail: what must be the same on all ranks.
         """
+        is_update = call == Call.EXECUTE
+        self._tell((int(call), *(self.session.switched if is_update else (detail, self._number))), is_update)
+
+    def tell_failure(self, error: Exception, before: int, is_update: bool) -> None:
+        """Lets the others hear of an error of this rank instead of waiting. If it came with an exchange, they have.
+
+        Args:
+            error: the error.
+            before: the exchanges that the rank had started before.
+            is_update: whether this rank has failed in an update; in a run, the others wait for one at its place only.
+        """
+        world, place = self.world, self.world.place
+        if not world.is_alone and note_told(error) and place.is_silent_since(before):
+            # If what is exchanged cannot be compiled, either, they wait for nothing: the error must still be raised.
+            with suppress(Exception), world.telling(error):
+                is_awaited = is_update and (place.is_updating or not place.is_running)
+                self._tell((Call.FAILURE, 0, self._number), is_awaited)
+
+    def _tell(self, told: Told, is_update: bool) -> None:
+        """Tells the others what this rank does, where they hear it; raises an error if they do something else."""
         if self.world.is_alone:
             return
-        is_update = call == Call.EXECUTE
-        told = (int(call), *(self.session.switched if is_update else (detail, 0)))
         if self.world.place.is_running and not is_update:
             self.world.greet(told)
             return
@@ -131,27 +141,29 @@ class Shards:
         division, execution = self._division(batch), Execution(session.device, False)
         named = [replace(one, name=Call(told[0]).exchanged) for one in division.buckets]
         division = replace(division, buckets=tuple(named))
+        division.telling.graph = self._number
         update = Update(session, division, {}, ExecutionOptions.NONE, execution, self.parallel.shards)
         update.failure = ExecutionError(f"rank {world.rank} of {world.size}", "this rank makes another call")
         with over_ranks.among(world.gather):
-            self._settle()
+            self._verdicts.settle()
             totals = self._summed(update, own(self.parallel.shards, world.rank, world.size)[-1])
         header = update.header(0.0).clone()
         tell_call_(header, told)
         heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
-        found = calls_of(headers_of(heard))
-        if len({one[:2] for one in found}) > 1:
-            update.failure = calls.disagreement(found, f"rank {world.rank} of {world.size}", self._named)
+        headers, where = headers_of(heard), f"rank {world.rank} of {world.size}"
+        apart = calls.disagreement(calls_of(headers), where, self._verdicts.name, [one.graph for one in headers])
+        if apart is not None:
+            update.failure = apart
             self._let_others_refuse(update, totals, any_replays(heard))
 
     def _let_others_refuse(self, update: Update, totals: Pieces, others_replay: bool) -> None:
         """Takes part in the update of ranks that make one, if these do not know yet that it is refused."""
         assert update.failure is not None
-        state, last, self._batch = self.session.state, self._batch, None
+        state, verdicts = self.session.state, self._verdicts
+        update.joins_as, verdicts.batch = verdicts.batch, None
         knows = update.division.shapes and not others_replay  # they look before they join results
         if self.session.compilation.decides and state is not None and not knows:
             state.arrays[AGREED].fill_(False)
-            update.joins_as = None if last is None else self._division(last)
             self._joined(update)
             self._apply_with_others(update, totals)
             state.arrays[AGREED].fill_(True)
@@ -167,12 +179,11 @@ class Shards:
         outputs_data: Data | None,
     ) -> Answer:
         session = self.session
-        division.telling.change = self.changes.told()
+        division.telling.change = self._verdicts.changes.told()
         found = self._replayed(division, feeds, options, execution)
         if found is None:
             found = self._made_in_parts(division, feeds, options, execution)
-        self._batch = division.batch
-        self.changes.accept()
+        self._verdicts.accept(division.batch)
         outcome, results = found
         session.hold(division.results, outcome.results)
         session.has_drawn()
@@ -203,9 +214,9 @@ class Shards:
         with over_ranks.among(world.gather):
             for shard in earlier:
                 update.run(shard)
-            self._settle()
+            self._verdicts.settle()
             totals = self._summed(update, last)
-        numbers = self._told(update)
+        numbers = self._verdicts.told(update)
         results = update.losses(numbers) | self._joined(update)
         update.store_statistics(numbers)
         return Outcome(results, totals, self._applied(update, totals))
@@ -221,26 +232,18 @@ class Shards:
     ) -> Made | None:
         """Makes an update by replaying a graph, which is captured first if necessary; None if there is none."""
         profiles = bool(options) and ExecutionOptions.PER_LAYER_PROFILING in options
-        graph = None if profiles or self._must_look(division) else self._graphs.of(division)
+        graph = None if profiles or self._verdicts.must_look(division) else self._graphs.of(division)
         if graph is None:
             return None
-        self._settle()
+        self._verdicts.settle()
         if graph.is_outdated or not (graph.fits(feeds) or self._captured(graph, division, feeds, options, execution)):
             return None
         if graph.sent is not None:
-            division.telling.tell_facts(False, self._readiness(graph.executables), replays=True)
+            division.telling.tell_facts(False, self._verdicts.readiness(graph.executables), replays=True)
         with self.session.writing():
             outcome = graph.replay(feeds)
-        if graph.sent is not None:
-            self._await_verdict(graph.sent.read, None, execution, graph.executables)
+        self._verdicts.expect(graph, execution)
         return outcome, graph
-
-    def _must_look(self, division: Division) -> bool:
-        """Whether other ranks may join results in sizes that this rank learns of only if it looks.
-
-        A replayed update cannot look. Therefore it has the size of the last one: others know which that was.
-        """
-        return bool(division.shapes) and division.batch != self._batch and not self.world.is_alone
 
     def _captured(
         self, graph: UpdateGraph, division: Division, feeds: Arrays, options: ExecutionOptions, execution: Execution
@@ -249,7 +252,7 @@ class Shards:
         if not graph.can_be_captured:
             return False
         if not self.world.is_alone:
-            readiness = self._readiness(graph.executables)
+            readiness = self._verdicts.readiness(graph.executables)
             division.telling.tell_facts(False, readiness, replays=True)  # nothing of it is captured
         try:
             graph.capture(
@@ -265,6 +268,10 @@ class Shards:
             return False
         return True
 
+    def forget_changes(self) -> None:
+        """Takes what ranks have in common now for the same on all of them."""
+        self._verdicts.changes.forget()
+
     def release(self) -> None:
         """Releases captured collectives."""
         self._graphs.release()
@@ -277,9 +284,8 @@ class Shards:
         buckets, device = update.division.buckets, self.session.device.torch
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
-            totals = update.run_and_exchange(
-                last, self.world.group, self.world.rank, lambda: self._readiness_of(update)
-            )
+            ready = lambda: self._verdicts.readiness_of(update)  # noqa: E731
+            totals = update.run_and_exchange(last, self.world.group, self.world.rank, ready)
         else:
             update.run(last)
             if update.failure is not None:
@@ -359,144 +365,11 @@ class Shards:
                 found[gradient(tensor)] = mine
         return found
 
-    def _told(self, update: Update) -> torch.Tensor:
-        """The sum of the small numbers of all shards, if all ranks can make the update, with the same batch.
-
-        Otherwise, it raises an error; or the device refuses the update, and an error is raised later.
-        """
-        failure, world, division = update.failure, self.world, update.division
-        if world.is_alone:  # nothing to compare, and reading a GPU's numbers would synchronize
-            if failure is not None:
-                raise failure
-            update.agreed = None if update.notes is None else guard.accepts(update.notes).reshape(1)
-            return update.numbers.total[0]
-        heard = update.heard
-        if heard is None:
-            heard = exchange.gathered(update.numbers, update.header(self._readiness_of(update)), division.news, world)
-        told = heard[:, 0, : division.news.head]
-        if self.session.compilation.decides:
-            self._let_device_decide(update, heard, told)
-        else:
-            verdict = self._verdict(lambda: told, failure, self._forget_refused)
-            self._require_accepted(update, verdict)
-            self._switch(verdict, self._fused_later(update.executables))
-        return exchange.added(heard, division.news, world)
-
-    def _verdict(
-        self, read: Callable[[], torch.Tensor], failure: Exception | None, report: Callable[[], None]
-    ) -> Verdict:
-        """Whether an update counts, by what all ranks have told."""
-        world = self.world  # an update has gradients, which must not be kept
-        return Verdict(read, lambda found: failure or disagreement(found, world, self._explained, self._named), report)
-
-    def _require_accepted(self, update: Update, verdict: Verdict) -> None:
-        """Raises if a rank cannot make the update. Every rank has the whole batch, and can name an index in it."""
-        try:
-            verdict.require_none()
-        except ExecutionError:
-            self.session.require_indices(update.division.batch, update.feeds)
-            raise
-
-    def _explained(self, noted: list[int]) -> DataError:
-        """The error for what a rank has noted about indices."""
-        return explanation(self.session.compilation.guarded, self.session.feeds.titles)(noted)
-
-    def _named(self, number: int) -> str:
-        """The name of a tensor that a rank has changed, or of its optimizer buffers."""
-        which = number % len(self.changes.tensors)
-        tensor, layers = self.changes.tensors[which], (node.layer for node in self.session.compilation.nodes)
-        fields = ((f"{name}.{field}", one) for layer, name in draw.unique_names(layers).items()
-                  for field, one in (layer.parameters | layer.statistics).items())  # fmt: skip
-        found = next((name for name, one in fields if one is tensor), tensor.label)
-        return f"'{found}'" if which == number else f"the optimizer buffers of '{found}'"
-
-    def _let_device_decide(self, update: Update, heard: torch.Tensor, told: torch.Tensor) -> None:
-        state = self.session.state
-        assert state is not None
-        if update.agreed is None:
-            update.agreed = agreed(heard)
-        sent = Sent(told) if update.captured is None else None
-        if sent is not None and update.division.shapes:
-            self._look_before_joining(update, sent.read())
-        state.arrays[AGREED].copy_(update.agreed)
-        if sent is not None:
-            self._await_verdict(sent.read, update.failure, update.execution, update.executables)
-        elif update.captured is not None and update.captured.sent is not None:
-            update.captured.sent.send(told)
-
-    def _look_before_joining(self, update: Update, told: torch.Tensor) -> None:
-        """Finds out in which sizes ranks join their results, which depend on the batch.
-
-        If no rank replays its update, all of them look, and a refused update ends here. If one does, those that have
-        other batches join what it joins.
-        """
-        assert update.agreed is not None
-        if not any_replays(told):
-            self._require_accepted(update, self._verdict(lambda: told, update.failure, self._forget_refused))
-        elif not update.agreed and self._batch is not None:
-            update.joins_as = self._division(self._batch)
-
-    def _await_verdict(
-        self,
-        read: Callable[[], torch.Tensor],
-        failure: Exception | None,
-        execution: Execution,
-        executables: list[Executable],
-    ) -> None:
-        """Lets the next update learn of the verdict on this one, and whoever reads its loss."""
-        verdict = self._verdict(read, failure, self._refused)
-        execution.check(verdict)
-        self.session.verdict, self._last = verdict, (verdict, self._fused_later(executables))
-
-    def _settle(self) -> None:
-        """Takes note of the verdict on the last update, before this rank sends anything: all ranks do so here."""
-        if self._last is not None:
-            verdict, executables = self._last
-            self._last = None
-            verdict.require_none()
-            self.world.count_waits()  # the verdict came behind them
-            self._switch(verdict, executables)
-
-    def _fused_later(self, executables: list[Executable]) -> list[Executable]:
-        """Those that may have to switch to fused operators with other ranks."""
-        return executables if self._fuses else []
-
-    @staticmethod
-    def _switch(verdict: Verdict, executables: list[Executable]) -> None:
-        """Lets this rank run fused operators as soon as all can."""
-        if executables:
-            readiness = verdict.told[:, HEADER.index("readiness")].tolist()
-            fused_together.settle(executables, readiness)
-
-    def _refused(self) -> None:
-        """Continues from before an update that the device has refused."""
-        state = self.session.state
-        assert state is not None
-        self._last = self.session.verdict = None
-        self.changes.refuse()
-        state.arrays[AGREED].fill_(True)
-        self._forget_refused()
-
-    def _forget_refused(self) -> None:
-        """Forgets what is known of an update that ranks have refused before it has changed anything."""
-        self._batch, session, state = None, self.session, self.session.state
-        if state is None or not session.compilation.decides:
-            return
-        if REFUSED in state.arrays:
-            state.arrays[REFUSED].zero_()
-        session.refused()
-
-    def _readiness(self, executables: list[Executable]) -> float:
-        """Whether this rank can run fused operators."""
-        return fused_together.readiness(executables) if self._fuses else 0.0
-
-    def _readiness_of(self, update: Update) -> float:
-        """The same for an update; one that has failed need not know."""
-        return self._readiness(update.executables) if self._fuses and update.failure is None else 0.0
-
     def _joined(self, update: Update) -> Arrays:
         """Results of the whole batch, from the rows of all ranks; zeros if this rank joins those of another batch."""
-        found, world, division = {}, self.world, update.joins_as or update.division
+        found, world, division = {}, self.world, update.division
+        if update.joins_as is not None:
+            division = self._division(update.joins_as)
         is_own = division is update.division
         counts = [sum(map(division.rows, own(self.parallel.shards, rank, world.size))) for rank in range(world.size)]
         for key, shape in division.shapes.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, overload
@@ -16,6 +16,7 @@ from stepgraph.compiler.program import PartName
 from stepgraph.compiler.ranks.parallel import Parallel
 from stepgraph.compiler.settings import SAME_DEVICE, ChosenDevice, Settings, chosen, require_options
 from stepgraph.compiler.step import SHARE, KeyKind, gradient, source_gradient, user_gradient, value
+from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs import synchronized
@@ -36,7 +37,7 @@ from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
-from stepgraph.runtime.world import ALONE, World, own_device
+from stepgraph.runtime.world import ALONE, World, joined, own_device
 from stepgraph.tensors.arrivals import Arrivals
 from stepgraph.tensors.tensor import Tensor, TensorOptimizerDeviceData, TensorParameter
 from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
@@ -156,7 +157,12 @@ class TrainingGraph(CompiledGraph):
             exchange(self.require_session("averaged"))
 
     def _meet_for_averages(self) -> None:
-        """Makes sure that every rank reads averages, if each has only a part of them."""
+        """Makes sure that every rank reads averages, if each has only a part of them.
+
+        Which is so only behind the first update, if that has been accepted.
+        """
+        if self.session is not None:
+            self.session.require_accepted()
         if self._state is not None and self._state.averages_are_sliced and not self._state.is_averaged:
             self.meet("averages")
 
@@ -230,25 +236,25 @@ class TrainingGraph(CompiledGraph):
             parallel: train with all processes that torchrun started, or in this one as they would. Kernels are then
                 not chosen by measurement, and operators fused only with `fuse=True`.
         """
-        settings = Settings.checked(
-            options,
-            compute_type,
-            tf32,
-            memory_limit,
-            deterministic=deterministic,
-            check_numerics=check_numerics,
-            fuse=fuse,
-            all_gradients=all_gradients,
-            debug_layers=debug_layers,
-            link_graphs=link_graphs,
-            parallel=parallel,
-        )
         device = own_device(chosen("TrainingGraph.compile", device, self.device), parallel is not None)
-        with compiling(device.torch, parallel):
+        with self.telling_failures(), self._comparing_first(device, parallel):
+            settings = Settings.checked(
+                options,
+                compute_type,
+                tf32,
+                memory_limit,
+                deterministic=deterministic,
+                check_numerics=check_numerics,
+                fuse=fuse,
+                all_gradients=all_gradients,
+                debug_layers=debug_layers,
+                link_graphs=link_graphs,
+                parallel=parallel,
+            )
             self._compile(device, settings, input_tensors, input_tensors_data)
         if self._shards is not None:
             share_state(self._shards.session, self._shards.world)
-            self._shards.changes.forget()
+            self._shards.forget_changes()
 
     @property
     def world(self) -> World:
@@ -336,7 +342,8 @@ class TrainingGraph(CompiledGraph):
     def compile_optimizer(self, optimizer: Optimizer) -> None:
         """Sets or replaces the optimizer of a compiled graph."""
         self.require_session("compile_optimizer")
-        self._again("compile_optimizer", replace(self._declared, optimizer=_checked(optimizer)))
+        with self.telling_failures():
+            self._again("compile_optimizer", replace(self._declared, optimizer=_checked(optimizer)))
 
     def link(self, graphs: Sequence[TrainingGraph]) -> None:
         """Connects sub-graphs compiled with `LINK_GRAPHS`.
@@ -351,16 +358,17 @@ class TrainingGraph(CompiledGraph):
 
     def stop_gradient(self, tensors: Sequence[Tensor]) -> None:
         """Stops gradients at these tensors."""
-        if not isinstance(tensors, Iterable):
-            kind = type(tensors).__name__
-            raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
-        for tensor in tensors:
-            _require_tensor("stop_gradient", tensor)
-        declared = replace(self._declared, stopped=self._declared.stopped | frozenset(tensors))
-        if self.session is None:
-            self._declared = declared
-        else:
-            self._again("stop_gradient", declared, "gradients stop at other tensors")
+        with self.telling_failures():
+            if not isinstance(tensors, Iterable):
+                kind = type(tensors).__name__
+                raise DataTypeError("stop_gradient", f"{kind} is not a list of tensors", fix="pass a list of tensors")
+            for tensor in tensors:
+                _require_tensor("stop_gradient", tensor)
+            declared = replace(self._declared, stopped=self._declared.stopped | frozenset(tensors))
+            if self.session is None:
+                self._declared = declared
+            else:
+                self._again("stop_gradient", declared, "gradients stop at other tensors")
 
     def keep_predictions(self) -> None:
         """Keeps what losses compare readable after every step, however large it is: for metrics."""
@@ -371,11 +379,11 @@ class TrainingGraph(CompiledGraph):
             self._declared = declared
             return
         old = session.compilation
-        with self._changing():
-            self.meet("keep_predictions")
+        with self._changing(), self.telling_failures():
             dropped = not all(old.programs.keep(value(tensor)) for tensor in old.unasked)
             new = old.redeclared(keeps_predictions=True, rebuilds=dropped)
             new.prepare("keep_predictions")
+            self.meet("keep_predictions")
             self._redeclare(new, declared)
 
     # Gradients
@@ -486,15 +494,31 @@ class TrainingGraph(CompiledGraph):
             options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
             completion: called once with (loss or last result, error, seconds).
         """
-        device = self.require_session("execute").device
+        self.require_session("execute")
         if completion is not None:
             require_completion(completion)
         if options:
             require_options(options, ExecutionOptions)
         evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        with turn(device):
+        data = inputs_data, loss_labels_data, loss_label_weights_data
+        if self._shards is None or evaluating:
+            return self._executed(data, outputs_data, batch_size, options, completion, evaluating)
+        with self.telling_failures(is_update=True):
+            return self._executed(data, outputs_data, batch_size, options, completion, evaluating)
+
+    def _executed(
+        self,
+        data: tuple[Data | None, ...],
+        outputs_data: Data | None,
+        batch_size: int | None,
+        options: ExecutionOptions,
+        completion: Completion | None,
+        evaluating: bool,
+    ) -> Execution:
+        """One whole call."""
+        with turn(self.require_session("execute").device):
             session = self.refreshed("execute", updates=not evaluating)
-            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
+            given = session.feeds.named(*data)
             batch = session.batch_size(batch_size, given, options)
             feeds = session.fed(given, batch, options, exact=not batch_size)
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
@@ -730,6 +754,31 @@ class TrainingGraph(CompiledGraph):
         """Makes sure that every rank makes this call, with the same detail; none has changed anything yet."""
         if self._shards is not None:
             self._shards.meet(Call.named(call), detail)
+
+    @contextmanager
+    def telling_failures(self, is_update: bool = False) -> Iterator[None]:
+        """Around a call that all ranks make: if this one fails before they exchange anything, the others hear of it.
+
+        Args:
+            is_update: whether the call is an update.
+        """
+        before = self.world.place.number
+        try:
+            yield
+        except Exception as error:
+            if self._shards is not None:  # those that an update has compiled meanwhile
+                self._shards.tell_failure(error, before, is_update)
+            raise
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """Around compiling again: if it fails on this rank, the others hear of it where they compare programs."""
+        return compiling(self.world)
+
+    def _comparing_first(self, device: Device, parallel: Parallel | None) -> AbstractContextManager[None]:
+        """The same around compiling for the first time, when ranks have not met in another call."""
+        if not isinstance(parallel, Parallel) or self._shards is not None:
+            return nullcontext()
+        return compiling(joined(device.torch, parallel.timeout))
 
     def refreshed(self, call: str, *, updates: bool = False) -> Session:
         """The state between calls, including what was assigned since the last one.

@@ -12,8 +12,10 @@ from enum import IntEnum
 
 from stepgraph.errors import ExecutionError
 
-# The call, what must be equal in it, and the first tensor that is frozen now, from 1; negative if it is no longer.
+# The call, what must be equal in it, and in an update the first tensor that is frozen now, from 1, negative if it is no
+# longer; in other calls, the number of the graph.
 Told = tuple[int, int, int]
+_TOLD = "other_ranks_know"  # of an error
 BETWEEN, BATCH, NO_BATCH, OVER = range(4)  # where in a run a rank is: in front of an update, with or without a batch
 
 
@@ -34,7 +36,7 @@ class Call(IntEnum):
     AVERAGES = 11
     FIT = 12
     STEP_OF_FIT = 13
-    FAILURE = 14  # of something else than an update, in a run
+    FAILURE = 14  # of something in front of an exchange
 
     @classmethod
     def named(cls, call: str) -> Call:
@@ -61,20 +63,27 @@ _WORDS = {
 }
 
 
-def disagreement(told: Sequence[Told], where: str, name: Callable[[int], str]) -> ExecutionError | None:
-    """The error for ranks that make different calls; None if all make the same.
+def disagreement(
+    told: Sequence[Told], where: str, name: Callable[[int], str], graphs: Sequence[float]
+) -> ExecutionError | None:
+    """The error for ranks that make different calls, or the same with different graphs; None if all make the same.
 
     Args:
         told: what each rank has told.
         where: this rank.
         name: the name of a tensor by its number.
+        graphs: the number of each rank's graph.
     """
     calls = [Call(one) for one, _, _ in told]
-    if {*calls} <= {Call.UPDATE, Call.EXECUTE}:
-        return _switched(told, where, name)
     failed = [rank for rank, one in enumerate(calls) if one == Call.FAILURE]
-    if failed and len(failed) < len(calls):
-        return ExecutionError(where, f"{listed(failed)} failed between two updates", fix="see the error of that rank")
+    if failed:
+        problem = f"{listed(failed)} failed between two updates; nothing has changed"
+        return ExecutionError(where, problem, fix="see the error of that rank") if len(failed) < len(calls) else None
+    updates = {*calls} <= {Call.UPDATE, Call.EXECUTE}
+    if len({*graphs}) > 1 and (updates or len({*calls}) == 1):
+        return _different_graphs(graphs, calls[0], where)
+    if updates:
+        return _switched(told, where, name)
     if len({*calls}) > 1:
         parts = [f"{listed([rank for rank, one in enumerate(calls) if one == call])} {_conjugated(call, calls)}"
                  for call in dict.fromkeys(calls)]  # fmt: skip
@@ -87,6 +96,14 @@ def disagreement(told: Sequence[Told], where: str, name: Callable[[int], str]) -
         problem = f"ranks call {calls[0].name.lower()} with different arguments; nothing has changed"
         return ExecutionError(where, problem, fix="pass the same, in the same order, on every rank")
     return None
+
+
+def _different_graphs(graphs: Sequence[float], call: Call, where: str) -> ExecutionError:
+    """The error for ranks that make one call, each with another graph."""
+    other = next(rank for rank, one in enumerate(graphs) if one != graphs[0])
+    done = "execute different graphs" if call <= Call.EXECUTE else f"call {call.name.lower()} of different graphs"
+    problem, fix = f"ranks 0 and {other} {done}; nothing has changed", "use graphs in the same order on every rank"
+    return ExecutionError(where, problem, fix=fix)
 
 
 def _out_of_step(places: Sequence[int], where: str) -> ExecutionError:
@@ -121,6 +138,13 @@ def _switched(told: Sequence[Told], where: str, name: Callable[[int], str]) -> E
     problem = found if len(parts) > 1 else f"{found}, and different parameters behind it"
     fix = "freeze and unfreeze the same parameters on every rank"
     return ExecutionError(where, f"since the last update, {problem}; nothing has changed", fix=fix)
+
+
+def note_told(error: Exception) -> bool:
+    """Notes that other ranks hear of an error; returns whether they have not before."""
+    is_new = not getattr(error, _TOLD, False)
+    setattr(error, _TOLD, True)
+    return is_new
 
 
 def listed(ranks: Sequence[int]) -> str:

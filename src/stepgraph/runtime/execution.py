@@ -22,7 +22,7 @@ import torch
 
 from stepgraph.compiler import fusion
 from stepgraph.device import Device
-from stepgraph.errors import DataError, UnknownNameError
+from stepgraph.errors import UnknownNameError
 from stepgraph.runtime.loss_slots import Loss, Total
 from stepgraph.runtime.profile import Profile
 from stepgraph.runtime.refusal import Check
@@ -100,6 +100,7 @@ class Execution:
 
     def __init__(self, device: Device, timed: bool, announced: bool = False, refusal: Check | None = None) -> None:
         self._timed, self._refusal, self._device = timed, refusal, device.torch
+        self._announced = announced
         if device.is_cuda:
             if timed or announced:  # the first marks when the work began, the last when it ended
                 self._events = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
@@ -152,7 +153,7 @@ class Execution:
         try:
             self._synchronize()
             self._require_accepted()
-        except (RuntimeError, DataError) as error:
+        except Exception as error:  # whatever it is, the handler is the one to be told
             self.error = error
         completion(None if self.error else self.result, self.error, self.time or 0.0)
 
@@ -191,6 +192,11 @@ class Execution:
         if self._refusal is not None:
             with _turns[self._device]:
                 self._refusal.require_none()
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether a completion handler is told of its result or error."""
+        return self._announced
 
     @property
     def done(self) -> bool:

@@ -24,7 +24,7 @@ from stepgraph.errors import line_of
 logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store
 RANKS_PER_SECOND = 400  # messages that the store gets at most
-_OWN = ("waited", "is_running", "compared")  # of a place: nothing for others
+_OWN = ("waited", "is_running", "is_updating", "compared", "settled")  # of a place: nothing for others
 PATIENCE = 4  # beats after which a rank without a new message does not answer
 
 
@@ -39,7 +39,9 @@ class Place:
         waiting: whether it waits for that one.
         waited: seconds it has waited for other ranks.
         is_running: whether a run goes on, in which ranks greet each other before each update.
+        is_updating: whether the run makes an update, in front of which ranks have greeted each other.
         compared: how often it has compared its program with those of others.
+        settled: the exchanges it had started when it last took a program that all have compared.
     """
 
     step: int = 0
@@ -48,7 +50,9 @@ class Place:
     waiting: bool = False
     waited: float = 0.0
     is_running: bool = False
+    is_updating: bool = False
     compared: int = 0
+    settled: int = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -58,6 +62,13 @@ class Place:
             yield
         finally:
             self.is_running = before
+
+    def is_silent_since(self, number: int) -> bool:
+        """Whether it has exchanged nothing since then, so that others wait to hear from it.
+
+        Having compiled again together, they are about to make the call for which they have.
+        """
+        return self.number in (number, self.settled)
 
     def start(self, what: str) -> int:
         """Counts an exchange; returns its number."""
@@ -117,6 +128,7 @@ class Heartbeat:
     has_left: bool = False
     _beat: int = 0
     _is_cut_off: bool = False
+    _heard: dict[int, Message] = field(default_factory=dict)  # what others said when an exchange had failed
     _stop: threading.Event = field(default_factory=threading.Event)
     _writing: threading.Lock = field(default_factory=threading.Lock)  # a store is used by one thread at a time
 
@@ -144,7 +156,7 @@ class Heartbeat:
     def missing(self, number: int) -> dict[int, str]:
         """The ranks that have not come to an exchange, with where they are; after it has failed on this one."""
         self.has_failed = True
-        found: dict[int, Message] = {}
+        found = self._heard = {}
         beats: dict[int, int] = {}
 
         def is_settled(now: Mapping[int, Message]) -> bool:
@@ -169,6 +181,10 @@ class Heartbeat:
             rank: f"it does not answer; when last heard, {one.text}" if rank in silent else one.text
             for rank, one in (absent or silent).items()
         }
+
+    def elsewhere(self, number: int, what: str) -> dict[int, str]:
+        """The ranks that have come as far and exchange something else, with what; where none is missing."""
+        return {rank: one.what for rank, one in self._heard.items() if one.number >= number and one.what != what}
 
     def _await(self, is_settled: Any) -> None:
         """Reads what others say until that settles it, for at most a few beats."""

@@ -92,6 +92,8 @@ class TrainingState:
         self.set_aside: dict[Tensor, torch.Tensor] = {}
         self._averaged: dict[Tensor, None] = {}  # those with averages, also those that are frozen now
         self._unaveraged: tuple[Tensor, ...] = ()  # whose averages follow them until the first update
+        # What that update has found: the step count, the updates so far, and these tensors.
+        self._first: tuple[tuple[int, int], int, tuple[Tensor, ...]] | None = None
         self.rounded: tuple[Tensor, ...] = ()  # those with copies in the compute type
         self._exposed: tuple[Tensor, ...] = ()  # those of them that others may write to unnoticed
         self.rounded_at: int | None = None  # the last note of a write when the copies were equal to their parameters
@@ -178,7 +180,7 @@ class TrainingState:
             shape = (1 + len(optimizer.groups), columns) if optimizer.groups else (columns,)
             self.arrays[NUMBERS] = torch.zeros(shape, dtype=number_type(device), device=device)
             self._counted = _UNKNOWN
-            self.optimizer, self._seen, self._updates = optimizer, (-1, -1), 0
+            self.optimizer, self._seen, self._updates, self._first = optimizer, (-1, -1), 0, None
             self._groups = optimizer.groups
         for tensor in slots:
             self._take_bound(tensor)
@@ -218,7 +220,7 @@ class TrainingState:
                 self.arrays[average(tensor)] = own.to(device, copy=True)
         self.arrays[SHARE] = torch.tensor([1 - decay], dtype=torch.float32, device=device)
         self._averaged = self._averaged | dict.fromkeys(new)
-        self._unaveraged = (*self._unaveraged, *new)
+        self._unaveraged, self._first = (*self._unaveraged, *new), None
         self.note_averages()
 
     def keep_rounded(
@@ -337,6 +339,8 @@ class TrainingState:
     def updated(self) -> None:
         """Mirrors the step count that the device has just advanced."""
         if self.optimizer is not None:
+            if self._unaveraged:
+                self._first = self._count, self._updates, self._unaveraged
             self._updates += 1
             self._unaveraged = ()
             self.note_averages()
@@ -351,6 +355,22 @@ class TrainingState:
         """Reads the step count from the device."""
         if self.optimizer is not None and self._updates:
             self.optimizer.__dict__["time_step"] = int(self._steps[0])
+
+    def refused(self) -> None:
+        """Continues from before updates that the device has refused, as if they had never been made.
+
+        If they include the first one, averages start from what parameters hold when it comes again.
+        """
+        self.read_steps()
+        if self._first is not None and self._first[0] == self._count:
+            _, self._updates, self._unaveraged = self._first
+            self._first = None
+            self.note_averages()
+
+    @property
+    def _count(self) -> tuple[int, int]:
+        """The step count, and how often somebody has assigned it."""
+        return (0, 0) if self.optimizer is None else (self.optimizer.time_step, self.optimizer.time_version)
 
     @property
     def _steps(self) -> torch.Tensor:
@@ -399,6 +419,7 @@ class TrainingState:
     @torch.inference_mode()
     def resume(self, progress: Progress) -> None:
         """Continues from `progress`, writing into the buffers in use."""
+        self._first = None
         if progress.stream is not None:
             self.arrays[STREAM].copy_(torch.tensor(progress.stream))
         if progress.scale is not None and SCALE in self.arrays:

@@ -2,11 +2,14 @@
 
 The host learns of it later: when a loss that is NaN is read, when somebody waits for the call, or in front of what the
 next update sends. No rank is ahead of another by more than that, so all of them raise an error, and none is waited for.
+Whether the next update raises it depends only on what its own thread has done: threads that wait for a call, such as
+those of completion handlers, learn of it sooner on one rank than on another.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import cached_property
 
@@ -89,10 +92,19 @@ class Verdict:
         read: waits for what every rank has told about itself, `[rank, number]`, on the host.
         explain: makes the error for that; None if the update has counted.
         report: called once if there is an error, before it is raised.
+        has_handler: whether a completion handler gets the error.
     """
 
-    def __init__(self, read: Callable[[], torch.Tensor], explain: Explain, report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], torch.Tensor],
+        explain: Explain,
+        report: Callable[[], None],
+        has_handler: bool = False,
+    ) -> None:
         self._read, self._explain, self._report = read, explain, report
+        self._has_handler = has_handler
+        self._threads: set[int] = set()  # in which the error has been raised
 
     @cached_property
     def told(self) -> torch.Tensor:
@@ -111,7 +123,23 @@ class Verdict:
     def require_none(self) -> None:
         """Raises if the update has been refused; waits until that is known."""
         if self._error is not None:
+            self._threads.add(threading.get_ident())
             raise self._error
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the update has been refused; waits until that is known."""
+        return self._error is not None
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether the error has been raised in this thread, or is left to a completion handler."""
+        return self._has_handler or threading.get_ident() in self._threads
+
+    def require_known(self) -> None:
+        """Raises if the update has been refused, unless this thread need not be told; waits until that is known."""
+        if self.is_refused and not self.is_raised:
+            self.require_none()
 
 
 def disagreement(
@@ -127,7 +155,7 @@ def disagreement(
     """
     where, headers, notes = f"rank {world.rank} of {world.size}", news.headers_of(told), news.notes_of(told)
     first = headers[0]
-    apart = calls.disagreement(news.calls_of(headers), where, name)
+    apart = calls.disagreement(news.calls_of(headers), where, name, [one.graph for one in headers])
     if apart is not None:
         return apart
     for rank, (header, noted) in enumerate(zip(headers, notes, strict=True)):
@@ -138,9 +166,6 @@ def disagreement(
         if math.isnan(header.failed):
             problem = f"rank {rank} failed in this step; nothing has changed"
             return ExecutionError(where, problem, fix=f"see the error of rank {rank}")
-        if header.graph != first.graph:
-            problem = f"ranks 0 and {rank} execute different graphs; nothing has changed"
-            return ExecutionError(where, problem, fix="execute graphs in the same order on every rank")
         if header.changed != first.changed:
             fix = "write the same numbers on every rank, or let every rank restore a checkpoint"
             return ExecutionError(where, _written([int(one.which) for one in headers], name), fix=fix)
@@ -148,7 +173,8 @@ def disagreement(
             problem = f"ranks 0 and {rank} have different batches, of {first.rows:.0f} and {header.rows:.0f} rows"
             if header.rows == first.rows:
                 problem += (
-                    ", or different learning rates or other numbers of the optimizer, random streams or loss scales"
+                    ", or different learning rates or other numbers of the optimizer, decays of averages, random "
+                    "streams or loss scales"
                 )
             fix = "pass the whole batch, with its rows in the same order, on every rank, which takes its own rows; "
             return ExecutionError(where, problem, fix=f"{fix}assign numbers of the optimizer on every rank")

@@ -9,9 +9,10 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from stepgraph.compiler.ranks import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
-from stepgraph.runtime.calls import Call, Told, disagreement
+from stepgraph.runtime.calls import Call, Told, disagreement, note_told
 from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
 from stepgraph.runtime.waits import Waits
@@ -35,6 +36,7 @@ JOINING = 300.0  # seconds for all ranks to start, which takes longer than an ex
 ALARM = 0.9  # of the timeout: then PyTorch's watchdog ends a process that waits for a GPU
 STORE_SECONDS = 5.0  # after which a store that has gone is given up
 ALWAYS_EXCHANGES = False  # whether a single rank that torchrun started runs collectives, too, for tests
+LATE = 5.0  # seconds after which a rank says by itself what the others have not come to hear
 _HOST = torch.device("cpu")
 Waiting = Callable[[], torch.Tensor]  # for what a collective brings; it has been started
 
@@ -137,10 +139,39 @@ class World:
         what = "whether to stop" if told[0] == Call.STEP_OF_FIT else Call(told[0]).exchanged
         found = self.gather_numbers([*told, number], what)
         calls = [(int(call), int(detail), int(switched)) for call, detail, switched, _ in found]
-        error = disagreement(calls, f"rank {self.rank} of {self.size}", str)
+        graphs = [one for _, _, one in calls]
+        error = disagreement(calls, f"rank {self.rank} of {self.size}", str, graphs)
         if error is not None:
+            note_told(error)
             raise error
         return [one[-1] for one in found]
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Around a run: if this rank fails, the others hear of it where they greet it, instead of waiting.
+
+        They have heard of what came with an exchange, and of what `Shards.tell_failure` has told.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.is_alone and note_told(error):
+                with self.telling(error):
+                    self.greet((Call.FAILURE, 0, 0))
+            raise
+
+    @contextmanager
+    def telling(self, error: Exception) -> Iterator[None]:
+        """Around telling the others of an error; says it here if they come late, since they may never come."""
+        text = "rank %d of %d waits to tell the other ranks of its error: %s"
+        late = threading.Timer(LATE, logger.error, (text, self.rank, self.size, error))
+        late.daemon = True
+        late.start()
+        try:
+            with suppress(ExecutionError):  # whoever hears of it raises an error
+                yield
+        finally:
+            late.cancel()
 
     def start(self, what: str, name: str, array: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, Waiting]:
         """Starts a collective of PyTorch by its name; returns its result, and what waits for it."""
@@ -170,7 +201,9 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise self._failed(what, number, time.perf_counter() - began, error) from error
+            failed = self._failed(what, number, time.perf_counter() - began, error)
+            note_told(failed)  # nobody can hear of it
+            raise failed from error
         finally:
             self.place.waiting = False
             if self.waits is None:
@@ -190,6 +223,11 @@ class World:
         missing = {} if self.heartbeat is None else self.heartbeat.missing(number)
         where, step = f"rank {self.rank} of {self.size}", self.place.step
         facts = {"waited": f"{seconds:.1f} s", "reported": reason(error)}
+        apart = {} if self.heartbeat is None or missing else self.heartbeat.elsewhere(number, what)
+        if apart:
+            others = ", ".join(f"rank {rank} exchanges {one}" for rank, one in apart.items())
+            problem = f"this rank exchanges {what} in step {step}, and meanwhile {others}"
+            return ExecutionError(where, problem, **facts, fix="make the same calls in the same order on every rank")
         if not missing:
             problem = f"the other ranks could not be reached to exchange {what} in step {step}"
             return ExecutionError(where, problem, **facts, fix="see what the other ranks report")
