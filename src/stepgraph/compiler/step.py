@@ -342,11 +342,13 @@ class Step:
         """The node's own parameters to compute gradients for.
 
         A frozen layer may share a tensor with a trainable one: it is one parameter, with the sum over all its uses.
+        A node for which single parameters are frozen adds nothing to the gradients that others compute for these.
         """
-        parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
+        learned = self.trainable_set | self.wanted
+        parameters = [t for t in dict.fromkeys(node.layer.parameters.values()) if t not in node.frozen & learned]
         if self.all_gradients:
             return tuple(t for t in parameters if t.data_type.is_floating)
-        return tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
+        return tuple(t for t in parameters if t in learned)
 
     def name(self, layer: Layer) -> str:
         """The name of a layer in tables and messages."""

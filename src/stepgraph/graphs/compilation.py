@@ -364,7 +364,7 @@ class Compilation:
     @property
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that this graph updates."""
-        candidates = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
+        candidates = [t for node in self.nodes for t in node.trained]
         updated = dict.fromkeys((*candidates, *self.declaration.parameters))
         elsewhere = self._owned_elsewhere
         return tuple(t for t in updated if t.is_updatable and t.data_type.is_floating and t not in elsewhere)
@@ -376,9 +376,10 @@ class Compilation:
 
     @property
     def _owned_elsewhere(self) -> set[Tensor]:
-        """Parameters that an earlier graph of a linked group updates."""
-        earlier = self.group[: self.index]
-        return {t for one in earlier for node in one.nodes for t in node.layer.parameters.values()}
+        """Parameters that another graph of a linked group updates: the first whose nodes train them."""
+        before, after = self.group[: self.index], self.group[self.index + 1 :]
+        mine = {t for node in self.nodes for t in node.layer.parameters.values()} - _trained_by([self])
+        return _trained_by(before) | (mine & _trained_by(after))
 
     def seeded(self) -> tuple[Tensor, ...]:
         """Results that take an outside gradient: a user gradient, one of a linked graph, or the last without a loss."""
@@ -527,3 +528,8 @@ def _held(nodes: Sequence[Node], given: Collection[Tensor], needs_data: bool) ->
             if tensor not in other:
                 found[tensor] = None
     return tuple(found)
+
+
+def _trained_by(graphs: Iterable[Compilation]) -> set[Tensor]:
+    """The parameters that nodes of these graphs train."""
+    return {tensor for one in graphs for node in one.nodes for tensor in node.trained}

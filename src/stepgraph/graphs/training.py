@@ -458,7 +458,7 @@ class TrainingGraph(CompiledGraph):
         not trainable, or if the step was not run as separate forward and gradient passes.
         """
         nodes = [node for node in self._compiled_nodes if node.layer is layer]
-        mine = bool(nodes) and not nodes[0].disable_update and parameter in layer.parameters.values()
+        mine = bool(nodes) and parameter in nodes[0].trained
         found = self.gradients.found.get(gradient(parameter)) if mine and parameter.is_updatable else None
         return None if found is None else found.cpu().numpy()
 

@@ -73,10 +73,10 @@ def from_torch(
         recorded = _recorded(model, found, outputs, cut, fixed)
         tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
         rows = BATCH if recorded.example.is_open else recorded.example.rows
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows)
+        frozen = _frozen(recorded, tensors, model)
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozen)
         inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
         wired = wiring.wire(recorded.plan, inputs)
-        _freeze(recorded, tensors, model)
         names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
         wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
         imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
@@ -213,13 +213,15 @@ def _is_floating(found: Capture, path: str) -> bool:
     return hasattr(value, "number") and found.known[value.number].dtype.is_floating_point
 
 
-def _freeze(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> None:
-    """Freezes parameters that no gradient reaches, because the model detaches what they compute."""
+def _frozen(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> frozenset[Tensor]:
+    """Parameters with `requires_grad=False`, and those no gradient reaches because the model detaches their results."""
     found = recorded.training
     reached = set().union(*(found.reached[path] for path in recorded.wanted))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if found.state[name] not in reached and id(parameter) in tensors:
-            tensors[id(parameter)].is_updatable = False
+    return frozenset(
+        tensors[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in tensors and not (parameter.requires_grad and found.state[name] in reached)
+    )
 
 
 def _used(inputs: dict[str, Tensor], wired: Wired) -> dict[str, Tensor]:

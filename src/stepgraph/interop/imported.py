@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,24 @@ class Imported:
     def layers(self) -> dict[str, Layer]:
         """The layers of modules by path; functions between modules have none."""
         return {row.path: row.layer for row in self.rows if row.how in (NATIVE, WRAPPED)}
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that this graph does not train, whatever other graphs do.
+
+        They had `requires_grad=False` when the model was imported, or no gradient reaches them.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> model.bias.requires_grad_(False)
+            Parameter containing:
+            ...
+            >>> from_torch(model, torch.zeros(1, 3)).frozen
+            ('bias',)
+        """
+        nodes = self.graph.nodes
+        left = {t for node in nodes for t in node.layer.parameters.values()} - {t for n in nodes for t in n.trained}
+        return tuple(name for name, tensor in self.tensors.items() if tensor in left)
 
     def training(self, loss: Layer, optimizer: Optimizer, labels: Mapping[str, Tensor] | Tensor) -> TrainingGraph:
         """A training graph with the model's inputs and outputs by name.
@@ -126,12 +144,11 @@ class Imported:
         table = draw.Listing(title=f"{type(self.model).__name__}, imported", title_justify="left", show_edge=False)
         for title in ("path", "class or functions", "how", "parameters", "why"):
             table.add_column(title, justify="right" if title == "parameters" else "left")
-        seen = set[Tensor]()
+        seen, frozen = set[Tensor](), {self.tensors[name] for name in self.frozen}
         for row in self.rows:
             new = set(row.layer.parameters.values()) - seen
             seen |= new
-            count = sum(tensor.descriptor.element_count for tensor in new)
-            table.add_row(row.path, row.kind, row.how, f"{count:,}" if count else "", row.why)
+            table.add_row(row.path, row.kind, row.how, _counts(new, frozen), row.why)
         return table
 
     def __str__(self) -> str:
@@ -140,3 +157,11 @@ class Imported:
     def __repr__(self) -> str:
         counts = {how: sum(row.how == how for row in self.rows) for how in (NATIVE, WRAPPED, "glue")}
         return f"<{type(self.model).__name__} imported: " + ", ".join(f"{n} {how}" for how, n in counts.items()) + ">"
+
+
+def _counts(tensors: Set[Tensor], frozen: Set[Tensor]) -> str:
+    """The number of elements of some parameters, and how many of them are frozen."""
+    count, still = (sum(t.descriptor.element_count for t in some) for some in (tensors, tensors & frozen))
+    if not count:
+        return ""
+    return f"{count:,}{' frozen' if still == count else f' ({still:,} frozen)' if still else ''}"

@@ -285,6 +285,11 @@ class Layer:
         """The tensors that are only read."""
         return self._tensors("constant")
 
+    @property
+    def frozen_tensors(self) -> frozenset[Tensor]:
+        """The parameters that nodes of this layer do not train."""
+        return frozenset()
+
     def with_tensors(self, others: Mapping[Tensor, Tensor]) -> Self:
         """A layer of the same settings, with some of its tensors replaced; it belongs to no graph yet."""
 
