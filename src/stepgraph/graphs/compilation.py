@@ -324,7 +324,8 @@ class Compilation:
     def compared(self) -> tuple[Tensor, ...]:
         """The predictions: the results that losses compare with labels."""
         made = {t for node in self.nodes for t in node.results}
-        return tuple(dict.fromkeys(t for node in self.losses for t in node.sources if t in made))
+        losses = [node for node in self.losses if node.layer.takes_labels]
+        return tuple(dict.fromkeys(t for node in losses for t in node.sources if t in made))
 
     @property
     def unasked(self) -> list[Tensor]:

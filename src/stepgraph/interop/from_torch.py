@@ -73,13 +73,15 @@ def from_torch(
         recorded = _recorded(model, found, outputs, cut, fixed)
         tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
         rows = BATCH if recorded.example.is_open else recorded.example.rows
-        frozen = _frozen(recorded, tensors, model)
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozen)
+        reached = _reached(recorded, tensors, model)
+        frozen = {tensors[id(one)] for one in model.parameters() if id(one) in tensors}.difference(*reached.values())
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozenset(frozen))
         inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
         wired = wiring.wire(recorded.plan, inputs)
         names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
         wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
-        imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
+        used = _used(inputs, wired)
+        imported = Imported(wired.graph, used, wired.outputs, names, tuple(wired.rows), model, reached)
         if check:
             compare(model, recorded.example, imported)
             assigned = {True: recorded.training.assigned, False: recorded.inference.assigned}
@@ -213,15 +215,15 @@ def _is_floating(found: Capture, path: str) -> bool:
     return hasattr(value, "number") and found.known[value.number].dtype.is_floating_point
 
 
-def _frozen(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> frozenset[Tensor]:
-    """Parameters with `requires_grad=False`, and those no gradient reaches because the model detaches their results."""
+def _reached(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> dict[str, frozenset[Tensor]]:
+    """By output, the parameters that a gradient reaches: not those with `requires_grad=False`, or behind a `detach`."""
     found = recorded.training
-    reached = set().union(*(found.reached[path] for path in recorded.wanted))
-    return frozenset(
-        tensors[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if id(parameter) in tensors and not (parameter.requires_grad and found.state[name] in reached)
-    )
+    own = [(name, one) for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tensors]
+    trained = {found.state[name]: tensors[id(one)] for name, one in own if one.requires_grad}
+    return {
+        path: frozenset(trained[number] for number in found.reached[path] if number in trained)
+        for path in recorded.wanted
+    }
 
 
 def _used(inputs: dict[str, Tensor], wired: Wired) -> dict[str, Tensor]:

@@ -11,15 +11,20 @@ from rich.console import RenderableType
 from torch import nn
 
 from stepgraph import draw
-from stepgraph.errors import DataTypeError, ShapeError, UnknownNameError
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.interop.capture import state_of
 from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
+from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
 from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ReductionType
+
+WHERE = "Imported.training"
+LOSS = "loss"  # what models of transformers call theirs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,7 @@ class Imported:
         tensors: the tensor of every parameter and buffer, by all the names that the model has for it.
         rows: one per node: layer, path, class, how it was imported and why.
         model: the model.
+        reached: by output, the parameters that it trains.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -49,6 +55,7 @@ class Imported:
     tensors: dict[str, Tensor] = field(repr=False)
     rows: tuple[Row, ...] = field(repr=False)
     model: nn.Module = field(repr=False)
+    reached: dict[str, frozenset[Tensor]] = field(repr=False)
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -73,24 +80,78 @@ class Imported:
         left = {t for node in nodes for t in node.layer.parameters.values()} - {t for n in nodes for t in n.trained}
         return tuple(name for name, tensor in self.tensors.items() if tensor in left)
 
-    def training(self, loss: Layer, optimizer: Optimizer, labels: Mapping[str, Tensor] | Tensor) -> TrainingGraph:
+    def training(
+        self,
+        loss: Layer | str | None,
+        optimizer: Optimizer,
+        labels: Mapping[str, Tensor] | Tensor | None = None,
+        *,
+        reduction_type: ReductionType = ReductionType.MEAN,
+    ) -> TrainingGraph:
         """A training graph with the model's inputs and outputs by name.
 
         A training step drops outputs of more than 16 million numbers, such as the scores of a language model, unless
         metrics read them; `add_outputs(imported.outputs)` keeps them.
 
         Args:
-            loss: compares the first output with the labels.
+            loss: compares the first output with the labels. For a model that computes its own loss, the path of that
+                output, or None: the output `loss`, or the only one.
             optimizer: updates the parameters.
-            labels: what the loss compares with, by name; one tensor is named `labels`.
+            labels: what the loss compares with, by name; one tensor is named `labels`. A model that computes its own
+                loss has them among its inputs.
+            reduction_type: whether the model's own loss is the mean or the sum over the rows of a batch; see
+                `ComputedLossLayer`.
+
+        Example:
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, x, labels):
+            ...         return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
+            >>> imported = from_torch(Model(3, 2), {"x": torch.zeros(4, 3), "labels": torch.zeros(4, 2)})
+            >>> training = imported.training(None, SGDOptimizer(0.1))
+            >>> list(training.inputs)
+            ['x', 'labels']
         """
+        if isinstance(loss, str) or loss is None:
+            return self._computing(self._path(loss), optimizer, labels, reduction_type)
         if not isinstance(labels, Tensor | Mapping):
             fix = "pass a Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
-            raise DataTypeError("Imported.training", f"labels is {type(labels).__name__}", fix=fix)
+            raise DataTypeError(WHERE, f"labels is {type(labels).__name__}", fix=fix)
         named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
         graph = TrainingGraph([self.graph], loss, optimizer)
         graph.add_inputs(self.inputs, named)
         graph.add_outputs(self.outputs, kept=False)
+        return graph
+
+    def _path(self, path: str | None) -> str:
+        """The output that is the model's own loss."""
+        if path is None and len(self.outputs) == 1:
+            return next(iter(self.outputs))
+        if (path or LOSS) in self.outputs:
+            return path or LOSS
+        known = ", ".join(self.outputs)
+        problem = f"the model has no output '{path}'" if path else f"none of the model's outputs is called '{LOSS}'"
+        raise UnknownNameError(
+            WHERE, problem, outputs=known, fix="pass the path of the loss, or a loss layer and labels"
+        )
+
+    def _computing(self, path: str, optimizer: Optimizer, labels: Any, how: ReductionType) -> TrainingGraph:
+        """A training graph that minimizes an output."""
+        if labels is not None:
+            problem = f"labels were passed, but the model computes its loss '{path}' from its inputs"
+            raise ArgumentError(WHERE, problem, inputs=", ".join(self.inputs), fix="leave labels out")
+        loss, output = ComputedLossLayer(how), self.outputs[path]
+        if output.descriptor.is_open or output.descriptor.element_count != 1:
+            problem = f"the output '{path}' has shape {list(output.shape)}, but a loss is one number"
+            raise ShapeError(WHERE, problem, fix="pass a loss layer and labels, or return a mean over the batch")
+        if not self.reached[path]:
+            problem = f"the output '{path}' depends on no parameter that is trained"
+            raise StateError(
+                WHERE, problem, frozen=f"{len(self.frozen)} parameters", fix="check requires_grad and detach"
+            )
+        graph = TrainingGraph([self.graph], None, optimizer)
+        graph.node(loss, output)
+        graph.add_inputs(self.inputs)
+        graph.add_outputs({name: one for name, one in self.outputs.items() if name != path}, kept=False)
         return graph
 
     def state_dict(self) -> dict[str, torch.Tensor]:
