@@ -19,11 +19,12 @@ from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
 from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.optimizers.conversion import converted, require_known
 from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import ReductionType
 
-WHERE = "Imported.training"
+WHERE, CONVERTING = "Imported.training", "Imported.optimizer"
 LOSS = "loss"  # what models of transformers call theirs
 
 
@@ -153,6 +154,51 @@ class Imported:
         graph.add_inputs(self.inputs)
         graph.add_outputs({name: one for name, one in self.outputs.items() if name != path}, kept=False)
         return graph
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Optimizer:
+        """The same optimizer as one of `torch.optim` over the model's parameters: SGD, Adam, AdamW or RMSprop.
+
+        Its groups become groups, with their own learning rates as multiples of the first one's. Parameters of the model
+        that it does not have are frozen. It must not have made a step: moments are not carried over.
+
+        Args:
+            optimizer: PyTorch's.
+            clip_norm: what the loop passes to `clip_grad_norm_` before each step.
+            clip_value: what it passes to `clip_grad_value_`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> theirs = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], lr=0.1)
+            >>> ours = from_torch(model, torch.zeros(1, 3)).optimizer(theirs, clip_norm=1.0)
+            >>> ours.learning_rate, ours.groups[0].learning_rate_factor, ours.clip_norm
+            (0.1, 2.0, 1.0)
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind, fix = type(optimizer).__name__, "pass one of torch.optim; one of stepgraph's needs no conversion"
+            raise DataTypeError(CONVERTING, f"{kind} is not an optimizer of PyTorch", fix=fix)
+        require_known(optimizer)
+        if any(value is not None for one in optimizer.state.values() for value in one.values()):
+            problem = "the optimizer has made steps, and its moments cannot be carried over"
+            raise StateError(CONVERTING, problem, fix="create a new one over the same parameters")
+        members = [[self._tensor_of(one) for one in group["params"]] for group in optimizer.param_groups]
+        known = {tensor for node in self.graph.nodes for tensor in node.layer.parameters.values()}
+        used = [[tensor for tensor in own if tensor in known] for own in members]
+        others = [t for t in dict.fromkeys(self.tensors.values()) if t in known.difference(*members)]
+        return converted(optimizer, used, others, {"clip_norm": clip_norm, "clip_value": clip_value})
+
+    def _tensor_of(self, parameter: torch.Tensor) -> Tensor:
+        """The tensor of one of the model's parameters."""
+        for name, one in self.model.named_parameters(remove_duplicate=False):
+            if one is parameter and name in self.tensors:
+                return self.tensors[name]
+        problem = f"a parameter of shape {list(parameter.shape)} is not one of the model's"
+        raise ArgumentError(CONVERTING, problem, fix="create the optimizer from the parameters of the imported model")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The current values under all names of the model's own `state_dict`, in its order; not copied.
