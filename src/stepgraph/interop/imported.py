@@ -112,11 +112,18 @@ class Imported:
             >>> list(training.inputs)
             ['x', 'labels']
         """
+        if isinstance(optimizer, torch.optim.Optimizer):
+            fix = "pass imported.optimizer(optimizer)"
+            raise DataTypeError(WHERE, f"the optimizer is PyTorch's {type(optimizer).__name__}", fix=fix)
         if isinstance(loss, str) or loss is None:
             return self._computing(self._path(loss), optimizer, labels, reduction_type)
+        if not isinstance(loss, Layer):
+            fix = "pass a LossLayer; or compute the loss in the model, and pass None"
+            raise DataTypeError(WHERE, f"the loss is {getattr(loss, '__name__', type(loss).__name__)}", fix=fix)
         if not isinstance(labels, Tensor | Mapping):
-            fix = "pass a Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
-            raise DataTypeError(WHERE, f"labels is {type(labels).__name__}", fix=fix)
+            fix = "pass sg.Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
+            kind = f"{type(labels).__module__}.{type(labels).__name__}".removeprefix("builtins.")
+            raise DataTypeError(WHERE, f"labels is {kind}", fix=fix)
         named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
         graph = TrainingGraph([self.graph], loss, optimizer)
         graph.add_inputs(self.inputs, named)
@@ -143,7 +150,8 @@ class Imported:
         loss, output = ComputedLossLayer(how), self.outputs[path]
         if output.descriptor.is_open or output.descriptor.element_count != 1:
             problem = f"the output '{path}' has shape {list(output.shape)}, but a loss is one number"
-            raise ShapeError(WHERE, problem, fix="pass a loss layer and labels, or return a mean over the batch")
+            fix = "pass a loss layer and labels; a model that computes its loss from labels needs them in the example"
+            raise ShapeError(WHERE, problem, fix=fix)
         if not self.reached[path]:
             problem = f"the output '{path}' depends on no parameter that is trained"
             raise StateError(

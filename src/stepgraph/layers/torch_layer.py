@@ -130,7 +130,7 @@ class TorchLayer(Layer):
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
         """Fake arrays: a module cannot tell them from others, as it can those on the meta device."""
-        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        with torch_private.nothing_logged(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
 
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
