@@ -283,3 +283,18 @@ def test_in_one_step_a_frozen_use_adds_nothing_to_the_gradient(all_gradients: bo
     for one, other in ((make, other_make), (judge, other_judge)):
         for name, value in other.named_parameters():
             torch.testing.assert_close(one.state_dict()[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_graph_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 1).requires_grad_(False)
+    trained(sg.from_torch(model, torch.zeros(ROWS, 3)))
+    assert "every parameter of the graph is frozen" in caplog.text
+    caplog.clear()
+    trained(sg.from_torch(model.requires_grad_(True), torch.zeros(ROWS, 3)))
+    image, graph = sg.Tensor((ROWS, 3), data=torch.zeros(ROWS, 3), label="image"), sg.Graph()
+    graph.node(sg.TorchLayer(model, frozen=["weight", "bias"]), image)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"image": image}, {"y": sg.Tensor((ROWS, 1))})
+    training.set_training_tensor_parameters([sg.TensorParameter(image)])
+    training.compile("cpu")
+    assert not caplog.records

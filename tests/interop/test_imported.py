@@ -480,7 +480,7 @@ def test_an_example_of_one_row_leaves_the_batch_free(name: str) -> None:
 
 
 def test_labels_are_tensors() -> None:
-    with pytest.raises(sg.DataTypeError, match="labels is numpy.ndarray"):
+    with pytest.raises(sg.DataTypeError, match=r"labels is numpy\.ndarray"):
         sg.from_torch(net(), data()[0]).training(
             sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), np.zeros((2, 3), np.float32)
         )

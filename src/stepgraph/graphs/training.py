@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,7 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 # Every step reads these; looking up a member of an enumeration takes longer.
 _NONE, _STEP = ExecutionOptions.NONE, PartName.STEP
+logger = logging.getLogger("stepgraph")
 _NOTHING: Arrays = {}
 
 
@@ -806,6 +808,8 @@ class TrainingGraph(CompiledGraph):
     ) -> Callable[[], None]:
         """Creates a session and returns a function that installs it and continues from previously restored state."""
         parallel, world = compilation.settings.parallel, ALONE
+        if not same_call:
+            _warn_of_nothing_to_train(compilation)
         if parallel is not None:
             require_divisible(compilation)
             world = compilation.world
@@ -856,3 +860,13 @@ def _checked(optimizer: Optimizer) -> Optimizer:
             "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
         )
     return optimizer
+
+
+def _warn_of_nothing_to_train(compiled: Compilation) -> None:
+    """Warns of an optimizer without anything to update, which would train without an effect; links may add to it."""
+    declared, alone = compiled.declaration, len(compiled.group) == 1
+    has_parameters = any(node.layer.parameters for node in compiled.nodes)
+    if declared.optimizer is None or not compiled.losses or not has_parameters or compiled.trainable:
+        return
+    if alone and GraphCompilationOptions.LINK_GRAPHS not in compiled.settings.options:
+        logger.warning("every parameter of the graph is frozen, so that training changes nothing")
