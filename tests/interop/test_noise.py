@@ -139,3 +139,21 @@ def test_shards_draw_apart() -> None:
     np.testing.assert_array_equal(*found)
     first, second = np.split(np.asarray(found[0]), 2)
     assert not np.array_equal(first, second)
+
+
+class Reconstruction(nn.Module):
+    """An autoencoder of images, whose loss accepts pixels from 0 to 1 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy(torch.sigmoid(self.dense(x)), x)
+
+
+def test_a_model_that_takes_only_probabilities_is_compared_on_such_numbers() -> None:
+    imported = sg.from_torch(Reconstruction(), torch.zeros(8, 4))
+    training = imported.training(None, sg.SGDOptimizer(0.1))
+    training.compile("cpu")
+    assert float(training.execute({"x": torch.rand(8, 4)}).loss) > 0  # type: ignore[arg-type]

@@ -100,24 +100,29 @@ def _seen(
 def _on_few_rows(
     model: nn.Module, example: Example, run: Callable[[Mapping[str, torch.Tensor]], Any]
 ) -> tuple[int, dict[str, torch.Tensor], Any]:
-    """What a function of the inputs returns: for few rows, or for all where indices in the example need them."""
+    """What a function of the inputs returns: for few rows, or for all where indices in the example need them.
+
+    Models may refuse numbers below 0 or above 1, as a cross entropy with images as targets does. They get such numbers
+    next and, if they refuse these, too, the example's own.
+    """
     few = min(example.rows, FEW_ROWS) if example.is_open else example.rows
-    for rows in dict.fromkeys((few, example.rows)):
-        values = {name: _values(example, name, rows) for name in example.descriptors}
-        try:
-            return rows, values, run(values)
-        except Exception as error:
-            failure = error
-    problem = f"the model cannot run on random numbers: {type(failure).__name__}: {reason(failure)[:300]}"
-    fix = "pass an example with valid integers, or check=False"
-    raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from failure
+    for draw in (torch.randn, torch.rand, None):
+        for rows in dict.fromkeys((few, example.rows)):
+            values = {name: _values(example, name, rows, draw) for name in example.descriptors}
+            try:
+                return rows, values, run(values)
+            except Exception as error:
+                failure = error
+    problem = f"the model runs neither on random numbers nor on the example: {type(failure).__name__}: "
+    fix = "pass an example with valid numbers, or check=False"
+    raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem + reason(failure)[:300], fix=fix) from failure
 
 
-def _values(example: Example, name: str, rows: int) -> torch.Tensor:
-    """Random numbers; integers and booleans are the example's own, which are in range."""
+def _values(example: Example, name: str, rows: int, draw: Callable[..., torch.Tensor] | None) -> torch.Tensor:
+    """Random numbers, or the example's own; integers and booleans always are, because those are in range."""
     shape, kind = example.shape(name, rows), example.descriptors[name].data_type.torch
-    if kind.is_floating_point:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
+    if kind.is_floating_point and draw is not None:
+        return draw(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     given = example.arrays[name]
     if given is None:
         return torch.zeros(shape, dtype=kind)

@@ -190,7 +190,7 @@ class Imported:
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind, fix = type(optimizer).__name__, "pass one of torch.optim; one of stepgraph's needs no conversion"
             raise DataTypeError(CONVERTING, f"{kind} is not an optimizer of PyTorch", fix=fix)
-        require_known(optimizer)
+        require_known(optimizer, CONVERTING)
         if any(value is not None for one in optimizer.state.values() for value in one.values()):
             problem = "the optimizer has made steps, and its moments cannot be carried over"
             raise StateError(CONVERTING, problem, fix="create a new one over the same parameters")

@@ -110,11 +110,11 @@ def converted(
     return made
 
 
-def require_known(optimizer: Any) -> None:
+def require_known(optimizer: Any, where: str = WHERE) -> None:
     """Rejects what has no equal, such as a class that changes the rule of one that has."""
     if type(optimizer) not in NUMBERS:
         known = ", ".join(kind.__name__ for kind in NUMBERS)
-        raise DataTypeError(WHERE, f"{type(optimizer).__name__} is not one that it knows", fix=f"pass one of {known}")
+        raise DataTypeError(where, f"{type(optimizer).__name__} is not one that it knows", fix=f"pass one of {known}")
 
 
 def _made(kind: type, base: Given, settings: dict[str, Any]) -> Optimizer:
