@@ -378,9 +378,11 @@ class Compilation:
     @property
     def _owned_elsewhere(self) -> set[Tensor]:
         """Parameters that another graph of a linked group updates: the first whose nodes train them."""
-        before, after = self.group[: self.index], self.group[self.index + 1 :]
-        mine = {t for node in self.nodes for t in node.layer.parameters.values()} - _trained_by([self])
-        return _trained_by(before) | (mine & _trained_by(after))
+        before, after = _trained_by(self.group[: self.index]), _trained_by(self.group[self.index + 1 :])
+        if not after:
+            return before
+        left = {t for node in self.nodes for t in node.layer.parameters.values()} - _trained_by([self])
+        return before | (left & after)
 
     def seeded(self) -> tuple[Tensor, ...]:
         """Results that take an outside gradient: a user gradient, one of a linked graph, or the last without a loss."""
