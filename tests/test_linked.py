@@ -14,10 +14,16 @@ NUMBERS = np.random.default_rng(7).standard_normal((2, 4, 3)).astype(np.float32)
 class Linked:
     """Two layers in the first of two linked graphs, whose results the second one may read; weights decay."""
 
-    def __init__(self, wire: Callable[[sg.Graph, list[sg.Tensor], list[sg.FullyConnectedLayer]], sg.Tensor]) -> None:
+    def __init__(
+        self,
+        wire: Callable[[sg.Graph, list[sg.Tensor], list[sg.FullyConnectedLayer]], sg.Tensor],
+        freezes: tuple[bool, bool] = (False, False),
+    ) -> None:
         self.x, self.y, first, second = sg.Tensor((4, 3)), sg.Tensor((4, 3)), sg.Graph(), sg.Graph()
         self.layers = [sg.FullyConnectedLayer.create(3, 3) for _ in range(2)]
-        self.middle = [first.node(layer, self.x) for layer in self.layers]
+        self.middle = [
+            first.node(one, self.x, disable_update=frozen) for one, frozen in zip(self.layers, freezes, strict=True)
+        ]
         wire(second, self.middle, self.layers)
         decay = {"regularization_type": sg.RegularizationType.L2, "regularization_scale": 0.5}
         decaying = sg.SGDOptimizer(sg.OptimizerDescriptor(learning_rate=0.1, **decay))
@@ -62,6 +68,22 @@ def shared(graph: sg.Graph, middle: list[sg.Tensor], layers: list[sg.FullyConnec
 @pytest.mark.parametrize(("wire", "expected"), [(both, [1, 1]), (second_unused, [1, 0]), (shared, [1, 1])])
 def test_only_what_a_loss_depends_on_learns(wire: Callable[..., sg.Tensor], expected: list[bool]) -> None:
     assert Linked(wire).moved() == expected
+
+
+def twice(graph: sg.Graph, middle: list[sg.Tensor], layers: list[sg.FullyConnectedLayer]) -> sg.Tensor:
+    """Both graphs use the second layer, on the way to the loss."""
+    return graph.node(layers[1], graph.node(sg.ArithmeticLayer.add(), *middle))
+
+
+def test_the_second_graph_trains_what_the_first_one_freezes() -> None:
+    """As in one graph, where a layer that is frozen shares a tensor with one that is not: the sum over all uses."""
+    found = []
+    for freezes in ((False, False), (False, True)):
+        sg.set_seed(0)
+        linked = Linked(twice, freezes)
+        assert linked.moved() == [True, True]
+        found.append([layer.weights.data.copy() for layer in linked.layers])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
 
 
 def test_gradients_that_stop_in_one_graph_stop_for_the_other() -> None:

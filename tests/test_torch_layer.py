@@ -189,7 +189,8 @@ def test_roles_of_arrays() -> None:
     }  # fmt: skip
     assert set(layer.constants) == {"0.scale"}
     frozen = sg.TorchLayer(torch_modules.LowRank())
-    assert [name for name, one in frozen.parameters.items() if not one.is_updatable] == ["base.weight", "base.bias"]
+    assert frozen.frozen == ("base.weight", "base.bias")
+    assert [name for name, one in frozen.parameters.items() if one in frozen.frozen_tensors] == [*frozen.frozen]
 
 
 class Impure(nn.Module):

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 from stepgraph.layers.arithmetic import ArithmeticLayer, ArithmeticOperation
@@ -125,7 +126,7 @@ def _method(row: Row, imports: dict[str, set[str]]) -> str:
     imports.setdefault(row.layer.__module__, set()).add(kind)
     extra, sources = SOURCES.get(kind, ("", "x"))
     given, loss = ["x: Tensor"], ""
-    if row.layer.is_loss:
+    if row.layer.is_loss and row.layer.takes_labels:
         given, sources, loss = ["x: Tensor", "labels: Tensor"], "x", ", loss_labels=labels"
     elif row.layer.source_counts[1] == 2:
         given, sources = ["x: Operand", "y: Operand"], "x, y"
@@ -191,8 +192,13 @@ def _constructor(layer: type[Layer]) -> ast.arguments:
     for one in shown:
         text += ", *" if one.kind is one.KEYWORD_ONLY and not keyword else ""
         keyword |= one.kind is one.KEYWORD_ONLY
-        text += f", {one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {one.default!r}")
+        text += f", {one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {_code(one.default)}")
     return ast.parse(f"def f({text.removeprefix(', ')}): ...").body[0].args  # type: ignore[attr-defined]
+
+
+def _code(value: Any) -> str:
+    """A default as it is written in code."""
+    return f"{type(value).__name__}.{value.name}" if isinstance(value, Enum) else repr(value)
 
 
 def _keywords(text: str) -> tuple[list[ast.arg], list[ast.expr | None]]:

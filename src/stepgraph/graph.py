@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,10 +166,16 @@ class Graph(LayerFunctions):
         return made.results[0]
 
     def known_node(
-        self, layer: Layer, sources: Sequence[Tensor], results: Sequence[TensorDescriptor], *, disable_update: bool
+        self,
+        layer: Layer,
+        sources: Sequence[Tensor],
+        results: Sequence[TensorDescriptor],
+        *,
+        disable_update: bool,
+        frozen: frozenset[Tensor],
     ) -> tuple[Tensor, ...]:
         """Adds a node whose results are known, so that the layer need not run for their shapes. Returns its results."""
-        made = new_node(layer, sources, (), results, disable_update, user_line())
+        made = replace(new_node(layer, sources, (), results, disable_update, user_line()), frozen=frozen)
         join(layer, self, self.layer_count + 1)
         self.append(made)
         return made.results
@@ -424,7 +431,8 @@ def new_node(
     results = tuple(Tensor(descriptor) for descriptor in found)
     for result in results:
         result.hold(None, NOT_KEPT)
-    return Node(layer, tuple(sources), results, tuple(labels), disable_update, line, layer.is_loss)
+    frozen = layer.frozen_tensors
+    return Node(layer, tuple(sources), results, tuple(labels), disable_update, line, layer.is_loss, frozen)
 
 
 def _sequence(where: str, given: Any) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ from stepgraph.layers.layer_normalization import (
     RMSNormalizationLayer as RMSNormalizationLayer,
 )
 from stepgraph.layers.linear import FullyConnectedLayer as FullyConnectedLayer
+from stepgraph.layers.computed_loss import ComputedLossLayer as ComputedLossLayer
 from stepgraph.layers.loss import LossDescriptor as LossDescriptor, LossLayer as LossLayer, LossType as LossType
 from stepgraph.layers.normalization import (
     BatchNormalizationLayer as BatchNormalizationLayer,

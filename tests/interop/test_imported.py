@@ -480,7 +480,7 @@ def test_an_example_of_one_row_leaves_the_batch_free(name: str) -> None:
 
 
 def test_labels_are_tensors() -> None:
-    with pytest.raises(sg.DataTypeError, match="labels is ndarray"):
+    with pytest.raises(sg.DataTypeError, match=r"labels is numpy\.ndarray"):
         sg.from_torch(net(), data()[0]).training(
             sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), np.zeros((2, 3), np.float32)
         )
@@ -505,3 +505,40 @@ def test_gpt2_small_is_imported_quickly() -> None:
     began = time.process_time()
     sg.from_torch(model, tokens(), outputs=["logits"])
     assert time.process_time() - began < 4  # 2 s on an idle machine
+
+
+# ------------------------------------------------------------------------ what a first attempt gets wrong
+
+
+def test_a_wrong_example_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(sg.ArgumentError, match="does not run on the example") as raised:
+        sg.from_torch(nn.Linear(4, 2), torch.zeros(3, 5))
+    assert "None" not in str(raised.value) and not caplog.records
+    with pytest.raises(sg.ArgumentError, match="unexpected keyword argument 'x'") as raised:
+        sg.from_torch(nn.Linear(4, 2), {"x": torch.zeros(3, 4)})
+    assert "takes   forward(input: Tensor)" in str(raised.value)
+    with pytest.raises(sg.ShapeError, match="does not accept these sources"):
+        sg.Graph().node(sg.TorchLayer(nn.Linear(4, 2)), sg.Tensor((3, 5)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "fix"),
+    [
+        ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1)}, "PyTorch's SGD", "imported.optimizer"),
+        ({"loss": lambda m: nn.MSELoss()}, "the loss is MSELoss", "LossLayer"),
+        ({"loss": lambda m: nn.functional.mse_loss}, "the loss is mse_loss", "LossLayer"),
+        ({"labels": lambda m: torch.zeros(3, 2)}, "labels is torch.Tensor", "sg.Tensor"),
+    ],
+)
+def test_what_belongs_to_pytorch_is_named(change: dict[str, Any], problem: str, fix: str) -> None:
+    model = nn.Linear(4, 2)
+    given = {
+        "loss": sg.LossLayer.mean_squared_error(),
+        "optimizer": sg.SGDOptimizer(0.1),
+        "labels": sg.Tensor((sg.BATCH, 2)),
+        **{name: make(model) for name, make in change.items()},
+    }
+    with pytest.raises(sg.DataTypeError, match=problem) as raised:
+        sg.from_torch(model, torch.zeros(3, 4)).training(**given)
+    assert raised.value.fix is not None and fix in raised.value.fix

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.errors import DataTypeError, ShapeError
+from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.loss import LossLayer
 from stepgraph.types import ReductionType
 from tests.layers.case import Bad, Case, Source, normal, uniform
@@ -402,4 +403,16 @@ def cosine_cases() -> list[Case]:
     ]
 
 
-CASES = [*softmax_cases(), *categorical_cases(), *elementwise_cases(), *cosine_cases()]
+def computed_cases() -> list[Case]:
+    bad = (
+        Bad(((2,),), ShapeError, "the loss has shape [2], but must be one number"),
+        Bad((np.zeros(1, np.int64),), DataTypeError, "the source is int64"),
+        Bad(((1,), (1,)), ShapeError, "2 sources were passed, but 1 are needed"),
+    )
+    return [
+        Case("computed loss", ComputedLossLayer, (normal(1),), lambda x: x, lambda x: x, bad=bad),
+        Case("computed loss, SUM", lambda: ComputedLossLayer(SUM), (normal(1, 1),), lambda x: x.reshape(1)),
+    ]
+
+
+CASES = [*softmax_cases(), *categorical_cases(), *elementwise_cases(), *cosine_cases(), *computed_cases()]

@@ -100,12 +100,14 @@ class Describer:
 
     def _node(self, node: Node) -> dict[str, Any]:
         tensor = self.encoder.tensor
+        frozen = sorted(node.frozen, key=lambda one: one.tensor_id)
         return {
             "layer": self.encoder.layer(node.layer),
             "sources": [tensor(one) for one in node.sources],
             "labels": [tensor(one) for one in node.labels],
             "results": [tensor(one) for one in node.results],
             "disable_update": node.disable_update,
+            **({} if node.frozen == node.layer.frozen_tensors else {"frozen": [tensor(one) for one in frozen]}),
             "line": node.line,
         }
 

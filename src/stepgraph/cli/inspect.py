@@ -252,7 +252,7 @@ def _node(name: str, node: Any) -> dict[str, Any]:
         "sources": [list(tensor.shape) for tensor in node.arguments],
         "results": [list(tensor.shape) for tensor in node.results],
         "parameters": node.layer.parameter_count,
-        "frozen": node.disable_update,
+        "frozen": node.disable_update or node.is_frozen,
         "line": node.line,
     }
 

@@ -103,7 +103,7 @@ def roles(graphs: Iterable[Any]) -> dict[str, str]:
     nodes = [node for graph in group for node in graph.shown_nodes()]
     kinds = {t: "statistic" for node in nodes for t in node.layer.statistics.values()}
     kinds |= {t: "constant" for node in nodes for t in node.layer.constants.values()}
-    frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
+    frozen = {t for node in nodes for t in node.layer.parameters.values()} - {t for node in nodes for t in node.trained}
     return {
         name: kinds.get(tensor, "frozen" if tensor in frozen or not tensor.is_updatable else "parameter")
         for name, tensor in named_tensors([graph.declaration for graph in group]).items()

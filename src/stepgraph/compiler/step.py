@@ -338,15 +338,24 @@ class Step:
                 found |= {t: node for t in own if t in self.trainable_set and t not in found}
         return found
 
+    @cached_property
+    def _learned(self) -> frozenset[Tensor]:
+        """Parameters for which gradients are computed, here or for a linked graph."""
+        return self.trainable_set | self.wanted
+
     def differentiated(self, node: Node) -> tuple[Tensor, ...]:
         """The node's own parameters to compute gradients for.
 
         A frozen layer may share a tensor with a trainable one: it is one parameter, with the sum over all its uses.
+        A node for which single parameters are frozen adds nothing to the gradients that others compute for these.
         """
-        parameters = tuple(dict.fromkeys(node.layer.parameters.values()))
+        learned = self._learned
+        parameters = dict.fromkeys(node.layer.parameters.values())
+        if node.frozen:
+            parameters = dict.fromkeys(t for t in parameters if t not in node.frozen or t not in learned)
         if self.all_gradients:
             return tuple(t for t in parameters if t.data_type.is_floating)
-        return tuple(t for t in parameters if t in self.trainable_set or t in self.wanted)
+        return tuple(t for t in parameters if t in learned)
 
     def name(self, layer: Layer) -> str:
         """The name of a layer in tables and messages."""

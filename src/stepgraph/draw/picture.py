@@ -123,7 +123,8 @@ def _node_boxes(nodes: Sequence[Node]) -> Iterator[_Box]:
             *(f"source {extents(tensor)}" for tensor in node.sources),
             f"result {shape}",
             *([f"{layer.parameter_count:,} parameters"] if layer.parameter_count else []),
-            *(["frozen"] if node.disable_update else []),
+            *(["frozen"] if node.disable_update or node.is_frozen else []),
+            *([f"{node.frozen_count:,} of them frozen"] if node.frozen_count and not node.is_frozen else []),
             *([readable(node.line)] if node.line else []),
         ]
         yield _Box(names[layer], f"{described} · {shape}", family(layer), "\n".join(facts))

@@ -68,8 +68,10 @@ def rows(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
 def _parameters(node: Node, is_counted: bool) -> str:
     if not node.layer.parameter_count:
         return ""
-    frozen = " frozen" if node.disable_update else ""
-    return "shared" if is_counted else f"{node.layer.parameter_count:,}{frozen}"
+    if is_counted:
+        return "shared"
+    some = f" ({node.frozen_count:,} frozen)" if node.frozen_count else ""
+    return f"{node.layer.parameter_count:,}{' frozen' if node.is_frozen else some}"
 
 
 def text(*parts: RenderableType, width: int = 112) -> str:

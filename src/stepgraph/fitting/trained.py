@@ -64,6 +64,8 @@ class Trained:
     def metrics(self, metrics: Any) -> dict[str, Any]:
         """Metrics by name; remembers which loss each belongs to."""
         found, self._owners = assigned(metrics, self.losses, self.training.declaration.outputs)
+        if any(loss.labels is None for loss in self._owners.values()):
+            raise StateError("metrics", "the loss has no labels for metrics to compare with", fix="leave metrics out")
         return found
 
     @property
@@ -316,8 +318,7 @@ class Trained:
                 tally.add(prediction, labels, batch.rows, own)
 
     def _labels(self, loss: TrainedLoss, batch: Batch) -> torch.Tensor:
-        if loss.labels is None:
-            raise StateError("metrics", "the loss has no labels for metrics to compare with", fix="leave metrics out")
+        assert loss.labels is not None  # checked with the metrics
         return self._array(batch.parts, batch, loss.labels)
 
     def _given(self, batch: Batch, tensor: Tensor) -> torch.Tensor:

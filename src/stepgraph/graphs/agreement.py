@@ -65,8 +65,10 @@ def warn_of_shared_rows(compiled: Compilation) -> None:
     batched = {tensor for tensor in compiled.feeds.tensors if compiled.feeds.is_batched(tensor)}
     fed = [node for key, node in program.inputs.items() if key.owner in batched]
     read = reached(fed, lambda node: node.users)
+    # A loss that the graph computes is combined by rows, as its layer says.
+    combined = {t for one in compiled.losses if not one.layer.takes_labels for t in one.sources}
     for node in (one for one in compiled.nodes if compiled.shards > 1 and not one.is_loss):
-        for tensor in node.results:
+        for tensor in (one for one in node.results if one not in combined):
             shapes = few[tensor].shape, many[tensor].shape
             follows = sum(one != other for one, other in zip(*shapes, strict=True))
             if follows != 1 and gradient(tensor) in program.outputs and program.outputs[value(tensor)] in read:

@@ -325,7 +325,8 @@ class Compilation:
     def compared(self) -> tuple[Tensor, ...]:
         """The predictions: the results that losses compare with labels."""
         made = {t for node in self.nodes for t in node.results}
-        return tuple(dict.fromkeys(t for node in self.losses for t in node.sources if t in made))
+        losses = [node for node in self.losses if node.layer.takes_labels]
+        return tuple(dict.fromkeys(t for node in losses for t in node.sources if t in made))
 
     @property
     def unasked(self) -> list[Tensor]:
@@ -370,8 +371,7 @@ class Compilation:
     @property
     def _candidates(self) -> dict[Tensor, None]:
         """The tensors that this graph updates if they are updatable, and no other graph updates them."""
-        own = [t for node in self.nodes if not node.disable_update for t in node.layer.parameters.values()]
-        return dict.fromkeys((*own, *self.declaration.parameters))
+        return dict.fromkeys((*(t for node in self.nodes for t in node.trained), *self.declaration.parameters))
 
     @property
     def trainable(self) -> tuple[Tensor, ...]:
@@ -386,9 +386,12 @@ class Compilation:
 
     @property
     def _owned_elsewhere(self) -> set[Tensor]:
-        """Parameters that an earlier graph of a linked group updates."""
-        earlier = self.group[: self.index]
-        return {t for one in earlier for node in one.nodes for t in node.layer.parameters.values()}
+        """Parameters that another graph of a linked group updates: the first whose nodes train them."""
+        before, after = _trained_by(self.group[: self.index]), _trained_by(self.group[self.index + 1 :])
+        if not after:
+            return before
+        left = {t for node in self.nodes for t in node.layer.parameters.values()} - _trained_by([self])
+        return before | (left & after)
 
     def seeded(self) -> tuple[Tensor, ...]:
         """Results that take an outside gradient: a user gradient, one of a linked graph, or the last without a loss."""
@@ -537,3 +540,8 @@ def _held(nodes: Sequence[Node], given: Collection[Tensor], needs_data: bool) ->
             if tensor not in other:
                 found[tensor] = None
     return tuple(found)
+
+
+def _trained_by(graphs: Iterable[Compilation]) -> set[Tensor]:
+    """The parameters that nodes of these graphs train."""
+    return {tensor for one in graphs for node in one.nodes for tensor in node.trained}

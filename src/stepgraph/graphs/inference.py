@@ -232,7 +232,8 @@ def _averaged(nodes: Iterable[Node], averages: AverageTensors) -> Iterator[Node]
     for node in nodes:
         layer = layers.setdefault(node.layer, node.layer.with_tensors(averages.of))
         sources = tuple(averages.of.get(tensor, tensor) for tensor in node.sources)
-        yield replace(node, layer=layer, sources=sources)
+        frozen = frozenset(averages.of.get(tensor, tensor) for tensor in node.frozen)
+        yield replace(node, layer=layer, sources=sources, frozen=frozen)
 
 
 def _settings(compilation: Compilation) -> dict[str, Any]:

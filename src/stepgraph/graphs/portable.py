@@ -219,6 +219,8 @@ class _Builder:
             )
             frozen, line = of_kind(bool, one["disable_update"]), of_kind(str, one["line"])
             node = make_node(layer, sources, labels, frozen, line)
+            if "frozen" in one:
+                node = replace(node, frozen=frozenset(self.tensors[number] for number in of_kind(list, one["frozen"])))
             if [t.descriptor for t in node.results] != [t.descriptor for t in results]:
                 raise CheckpointError(
                     f"{self.content.path}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -44,6 +45,7 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 
 # Every step reads these; looking up a member of an enumeration takes longer.
 _NONE, _STEP = ExecutionOptions.NONE, PartName.STEP
+logger = logging.getLogger("stepgraph")
 _NOTHING: Arrays = {}
 
 
@@ -466,7 +468,7 @@ class TrainingGraph(CompiledGraph):
         not trainable, or if the step was not run as separate forward and gradient passes.
         """
         nodes = [node for node in self._compiled_nodes if node.layer is layer]
-        mine = bool(nodes) and not nodes[0].disable_update and parameter in layer.parameters.values()
+        mine = bool(nodes) and parameter in nodes[0].trained
         found = self.gradients.found.get(gradient(parameter)) if mine and parameter.is_updatable else None
         return None if found is None else found.cpu().numpy()
 
@@ -855,6 +857,8 @@ class TrainingGraph(CompiledGraph):
     ) -> Callable[[], None]:
         """Creates a session and returns a function that installs it and continues from previously restored state."""
         parallel, world = compilation.settings.parallel, ALONE
+        if not same_call:
+            _warn_of_nothing_to_train(compilation)
         if parallel is not None:
             require_divisible(compilation)
             world = compilation.world
@@ -905,3 +909,13 @@ def _checked(optimizer: Optimizer) -> Optimizer:
             "TrainingGraph", f"the optimizer is {type(optimizer).__name__}", fix="use SGDOptimizer or AdamOptimizer"
         )
     return optimizer
+
+
+def _warn_of_nothing_to_train(compiled: Compilation) -> None:
+    """Warns of an optimizer without anything to update, which would train without an effect; links may add to it."""
+    declared, alone = compiled.declaration, len(compiled.group) == 1
+    has_parameters = any(node.layer.parameters for node in compiled.nodes)
+    if declared.optimizer is None or not compiled.losses or not has_parameters or compiled.trainable:
+        return
+    if alone and GraphCompilationOptions.LINK_GRAPHS not in compiled.settings.options:
+        logger.warning("every parameter of the graph is frozen, so that training changes nothing")

@@ -7,6 +7,7 @@ concrete shapes.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,6 +136,7 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
         torch_private.without_checkpointing(),
         torch_private.nothing_compiled(),
         torch_private.nothing_validated(),
+        torch_private.nothing_logged(),
     ):
         found = Capture(rows)
         recorder = _Recorder(model, found, is_node)
@@ -520,17 +522,19 @@ def _has_opaque(tree: Any) -> bool:
 
 def _explained(model: nn.Module, error: Exception) -> StepgraphError:
     where, line = f"{WHERE} ({type(model).__name__})", raised_line(error, "torch")
+    place = {"line": line} if line else {}
     known = explained(where, _with_scope, error)
     if known is not None:
         return StateError(
             where,
             "the model's Python depends on the data (item, tolist, numpy, if, a mask as index)",
-            line=line,
+            **place,
             raised=reason(error)[:200],
             fix="compute with arrays: torch.where instead of if, x * mask instead of x[mask]",
         )
     problem = f"the model does not run on the example: {type(error).__name__}: {reason(error)[:300]}"
-    return ArgumentError(where, problem, line=line, fix="pass the arguments that its forward takes")
+    takes = f"forward{inspect.signature(model.forward)}".replace("torch.Tensor", "Tensor")
+    return ArgumentError(where, problem, **place, takes=takes[:200], fix="pass the arguments that its forward takes")
 
 
 def _with_scope(**scope: Any) -> None:

@@ -12,6 +12,7 @@ from stepgraph.errors import ArgumentError, StateError, reason
 from stepgraph.interop.example import WHERE, Example
 from stepgraph.interop.imported import Imported
 from stepgraph.layers.layer import Scope
+from stepgraph.layers.torch_answers import Answers
 from stepgraph.layers.torch_state import Assigned, Role, entries, flattened, holding, noting_assigned
 from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor
@@ -26,11 +27,28 @@ def compare(model: nn.Module, example: Example, imported: Imported) -> None:
         rows, values, (expected, modules) = _on_few_rows(
             model, example, lambda given: _run(model, example, given, imported)
         )
-        results = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+        results, drew = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+        if drew:  # the model with the graph's random numbers; otherwise it answers all calls itself
+            with Answers(_SameDraws({}, batch=(rows, rows))):
+                expected, modules = _run(model, example, values, imported)
     for path, tensor in imported.outputs.items():
         apart = _apart(expected[path], results[tensor])
         if apart is not None:
             raise _error(model, imported, modules, results, path, apart)
+
+
+class _SameDraws(Scope):
+    """A scope in which a draw depends only on its shape, not on the node or on earlier draws."""
+
+    def keep_mask(self, x: torch.Tensor, rate: float, seed: int = 0) -> torch.Tensor:
+        """The mask of this shape."""
+        self.draws[seed] = 0
+        return super().keep_mask(x, rate, seed)
+
+    def random(self, shape: Sequence[int]) -> torch.Tensor:
+        """The numbers of this shape."""
+        self.draws[0] = 0
+        return super().random(shape)
 
 
 def require_repeatable(
@@ -82,24 +100,29 @@ def _seen(
 def _on_few_rows(
     model: nn.Module, example: Example, run: Callable[[Mapping[str, torch.Tensor]], Any]
 ) -> tuple[int, dict[str, torch.Tensor], Any]:
-    """What a function of the inputs returns: for few rows, or for all where indices in the example need them."""
+    """What a function of the inputs returns: for few rows, or for all where indices in the example need them.
+
+    Models may refuse numbers below 0 or above 1, as a cross entropy with images as targets does. They get such numbers
+    next and, if they refuse these, too, the example's own.
+    """
     few = min(example.rows, FEW_ROWS) if example.is_open else example.rows
-    for rows in dict.fromkeys((few, example.rows)):
-        values = {name: _values(example, name, rows) for name in example.descriptors}
-        try:
-            return rows, values, run(values)
-        except Exception as error:
-            failure = error
-    problem = f"the model cannot run on random numbers: {type(failure).__name__}: {reason(failure)[:300]}"
-    fix = "pass an example with valid integers, or check=False"
-    raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem, fix=fix) from failure
+    for draw in (torch.randn, torch.rand, None):
+        for rows in dict.fromkeys((few, example.rows)):
+            values = {name: _values(example, name, rows, draw) for name in example.descriptors}
+            try:
+                return rows, values, run(values)
+            except Exception as error:
+                failure = error
+    problem = f"the model runs neither on random numbers nor on the example: {type(failure).__name__}: "
+    fix = "pass an example with valid numbers, or check=False"
+    raise ArgumentError(f"{WHERE} ({type(model).__name__})", problem + reason(failure)[:300], fix=fix) from failure
 
 
-def _values(example: Example, name: str, rows: int) -> torch.Tensor:
-    """Random numbers; integers and booleans are the example's own, which are in range."""
+def _values(example: Example, name: str, rows: int, draw: Callable[..., torch.Tensor] | None) -> torch.Tensor:
+    """Random numbers, or the example's own; integers and booleans always are, because those are in range."""
     shape, kind = example.shape(name, rows), example.descriptors[name].data_type.torch
-    if kind.is_floating_point:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
+    if kind.is_floating_point and draw is not None:
+        return draw(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     given = example.arrays[name]
     if given is None:
         return torch.zeros(shape, dtype=kind)
@@ -133,19 +156,20 @@ def _run(
 
 def _results(
     imported: Imported, values: Mapping[Tensor, torch.Tensor], rows: int, example: Example
-) -> dict[Tensor, torch.Tensor]:
-    """The results of all nodes in inference mode."""
-    found = dict(values)
+) -> tuple[dict[Tensor, torch.Tensor], bool]:
+    """The results of all nodes in inference mode, and whether one drew random numbers."""
+    found, drew = dict(values), False
     declared = next(iter(imported.inputs.values())).shape[0] if imported.inputs else rows
     for node in imported.graph.nodes:
         own = {**node.layer.parameters, **node.layer.statistics, **node.layer.constants}.values()
         arrays = {tensor: tensor.array() for tensor in own}
         batch = (declared, rows) if example.is_open else (rows, rows)
-        scope = Scope(arrays, training=False, stream=torch.zeros(2, dtype=torch.int64), batch=batch)
+        scope = _SameDraws(arrays, training=False, stream=torch.zeros(2, dtype=torch.int64), batch=batch)
         results = node.layer.forward(*(found[tensor] for tensor in node.sources), scope=scope)
         results = results if isinstance(results, tuple | list) else (results,)
         found.update(zip(node.results, results, strict=True))
-    return found
+        drew |= scope.drew
+    return found, drew
 
 
 def _apart(expected: torch.Tensor, found: torch.Tensor) -> float | None:
@@ -180,7 +204,7 @@ def _error(
         call = calls[name] = calls.get(name, -1) + 1
         expected = modules[name][call] if call < len(modules[name]) else []
         if any(_apart(a, results[b]) is not None for a, b in zip(expected, node.results, strict=False)):
-            first = f"'{name}'"
+            first = f"'{name}'" if name else "the model as one node"
             break
     return StateError(
         f"{WHERE} ({type(model).__name__})",

@@ -73,13 +73,15 @@ def from_torch(
         recorded = _recorded(model, found, outputs, cut, fixed)
         tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
         rows = BATCH if recorded.example.is_open else recorded.example.rows
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows)
+        reached = _reached(recorded, tensors, model)
+        frozen = {tensors[id(one)] for one in model.parameters() if id(one) in tensors}.difference(*reached.values())
+        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozenset(frozen))
         inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
         wired = wiring.wire(recorded.plan, inputs)
-        _freeze(recorded, tensors, model)
         names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
         wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
-        imported = Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model)
+        used = _used(inputs, wired)
+        imported = Imported(wired.graph, used, wired.outputs, names, tuple(wired.rows), model, reached)
         if check:
             compare(model, recorded.example, imported)
             assigned = {True: recorded.training.assigned, False: recorded.inference.assigned}
@@ -213,13 +215,15 @@ def _is_floating(found: Capture, path: str) -> bool:
     return hasattr(value, "number") and found.known[value.number].dtype.is_floating_point
 
 
-def _freeze(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> None:
-    """Freezes parameters that no gradient reaches, because the model detaches what they compute."""
+def _reached(recorded: _Recorded, tensors: dict[int, Tensor], model: nn.Module) -> dict[str, frozenset[Tensor]]:
+    """By output, the parameters that a gradient reaches: not those with `requires_grad=False`, or behind a `detach`."""
     found = recorded.training
-    reached = set().union(*(found.reached[path] for path in recorded.wanted))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if found.state[name] not in reached and id(parameter) in tensors:
-            tensors[id(parameter)].is_updatable = False
+    own = [(name, one) for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tensors]
+    trained = {found.state[name]: tensors[id(one)] for name, one in own if one.requires_grad}
+    return {
+        path: frozenset(trained[number] for number in found.reached[path] if number in trained)
+        for path in recorded.wanted
+    }
 
 
 def _used(inputs: dict[str, Tensor], wired: Wired) -> dict[str, Tensor]:

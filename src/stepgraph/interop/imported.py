@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,21 @@ from rich.console import RenderableType
 from torch import nn
 
 from stepgraph import draw
-from stepgraph.errors import DataTypeError, ShapeError, UnknownNameError
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, StateError, UnknownNameError
 from stepgraph.graph import Graph
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.interop.capture import state_of
 from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
+from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.layer import Layer
 from stepgraph.optimizers import Optimizer
+from stepgraph.optimizers.conversion import converted, require_known
 from stepgraph.tensors import writes
 from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ReductionType
+
+WHERE, CONVERTING = "Imported.training", "Imported.optimizer"
+LOSS = "loss"  # what models of transformers call theirs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +39,7 @@ class Imported:
         tensors: the tensor of every parameter and buffer, by all the names that the model has for it.
         rows: one per node: layer, path, class, how it was imported and why.
         model: the model.
+        reached: by output, the parameters that it trains.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -49,31 +56,157 @@ class Imported:
     tensors: dict[str, Tensor] = field(repr=False)
     rows: tuple[Row, ...] = field(repr=False)
     model: nn.Module = field(repr=False)
+    reached: dict[str, frozenset[Tensor]] = field(repr=False)
 
     @property
     def layers(self) -> dict[str, Layer]:
         """The layers of modules by path; functions between modules have none."""
         return {row.path: row.layer for row in self.rows if row.how in (NATIVE, WRAPPED)}
 
-    def training(self, loss: Layer, optimizer: Optimizer, labels: Mapping[str, Tensor] | Tensor) -> TrainingGraph:
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that this graph does not train, whatever other graphs do.
+
+        They had `requires_grad=False` when the model was imported, or no gradient reaches them.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> model.bias.requires_grad_(False)
+            Parameter containing:
+            ...
+            >>> from_torch(model, torch.zeros(1, 3)).frozen
+            ('bias',)
+        """
+        nodes = self.graph.nodes
+        left = {t for node in nodes for t in node.layer.parameters.values()} - {t for n in nodes for t in n.trained}
+        return tuple(name for name, tensor in self.tensors.items() if tensor in left)
+
+    def training(
+        self,
+        loss: Layer | str | None,
+        optimizer: Optimizer,
+        labels: Mapping[str, Tensor] | Tensor | None = None,
+        *,
+        reduction_type: ReductionType = ReductionType.MEAN,
+    ) -> TrainingGraph:
         """A training graph with the model's inputs and outputs by name.
 
         A training step drops outputs of more than 16 million numbers, such as the scores of a language model, unless
         metrics read them; `add_outputs(imported.outputs)` keeps them.
 
         Args:
-            loss: compares the first output with the labels.
+            loss: compares the first output with the labels. For a model that computes its own loss, the path of that
+                output, or None: the output `loss`, or the only one.
             optimizer: updates the parameters.
-            labels: what the loss compares with, by name; one tensor is named `labels`.
+            labels: what the loss compares with, by name; one tensor is named `labels`. A model that computes its own
+                loss has them among its inputs.
+            reduction_type: whether the model's own loss is the mean or the sum over the rows of a batch; see
+                `ComputedLossLayer`.
+
+        Example:
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, x, labels):
+            ...         return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
+            >>> imported = from_torch(Model(3, 2), {"x": torch.zeros(4, 3), "labels": torch.zeros(4, 2)})
+            >>> training = imported.training(None, SGDOptimizer(0.1))
+            >>> list(training.inputs)
+            ['x', 'labels']
         """
+        if isinstance(optimizer, torch.optim.Optimizer):
+            fix = "pass imported.optimizer(optimizer)"
+            raise DataTypeError(WHERE, f"the optimizer is PyTorch's {type(optimizer).__name__}", fix=fix)
+        if isinstance(loss, str) or loss is None:
+            return self._computing(self._path(loss), optimizer, labels, reduction_type)
+        if not isinstance(loss, Layer):
+            fix = "pass a LossLayer; or compute the loss in the model, and pass None"
+            raise DataTypeError(WHERE, f"the loss is {getattr(loss, '__name__', type(loss).__name__)}", fix=fix)
         if not isinstance(labels, Tensor | Mapping):
-            fix = "pass a Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
-            raise DataTypeError("Imported.training", f"labels is {type(labels).__name__}", fix=fix)
+            fix = "pass sg.Tensor with the shape of a batch of labels; the arrays are passed to execute or fit"
+            kind = f"{type(labels).__module__}.{type(labels).__name__}".removeprefix("builtins.")
+            raise DataTypeError(WHERE, f"labels is {kind}", fix=fix)
         named = {"labels": labels} if isinstance(labels, Tensor) else dict(labels)
         graph = TrainingGraph([self.graph], loss, optimizer)
         graph.add_inputs(self.inputs, named)
         graph.add_outputs(self.outputs, kept=False)
         return graph
+
+    def _path(self, path: str | None) -> str:
+        """The output that is the model's own loss."""
+        if path is None and len(self.outputs) == 1:
+            return next(iter(self.outputs))
+        if (path or LOSS) in self.outputs:
+            return path or LOSS
+        known = ", ".join(self.outputs)
+        problem = f"the model has no output '{path}'" if path else f"none of the model's outputs is called '{LOSS}'"
+        raise UnknownNameError(
+            WHERE, problem, outputs=known, fix="pass the path of the loss, or a loss layer and labels"
+        )
+
+    def _computing(self, path: str, optimizer: Optimizer, labels: Any, how: ReductionType) -> TrainingGraph:
+        """A training graph that minimizes an output."""
+        if labels is not None:
+            problem = f"labels were passed, but the model computes its loss '{path}' from its inputs"
+            raise ArgumentError(WHERE, problem, inputs=", ".join(self.inputs), fix="leave labels out")
+        loss, output = ComputedLossLayer(how), self.outputs[path]
+        if output.descriptor.is_open or output.descriptor.element_count != 1:
+            problem = f"the output '{path}' has shape {list(output.shape)}, but a loss is one number"
+            fix = "pass a loss layer and labels; a model that computes its loss from labels needs them in the example"
+            raise ShapeError(WHERE, problem, fix=fix)
+        if not self.reached[path]:
+            problem = f"the output '{path}' depends on no parameter that is trained"
+            raise StateError(
+                WHERE, problem, frozen=f"{len(self.frozen)} parameters", fix="check requires_grad and detach"
+            )
+        graph = TrainingGraph([self.graph], None, optimizer)
+        graph.node(loss, output)
+        graph.add_inputs(self.inputs)
+        graph.add_outputs({name: one for name, one in self.outputs.items() if name != path}, kept=False)
+        return graph
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Optimizer:
+        """The same optimizer as one of `torch.optim` over the model's parameters: SGD, Adam, AdamW or RMSprop.
+
+        Its groups become groups, with their own learning rates as multiples of the first one's. Parameters of the model
+        that it does not have are frozen. It must not have made a step: moments are not carried over.
+
+        Args:
+            optimizer: PyTorch's.
+            clip_norm: what the loop passes to `clip_grad_norm_` before each step.
+            clip_value: what it passes to `clip_grad_value_`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> theirs = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], lr=0.1)
+            >>> ours = from_torch(model, torch.zeros(1, 3)).optimizer(theirs, clip_norm=1.0)
+            >>> ours.learning_rate, ours.groups[0].learning_rate_factor, ours.clip_norm
+            (0.1, 2.0, 1.0)
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind, fix = type(optimizer).__name__, "pass one of torch.optim; one of stepgraph's needs no conversion"
+            raise DataTypeError(CONVERTING, f"{kind} is not an optimizer of PyTorch", fix=fix)
+        require_known(optimizer, CONVERTING)
+        if any(value is not None for one in optimizer.state.values() for value in one.values()):
+            problem = "the optimizer has made steps, and its moments cannot be carried over"
+            raise StateError(CONVERTING, problem, fix="create a new one over the same parameters")
+        members = [[self._tensor_of(one) for one in group["params"]] for group in optimizer.param_groups]
+        known = {tensor for node in self.graph.nodes for tensor in node.layer.parameters.values()}
+        used = [[tensor for tensor in own if tensor in known] for own in members]
+        others = [t for t in dict.fromkeys(self.tensors.values()) if t in known.difference(*members)]
+        return converted(optimizer, used, others, {"clip_norm": clip_norm, "clip_value": clip_value})
+
+    def _tensor_of(self, parameter: torch.Tensor) -> Tensor:
+        """The tensor of one of the model's parameters."""
+        for name, one in self.model.named_parameters(remove_duplicate=False):
+            if one is parameter and name in self.tensors:
+                return self.tensors[name]
+        problem = f"a parameter of shape {list(parameter.shape)} is not one of the model's"
+        raise ArgumentError(CONVERTING, problem, fix="create the optimizer from the parameters of the imported model")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The current values under all names of the model's own `state_dict`, in its order; not copied.
@@ -126,12 +259,11 @@ class Imported:
         table = draw.Listing(title=f"{type(self.model).__name__}, imported", title_justify="left", show_edge=False)
         for title in ("path", "class or functions", "how", "parameters", "why"):
             table.add_column(title, justify="right" if title == "parameters" else "left")
-        seen = set[Tensor]()
+        seen, frozen = set[Tensor](), {self.tensors[name] for name in self.frozen}
         for row in self.rows:
             new = set(row.layer.parameters.values()) - seen
             seen |= new
-            count = sum(tensor.descriptor.element_count for tensor in new)
-            table.add_row(row.path, row.kind, row.how, f"{count:,}" if count else "", row.why)
+            table.add_row(row.path, row.kind, row.how, _counts(new, frozen), row.why)
         return table
 
     def __str__(self) -> str:
@@ -140,3 +272,11 @@ class Imported:
     def __repr__(self) -> str:
         counts = {how: sum(row.how == how for row in self.rows) for how in (NATIVE, WRAPPED, "glue")}
         return f"<{type(self.model).__name__} imported: " + ", ".join(f"{n} {how}" for how, n in counts.items()) + ">"
+
+
+def _counts(tensors: Set[Tensor], frozen: Set[Tensor]) -> str:
+    """The number of elements of some parameters, and how many of them are frozen."""
+    count, still = (sum(t.descriptor.element_count for t in some) for some in (tensors, tensors & frozen))
+    if not count:
+        return ""
+    return f"{count:,}{' frozen' if still == count else f' ({still:,} frozen)' if still else ''}"

@@ -231,7 +231,7 @@ def _register(root: nn.Module, prediction: Prediction, layers: Mapping[Layer, st
     """Registers copies of what the graph holds, and returns where; parameters under their names."""
     nodes, found = prediction.nodes, dict[Tensor, list[str]]()
     fixed = {t for layer in layers for t in (*layer.statistics.values(), *layer.constants.values())}
-    frozen = {t for node in nodes if node.disable_update for t in node.layer.parameters.values()}
+    frozen = {t for node in nodes for t in node.layer.parameters.values()} - {t for node in nodes for t in node.trained}
     for tensor, names in state.aliases(prediction.names).items():
         value = tensor.array().detach().clone()
         if tensor not in fixed and value.is_floating_point():

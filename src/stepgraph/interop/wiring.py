@@ -69,6 +69,7 @@ class Wiring:
         forced: why modules are one node that would be several.
         native: whether to use stepgraph's own layers.
         rows: the batch size of the recording.
+        frozen: parameters that the graph does not train.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Wiring:
         forced: Mapping[str, str],
         native: bool,
         rows: int,
+        frozen: frozenset[Tensor],
     ) -> None:
         self._model, self._tensors, self._held = model, tensors, held
         self._evaluated, self._forced, self._native, self._rows = evaluated, forced, native, rows
+        self._frozen = frozen
         self._state = state_of(model)
         self._parameters = {id(one) for one in model.parameters()}
         self._layers: dict[Any, tuple[Layer, str, str]] = {}  # a module that is called again is the same layer
@@ -104,7 +107,8 @@ class Wiring:
         sources = [found.values[one] for one in node.sources]
         if isinstance(layer, TorchLayer) and len(layer.tensors) > len(layer.parameters):
             layer.infer(*(tensor.descriptor for tensor in sources))  # finds which buffers it changes
-        results = found.graph.known_node(layer, sources, node.results, disable_update=frozen)
+        own = self._frozen.intersection(layer.parameters.values())
+        results = found.graph.known_node(layer, sources, node.results, disable_update=frozen, frozen=own)
         for position, result in enumerate(results):
             found.values[Wire(wire.kind, wire.owner, position)] = result
 
@@ -182,7 +186,10 @@ class Wiring:
             if path == node.path or path.startswith(prefix)
         ]
         call = None if args == tuple(map(Value, range(len(sources)))) and not kwargs else _call((args, kwargs))
-        layer = TorchLayer(module, call=call, tensors=own, evaluated=evaluated, results=node.returned, label=label)
+        frozen = [name for name, tensor in own.items() if tensor in self._frozen]
+        layer = TorchLayer(
+            module, call=call, tensors=own, evaluated=evaluated, results=node.returned, frozen=frozen, label=label
+        )
         return layer, WRAPPED, why
 
     def _is_fixed(self, node: ModuleNode) -> bool:

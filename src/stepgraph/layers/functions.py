@@ -13,6 +13,7 @@ from stepgraph.layers.activation import ActivationDescriptor, ActivationLayer, A
 from stepgraph.layers.arithmetic import ArithmeticLayer, ArithmeticOperation
 from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.comparison import ComparisonLayer
+from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.convolution import ConvolutionLayer, ConvolutionType
 from stepgraph.layers.dropout import DropoutLayer
 from stepgraph.layers.embedding import EmbeddingLayer
@@ -236,6 +237,16 @@ class LayerFunctions(ABC):
     def greater_or_equal(self, x: Operand, y: Operand, *, label: str = "") -> Tensor:
         """`ComparisonLayer.greater_or_equal`: `x ≥ y`."""
         return self.wire(ComparisonLayer.greater_or_equal(label=label), x, y)
+
+    def computed_loss(
+        self, x: Tensor, reduction_type: ReductionType = ReductionType.MEAN, *, label: str = ""
+    ) -> Tensor:
+        """`ComputedLossLayer`.
+
+        `loss = x` for one number that the graph itself computes: the loss that a model returns, a variational
+        bound.
+        """
+        return self.wire(ComputedLossLayer(reduction_type, label=label), x)
 
     def convolution(
         self,

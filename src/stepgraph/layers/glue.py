@@ -236,7 +236,7 @@ class GlueLayer(Layer):
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
         """Fake arrays, which allow more functions than those on the meta device."""
-        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        with torch_private.nothing_logged(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
 
 

@@ -180,6 +180,7 @@ class Layer:
     default_label: ClassVar[str] = ""
     source_counts: ClassVar[tuple[int, int | None]] = (1, 1)  # minimum and maximum number of sources; None: no limit
     is_loss: ClassVar[bool] = False
+    takes_labels: ClassVar[bool] = True  # a loss compares its source with labels
     full_precision: ClassVar[bool] = False  # compute in float32 even in mixed precision
     own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
     moves: ClassVar[bool] = False  # returns elements of its sources unchanged
@@ -284,6 +285,11 @@ class Layer:
     def constants(self) -> dict[str, Tensor]:
         """The tensors that are only read."""
         return self._tensors("constant")
+
+    @property
+    def frozen_tensors(self) -> frozenset[Tensor]:
+        """The parameters that nodes of this layer do not train."""
+        return frozenset()
 
     def with_tensors(self, others: Mapping[Tensor, Tensor]) -> Self:
         """A layer of the same settings, with some of its tensors replaced; it belongs to no graph yet."""
@@ -441,7 +447,8 @@ class Layer:
         fewest, most = self.source_counts
         if given < fewest or (most is not None and given > most):
             wanted = f"{fewest}" if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
-            fix = "pass a prediction and its loss_labels" if self.is_loss else "check the node's sources"
+            compares = self.is_loss and self.takes_labels
+            fix = "pass a prediction and its loss_labels" if compares else "check the node's sources"
             raise ShapeError(self.where, f"{given} sources were passed, but {wanted} are needed", fix=fix)
 
     def _tensors(self, role: str) -> dict[str, Tensor]:

@@ -10,7 +10,18 @@ from stepgraph.tensors.tensor import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One use of a layer: its sources and results."""
+    """One use of a layer: its sources and results.
+
+    Args:
+        layer: the layer.
+        sources: what it reads.
+        results: what it computes.
+        labels: for a loss, what it compares with.
+        disable_update: whether none of the layer's parameters is trained because of this node.
+        line: the line of the user's program that created it.
+        is_loss: whether it is a loss.
+        frozen: single parameters that this node does not train; other nodes may.
+    """
 
     layer: Layer
     sources: tuple[Tensor, ...]
@@ -19,6 +30,25 @@ class Node:
     disable_update: bool = False
     line: str = ""
     is_loss: bool = False
+    frozen: frozenset[Tensor] = frozenset()
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The layer's parameters that this node trains, as long as their tensors are updatable."""
+        if self.disable_update:
+            return ()
+        return tuple(t for t in dict.fromkeys(self.layer.parameters.values()) if t not in self.frozen)
+
+    @property
+    def frozen_count(self) -> int:
+        """The number of elements that this node does not train."""
+        left = {*self.layer.parameters.values()} - {*self.trained}
+        return sum(tensor.descriptor.element_count for tensor in left)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the layer has parameters, and this node trains none of them."""
+        return bool(self.layer.parameters) and not self.trained
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:

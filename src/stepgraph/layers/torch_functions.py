@@ -24,8 +24,8 @@ _NAMESPACES: dict[str, Any] = {
 }
 _CREATE = """
     arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window
-    linspace logspace ones rand randint randn randperm range scalar_tensor tensor as_tensor tril_indices triu_indices
-    zeros complex polar
+    linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm range scalar_tensor
+    tensor as_tensor tril_indices triu_indices zeros complex polar
 """
 _METHODS = "new_empty new_full new_ones new_tensor new_zeros new_empty_strided unflatten"
 _ATTRIBUTES = ("T", "H", "mT", "mH", "real", "imag", "data")

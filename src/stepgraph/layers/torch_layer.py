@@ -23,10 +23,11 @@ from stepgraph.types import DataType
 class TorchLayer(Layer):
     """Any `torch.nn.Module` as one layer: its own code and its parameters, trained by the graph.
 
-    Its parameters are the layer's parameters, under their own names; tied ones are one tensor, and those with
-    `requires_grad=False` are frozen. Buffers that a forward pass changes are statistics, other buffers are constants.
-    On the CPU the layer uses the module's memory, so the module sees every update at once; elsewhere, and for arrays
-    that are not contiguous, call `copy_to_module`. Calls never change the module in any other way.
+    Its parameters are the layer's parameters, under their own names; tied ones are one tensor. Those with
+    `requires_grad=False` are frozen in this layer; another layer around the module can train them. Buffers that a
+    forward pass changes are statistics, other buffers are constants. On the CPU the layer uses the module's memory, so
+    the module sees every update at once; elsewhere, and for arrays that are not contiguous, call `copy_to_module`.
+    Calls never change the module in any other way.
 
     Random numbers come from the graph's stream. Training runs the module in train mode, inference in eval mode;
     submodules that are in eval mode when the layer is created stay in it. In mixed precision it runs under PyTorch's
@@ -44,6 +45,7 @@ class TorchLayer(Layer):
         evaluated: paths of submodules that stay in eval mode; by default, those that are in it now.
         results: paths of the results that the node has, such as `["logits"]`; by default, all. A module that returns
             other results in training than in inference needs it.
+        frozen: names of parameters that are not trained; by default, those with `requires_grad=False` now.
 
     Example:
         >>> graph = Graph()
@@ -60,6 +62,7 @@ class TorchLayer(Layer):
     share: bool = field(default=True, kw_only=True)
     evaluated: Sequence[str] | None = field(default=None, kw_only=True)
     results: Sequence[str] | None = field(default=None, kw_only=True)
+    frozen: Sequence[str] | None = field(default=None, kw_only=True)
     code: ModuleCall = field(init=False)
 
     source_counts = (0, None)
@@ -75,7 +78,7 @@ class TorchLayer(Layer):
         require_usable(self.where, self.module)
         paths = evaluating(self.module) if self.evaluated is None else tuple(self.evaluated)
         self.code = ModuleCall(self.module, self.call, paths, self.results)
-        self.__dict__.update(evaluated=paths, tensors=_tensors(self))
+        self.__dict__.update(evaluated=paths, tensors=_tensors(self), frozen=_frozen(self))
 
     @property
     def shown_kind(self) -> str:
@@ -97,6 +100,11 @@ class TorchLayer(Layer):
         """All other arrays of the module."""
         others = {**self.parameters, **self.statistics}
         return self._with(lambda one: one.name not in others)
+
+    @property
+    def frozen_tensors(self) -> frozenset[Tensor]:
+        """The parameters under the names in `frozen`."""
+        return frozenset(self.tensors[name] for name in self.frozen or ())
 
     @property
     def given_tensors(self) -> dict[str, Tensor]:
@@ -122,7 +130,7 @@ class TorchLayer(Layer):
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
         """Fake arrays: a module cannot tell them from others, as it can those on the meta device."""
-        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        with torch_private.nothing_logged(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
 
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
@@ -157,21 +165,38 @@ _made: Any = WeakIdKeyDictionary()  # by array: a module that is wired twice has
 
 def _tensors(layer: TorchLayer) -> dict[str, Tensor]:
     """A tensor for each array of the module, by its first name: one that was passed, or made before, or a new one."""
-    module, found = layer.module, layer.code.entries
-    first = {id(one.array): one.name for one in found}
-    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    names = {name: first[id(array)] for name, array in every} | {one.name: one.name for one in found}
-    given: dict[str, Tensor] = {}
-    for name, tensor in layer.tensors.items():
-        if name not in names:
-            known = ", ".join(names) or "none"
-            raise UnknownNameError(layer.where, f"its module has no array '{name}'", known=known, fix="use those names")
-        given[names[name]] = tensor
+    found, names = layer.code.entries, _first_names(layer)
+    given = {_known(layer, names, name): tensor for name, tensor in layer.tensors.items()}
     return {
         one.name: _fitting(layer.where, one, given[one.name]) if one.name in given else _tensor(one, layer.share)
         for one in found
         if one.array.numel()
     }
+
+
+def _frozen(layer: TorchLayer) -> tuple[str, ...]:
+    """The first names of parameters that the layer does not train: those passed, or those PyTorch would not train."""
+    parameters = [one for one in layer.code.entries if one.role is Role.PARAMETER and one.array.numel()]
+    if layer.frozen is None:
+        return tuple(one.name for one in parameters if not one.array.requires_grad)
+    names = {name: first for name, first in _first_names(layer).items() if first in {one.name for one in parameters}}
+    return tuple(dict.fromkeys(_known(layer, names, name) for name in layer.frozen))
+
+
+def _first_names(layer: TorchLayer) -> dict[str, str]:
+    """The first name of each of the module's arrays, by all its names."""
+    module, found = layer.module, layer.code.entries
+    first = {id(one.array): one.name for one in found}
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first[id(array)] for name, array in every} | {one.name: one.name for one in found}
+
+
+def _known(layer: TorchLayer, names: Mapping[str, str], name: str) -> str:
+    """The first name of an array that was named; raises an error if there is none."""
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise UnknownNameError(layer.where, f"its module has no array '{name}'", known=known, fix="use those names")
+    return names[name]
 
 
 def _fitting(where: str, one: Entry, tensor: Tensor) -> Tensor:
@@ -193,8 +218,6 @@ def _tensor(one: Entry, share: bool) -> Tensor:
         tensor = Tensor(_shape(one.array), DataType.of(one.array.dtype), data=data, label=one.name)
         if share:
             _made[one.array] = _Made(tensor, address)
-    if one.role is Role.PARAMETER:
-        tensor.is_updatable = one.array.requires_grad
     return tensor
 
 

@@ -38,12 +38,19 @@ def _rmsprop(given: Given) -> dict[str, Any]:
 
 NUMBERS: dict[type, Callable[[Given], dict[str, Any]]] = {
     torch.optim.SGD: _sgd,
-    torch.optim.Adam: _adam,  # AdamW is one, too
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
     torch.optim.RMSprop: _rmsprop,
 }
 
 
-def from_torch(optimizer: torch.optim.Optimizer, names: Names | None = None) -> Optimizer:
+def from_torch(
+    optimizer: torch.optim.Optimizer,
+    names: Names | None = None,
+    *,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> Optimizer:
     """The same optimizer as one of `torch.optim`: SGD, Adam, AdamW or RMSprop, with its groups.
 
     It takes the current numbers, not the buffers: create it where training starts. A learning rate factor keeps the
@@ -55,6 +62,8 @@ def from_torch(optimizer: torch.optim.Optimizer, names: Names | None = None) -> 
             list in PyTorch's order, group after group, or a dictionary whose keys are PyTorch's parameters, or their
             names if the optimizer was created from `model.named_parameters()`. The values are tensors of the graph,
             or names as it prints them. Without it, PyTorch's own names must be the graph's.
+        clip_norm: what the loop passes to `clip_grad_norm_` before each step.
+        clip_value: what it passes to `clip_grad_value_`.
 
     Example:
         >>> from stepgraph.optimizers import from_torch
@@ -63,35 +72,59 @@ def from_torch(optimizer: torch.optim.Optimizer, names: Names | None = None) -> 
         >>> optimizer.learning_rate, optimizer.weight_decay, optimizer.formula
         (0.0003, 0.1, 'torch')
     """
-    read = next((read for kind, read in NUMBERS.items() if isinstance(optimizer, kind)), None)
-    if read is None:
-        known = ", ".join([kind.__name__ for kind in NUMBERS] + ["AdamW"])
-        raise DataTypeError(WHERE, f"{type(optimizer).__name__} is not one that it knows", fix=f"pass one of {known}")
-    given = optimizer.param_groups
+    require_known(optimizer)
+    members = _members(optimizer.param_groups, names)
+    return converted(optimizer, members, (), {"clip_norm": clip_norm, "clip_value": clip_value})
+
+
+def converted(
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[Sequence[str | Tensor]],
+    frozen: Sequence[Tensor],
+    clipping: Mapping[str, float | None],
+) -> Optimizer:
+    """The same optimizer, for known members of its groups.
+
+    Args:
+        optimizer: PyTorch's.
+        members: the graph's parameters of each group; those of the first with a learning rate need not be listed.
+        frozen: parameters that belong to no group.
+        clipping: `clip_norm` and `clip_value`.
+    """
+    require_known(optimizer)
+    read, given = NUMBERS[type(optimizer)], optimizer.param_groups
     # The others are multiples of its learning rate.
     base = next((one for one in given if float(one["lr"]) > 0), given[0])
     _require_alike(given, base)
     decays = any(one["weight_decay"] for one in given)
     groups = [
         ParameterGroup(own, **_group(one, base, read, decays))
-        for one, own in zip(given, _members(given, names), strict=True)
-        if one is not base
+        for one, own in zip(given, members, strict=True)
+        if one is not base and own
     ]
-    made = _made(base, read, {"groups": groups, "weight_decay": float(base["weight_decay"]) if decays else None})
+    groups += [ParameterGroup(frozen, frozen=True)] if frozen else []
+    decay = float(base["weight_decay"]) if decays else None
+    made = _made(type(optimizer), base, {**read(base), **clipping, "groups": groups, "weight_decay": decay})
     if base["maximize"]:
         made.gradient_rescale = -1.0
     return made
 
 
-def _made(base: Given, read: Callable[[Given], dict[str, Any]], shared: dict[str, Any]) -> Optimizer:
-    settings = {**read(base), **shared, "formula": TORCH}
-    rate = float(base["lr"])
-    if read is _sgd:
+def require_known(optimizer: Any, where: str = WHERE) -> None:
+    """Rejects what has no equal, such as a class that changes the rule of one that has."""
+    if type(optimizer) not in NUMBERS:
+        known = ", ".join(kind.__name__ for kind in NUMBERS)
+        raise DataTypeError(where, f"{type(optimizer).__name__} is not one that it knows", fix=f"pass one of {known}")
+
+
+def _made(kind: type, base: Given, settings: dict[str, Any]) -> Optimizer:
+    settings, rate = {**settings, "formula": TORCH}, float(base["lr"])
+    if kind is torch.optim.SGD:
         return SGDOptimizer(rate, nesterov=base["nesterov"], **settings)
-    if read is _rmsprop:
+    if kind is torch.optim.RMSprop:
         return RMSPropOptimizer(rate, centered=base["centered"], **settings)
-    kind = AdamWOptimizer if base.get("decoupled_weight_decay") else AdamOptimizer
-    return kind(rate, amsgrad=base["amsgrad"], **settings)
+    is_decoupled = kind is torch.optim.AdamW or base.get("decoupled_weight_decay")
+    return (AdamWOptimizer if is_decoupled else AdamOptimizer)(rate, amsgrad=base["amsgrad"], **settings)
 
 
 def _group(one: Given, base: Given, read: Callable[[Given], dict[str, Any]], decays: bool) -> dict[str, Any]:

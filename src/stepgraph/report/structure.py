@@ -65,7 +65,7 @@ def _node(node: Node, step: Step, names: dict[Any, str], origins: dict[Tensor, s
         "kind": draw.kind(node.layer),
         "line": node.line,
         "loss": node.is_loss,
-        "frozen": node.disable_update and bool(node.layer.parameters),
+        "frozen": node.is_frozen,
         "sources": [{**_tensor(t, step), "from": origins.get(t, t.label)} for t in node.arguments],
         "results": [_tensor(t, step) for t in node.results],
         "parameters": [
@@ -93,6 +93,8 @@ def _stops(nodes: tuple[Node, ...], step: Step, names: dict[Any, str]) -> list[l
         for tensor in node.layer.parameters.values():
             if node.disable_update:
                 found.append([layer, names[tensor], "the layer is frozen: disable_update"])
+            elif tensor in node.frozen:
+                found.append([layer, names[tensor], "frozen in this graph: it was imported so"])
             elif tensor not in step.trainable_set:
                 found.append([layer, names[tensor], "not updated by this graph: is_updatable is off"])
         if any(t in step.stopped for t in node.results):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.node import Node
 from stepgraph.tensors.tensor import Tensor
@@ -18,6 +19,8 @@ Given = Callable[[Tensor], torch.Tensor]
 def reduction(loss: Node) -> ReductionType:
     """How a loss is reduced; a custom loss is taken for a mean."""
     layer = loss.layer
+    if isinstance(layer, ComputedLossLayer):
+        return layer.reduction_type
     return layer.descriptor.reduction_type if isinstance(layer, LossLayer) else ReductionType.MEAN
 
 

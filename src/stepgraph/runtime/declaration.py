@@ -93,10 +93,11 @@ class Declaration:
     @property
     def predicting(self) -> tuple[Node, ...]:
         """The nodes that compute what losses compare and the outputs; without losses, all of them."""
-        wanted = {t for node in self.nodes if node.is_loss for t in node.sources}
+        losses = [node for node in self.nodes if node.is_loss]
+        wanted = {*self.outputs.values()} if losses else set()
+        wanted.update(t for node in losses if node.layer.takes_labels or not self.outputs for t in node.sources)
         if not wanted:
             return self.nodes
-        wanted.update(self.outputs.values())
         after = set[Tensor]()  # losses, and results computed from them
         for node in self.nodes:
             if node.is_loss or not after.isdisjoint(node.arguments):
@@ -141,11 +142,15 @@ class Declaration:
         if layer is None or not wired:
             return replace(self, loss_node=None)
         used = {tensor for node in wired for tensor in node.labels}
-        labels = [t for t in (*self.feeds.labels.values(), *self.feeds.weights.values()) if t not in used]
+        labels = (
+            []
+            if not layer.takes_labels
+            else [t for t in (*self.feeds.labels.values(), *self.feeds.weights.values()) if t not in used]
+        )
         known = self.loss_node
         if known is not None and known.sources == wired[-1].results[:1] and known.labels[: len(labels)] == (*labels,):
             return self
-        if layer.is_loss and not any(t not in used for t in self.feeds.labels.values()):
+        if layer.is_loss and layer.takes_labels and not any(t not in used for t in self.feeds.labels.values()):
             fix = "add_inputs(..., loss_labels={...})"
             raise StateError(layer.where, "the loss has no labels to compare with", fix=fix)
         node = make_node(layer, wired[-1].results[:1], labels, False, layer.line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,6 +250,21 @@ def nothing_validated() -> Iterator[None]:
         yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """Keeps PyTorch from logging each operator that arrays without memory do not fit: the error says it once."""
+
+    def no(_: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(no)
+    try:
+        yield
+    finally:
+        logger.removeFilter(no)
 
 
 class _Called:
