@@ -21,7 +21,7 @@ import stepgraph as sg
 
 options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 options.add_argument("--quick", action="store_true", help="fewer steps, for tests")
-STEPS, TARGET = (800, 0.3) if options.parse_args().quick else (4000, 0.85)
+STEPS, TARGET = (1200, 0.3) if options.parse_args().quick else (4000, 0.85)
 BATCH, NOISE, WIDTH = 64, 16, 128
 random = np.random.default_rng(0)
 sg.set_seed(0)

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,17 @@ def expansions(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fails where a fused step was left to PyTorch because of a defect: it computes the same, only later."""
     yield
     assert not [one.message for one in caplog.get_records("call") if "PyTorch expands its operators" in one.message]
+
+
+@pytest.fixture
+def nothing_fuses() -> None:
+    """For tests of the cache folder: no step of another test is still being fused, which reads and writes there."""
+    from stepgraph.compiler import fusion
+
+    for thread in threading.enumerate():
+        if thread.name == fusion.THREAD:
+            thread.join(120)
+            assert not thread.is_alive()
 
 
 def pytest_sessionfinish() -> None:

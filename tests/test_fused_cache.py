@@ -41,11 +41,8 @@ needs_compiler = pytest.mark.skipif(not fusion.has_compiler(), reason="needs a C
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache folder, to which no step of another test is written while it is fused in the background."""
-    for thread in threading.enumerate():
-        if thread.name == fusion.THREAD:
-            thread.join(120)
+def folder(nothing_fuses: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "stepgraph" / "fused"
 

@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def file(nothing_fuses: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The file of choices, in a folder of its own."""
     CHOICES.forget()
     path = tmp_path / "stepgraph" / "kernels-x.jsonl"

@@ -112,7 +112,9 @@ def kernels(graph: sg.TrainingGraph | sg.InferenceGraph) -> list[Any]:
     return [notes(node).implementation for node in part.nodes if notes(node).implementation]
 
 
-def test_a_divided_graph_measures_nothing(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divided_graph_measures_nothing(
+    processor: str, nothing_fuses: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("it measures")
 

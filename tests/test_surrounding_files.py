@@ -117,7 +117,7 @@ def test_a_deleted_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+def measuring(nothing_fuses: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """Compiles with kernels that are chosen, in a process that has not looked for its cache yet."""
 
     def measured() -> float:

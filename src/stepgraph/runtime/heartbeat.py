@@ -83,7 +83,7 @@ class Message:
     Args:
         beat: the number of the message.
         line: the line of the user's program that its main thread executes.
-        has_failed: whether it has given up waiting.
+        has_failed: whether it has given up waiting, and has looked at what others say.
         has_left: whether it has ended.
     """
 
@@ -155,7 +155,6 @@ class Heartbeat:
 
     def missing(self, number: int) -> dict[int, str]:
         """The ranks that have not come to an exchange, with where they are; after it has failed on this one."""
-        self.has_failed = True
         found = self._heard = {}
         beats: dict[int, int] = {}
 
@@ -163,18 +162,15 @@ class Heartbeat:
             found.update(now)
             for rank, one in now.items():
                 beats.setdefault(rank, one.beat)
-            absent = [rank for rank, one in now.items() if _is_absent(one, number)]
-            fresh = all(now[rank].has_left or now[rank].beat > beats[rank] for rank in absent)
-            # Others reach the store through the first rank, so it lets them look before it ends.
-            others = self.rank != 0 or all(one.has_failed for rank, one in now.items() if rank not in absent)
-            return bool(absent) and fresh and others
+            absent = [one for one in now.items() if _is_absent(one[1], number)]
+            return bool(absent) and all(one.has_left or one.beat > beats[rank] for rank, one in absent)
 
         try:
             self._say()
             self._await(is_settled)
+            self._give_up(number)
         except RuntimeError:  # the store has gone with a rank; what was read before counts
-            if not found:
-                return {}
+            self.has_failed = True
         absent = {rank: one for rank, one in found.items() if _is_absent(one, number)}
         silent = {rank: one for rank, one in found.items() if one.beat == beats[rank] and not one.has_left}
         return {
@@ -185,6 +181,16 @@ class Heartbeat:
     def elsewhere(self, number: int, what: str) -> dict[int, str]:
         """The ranks that have come as far and exchange something else, with what; where none is missing."""
         return {rank: one.what for rank, one in self._heard.items() if one.number >= number and one.what != what}
+
+    def _give_up(self, number: int) -> None:
+        """Says that this rank has failed, after it has looked at what others say.
+
+        The first rank, which others may reach the store through, lets those that have come to the exchange look, too.
+        """
+        self.has_failed = True
+        self._say()
+        if self.rank == 0:
+            self._await(lambda now: all(one.has_failed for one in now.values() if not _is_absent(one, number)))
 
     def _await(self, is_settled: Any) -> None:
         """Reads what others say until that settles it, for at most a few beats."""
