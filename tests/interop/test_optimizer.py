@@ -176,3 +176,12 @@ def test_what_has_no_equal_is_refused(make: Any, error: type[Exception], words: 
     imported = sg.from_torch(net, torch.zeros(ROWS, 4))
     with pytest.raises(error, match=words):
         imported.optimizer(make(net))
+
+
+def test_only_what_would_be_trained_needs_a_group() -> None:
+    net = model()
+    imported = sg.from_torch(net, torch.zeros(ROWS, 4))
+    trained = [one for one in net.parameters() if one.requires_grad]
+    assert imported.optimizer(torch.optim.SGD(trained, 0.1)).groups == ()
+    (group,) = imported.optimizer(torch.optim.SGD([one for one in trained if one is not net.norm.bias], 0.1)).groups
+    assert group.frozen and group.parameters == (imported.tensors["norm.bias"],)

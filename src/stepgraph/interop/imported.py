@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,19 +194,21 @@ class Imported:
         if any(value is not None for one in optimizer.state.values() for value in one.values()):
             problem = "the optimizer has made steps, and its moments cannot be carried over"
             raise StateError(CONVERTING, problem, fix="create a new one over the same parameters")
-        members = [[self._tensor_of(one) for one in group["params"]] for group in optimizer.param_groups]
-        known = {tensor for node in self.graph.nodes for tensor in node.layer.parameters.values()}
-        used = [[tensor for tensor in own if tensor in known] for own in members]
-        others = [t for t in dict.fromkeys(self.tensors.values()) if t in known.difference(*members)]
+        members = self._members(optimizer.param_groups)
+        trained = dict.fromkeys(tensor for node in self.graph.nodes for tensor in node.trained)
+        used = [[tensor for tensor in own if tensor in trained] for own in members]
+        others = [tensor for tensor in trained if not any(tensor in own for own in members)]
         return converted(optimizer, used, others, {"clip_norm": clip_norm, "clip_value": clip_value})
 
-    def _tensor_of(self, parameter: torch.Tensor) -> Tensor:
-        """The tensor of one of the model's parameters."""
-        for name, one in self.model.named_parameters(remove_duplicate=False):
-            if one is parameter and name in self.tensors:
-                return self.tensors[name]
-        problem = f"a parameter of shape {list(parameter.shape)} is not one of the model's"
-        raise ArgumentError(CONVERTING, problem, fix="create the optimizer from the parameters of the imported model")
+    def _members(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[Tensor, None]]:
+        """The tensors of each group of an optimizer over the model's parameters."""
+        own = self.model.named_parameters(remove_duplicate=False)
+        known = {id(one): self.tensors[name] for name, one in own if name in self.tensors}
+        for one in (one for group in groups for one in group["params"] if id(one) not in known and one.numel()):
+            problem = f"a parameter of shape {list(one.shape)} is not one of the model's"
+            fix = "create the optimizer from the parameters of the imported model"
+            raise ArgumentError(CONVERTING, problem, fix=fix)
+        return [{known[id(one)]: None for one in group["params"] if id(one) in known} for group in groups]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The current values under all names of the model's own `state_dict`, in its order; not copied.
