@@ -113,3 +113,40 @@ def test_a_graph_without_anything_to_learn_takes_part() -> None:
     linked = Linked(both)
     linked.graphs[1].stop_gradient(linked.middle)
     assert linked.moved() == [False, False]
+
+
+def attention_learns(linked: bool) -> list[np.ndarray]:
+    """The parameters of attention after a step; its gradient comes from a recurrent layer, in one graph or another."""
+    sg.set_seed(4)
+    x, y, first = sg.Tensor((4, 5, 2)), sg.Tensor((4, 5, 3)), sg.Graph()
+    middle = first.attention(x, 1)
+    second = sg.Graph() if linked else first
+    second.node(sg.GRULayer.create(2, 3), middle)
+    loss = sg.LossLayer.mean_squared_error()
+    if linked:
+        graphs = [sg.TrainingGraph([first], None, sg.SGDOptimizer(0.1))]
+        graphs.append(sg.TrainingGraph([second], loss, sg.SGDOptimizer(0.1)))
+        graphs[0].add_inputs({"x": x})
+        graphs[1].add_inputs({"middle": middle}, {"y": y})
+    else:
+        graphs = [sg.TrainingGraph([first], loss, sg.SGDOptimizer(0.1))]
+        graphs[0].add_inputs({"x": x}, {"y": y})
+    for graph in graphs:
+        graph.compile(CPU, sg.GraphCompilationOptions.LINK_GRAPHS if linked else sg.GraphCompilationOptions.NONE)
+    if linked:
+        graphs[0].link(graphs[1:])
+    numbers, wanted = (np.random.default_rng(3).standard_normal(one.shape).astype(np.float32) for one in (x, y))
+    graphs[0].bind_and_write_data({"x": numbers}, {"x": x}, CPU)
+    graphs[-1].bind_and_write_data({"y": wanted}, {"y": y}, CPU)
+    for graph in graphs:
+        graph.execute_forward()
+    for graph in reversed(graphs):
+        graph.execute_gradient()
+    for graph in graphs:
+        graph.execute_optimizer_update()
+    return [one.data.copy() for one in graphs[0].layers[0].parameters.values()]
+
+
+def test_a_gradient_in_another_order_in_memory_is_taken() -> None:
+    for one, other in zip(attention_learns(linked=True), attention_learns(linked=False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

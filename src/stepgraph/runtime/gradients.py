@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stepgraph.compiler.program import Program, fake
+from stepgraph.compiler.program import Program, fake, same_order
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
 from stepgraph.system import torch_private
 from stepgraph.tensors import buffers
@@ -81,7 +81,8 @@ def seeds(program: Program, written: Mapping[Tensor, Tensor], others: Sequence[G
         if not handed:
             fill = float(starts_at(tensor, program))
             handed = [torch.full(like.shape, fill, dtype=tensor.data_type.torch, device=program.step.device)]
-        found[user_gradient(tensor)] = _sum(handed)
+        key = user_gradient(tensor)
+        found[key] = _laid_out(_sum(handed), fake(program.inputs[key]))
     return found
 
 
@@ -110,3 +111,11 @@ def added(kept: dict[Key, torch.Tensor], new: Mapping[Key, torch.Tensor]) -> dic
 
 def _sum(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     return arrays[0] if len(arrays) == 1 else torch.stack(list(arrays)).sum(0)
+
+
+def _laid_out(array: torch.Tensor, believed: torch.Tensor) -> torch.Tensor:
+    """An array in the layout that the program was recorded for: that of another graph's gradient may differ."""
+    if same_order(array, believed):
+        return array
+    laid = torch.empty_strided(array.shape, believed.stride(), dtype=array.dtype, device=array.device)
+    return laid.copy_(array)
