@@ -46,7 +46,7 @@ def expansions(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_fuses() -> None:
-    """For tests of the cache folder: no step of another test is still being fused, which reads and writes there."""
+    """No step of another test is still being fused, which would use the cache folder and PyTorch's compiler."""
     from stepgraph.compiler import fusion
 
     for thread in threading.enumerate():

@@ -298,7 +298,8 @@ def test_a_gpu_launches_an_update_once(name: str, fuse: bool) -> None:
     assert whole["launches"] == whole_alone["launches"] == 5
     assert parts["launches"] == parts_alone["launches"] == 15  # two shards and an update
     for one, other in ((whole, parts), (whole_alone, parts_alone)):
-        assert one["losses"] == pytest.approx(other["losses"], rel=1e-6)
+        # Kernels that are not deterministic add in any order, and each update adds to the rounding of the last.
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-5 if fuse else 1e-6)
         assert one["held"] == pytest.approx(other["held"], rel=1e-5, abs=1e-5)
     assert whole["waited"] > 0 and whole_alone["waited"] == 0
 
