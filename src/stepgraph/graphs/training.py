@@ -715,7 +715,8 @@ class TrainingGraph(CompiledGraph):
             if session.state is not None:
                 require_own(session.state, "execute_optimizer_update")
             binding = session.bound(PartName.UPDATE, session.compilation.usual_batch)
-            gradients = summed(session.gradients, session.elsewhere(), session.compilation.trainable)
+            program = session.compilation.programs.program(session.compilation.usual_batch)
+            gradients = summed(program, session.gradients, session.elsewhere())
             for _, key in binding.opened:
                 if key not in gradients:
                     raise StateError(

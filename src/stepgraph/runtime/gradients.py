@@ -91,13 +91,14 @@ def starts_at(tensor: Tensor, program: Program) -> bool:
     return tensor in program.step.starts and fake(program.outputs[value(tensor)]).numel() == 1
 
 
-def summed(mine: Gradients, others: Sequence[Gradients], trained: Sequence[Tensor]) -> dict[Key, torch.Tensor]:
+def summed(program: Program, mine: Gradients, others: Sequence[Gradients]) -> dict[Key, torch.Tensor]:
     """Gradients of one graph plus those that linked graphs computed for the same parameters."""
     found = dict(mine.found)
-    for key in map(gradient, trained):
+    for key in map(gradient, program.step.trainable):
         shared = [other.found[key] for other in others if key in other.found]
         if shared:
-            found[key] = _sum([*([found[key]] if key in found else []), *shared])
+            total = _sum([*([found[key]] if key in found else []), *shared])
+            found[key] = _laid_out(total, fake(program.outputs[key])) if key in program.outputs else total
     return found
 
 
