@@ -1,4 +1,4 @@
-"""Implementations of normalization, pools and sums: PyTorch's numbers, used where chosen, their memory known."""
+"""Implementations of normalization, pools, softmax and sums: PyTorch's numbers, used where chosen, memory known."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from test_memory import measured_peak
 import stepgraph as sg
 from stepgraph.compiler import trace
 from stepgraph.compiler.kernels import choose_operator as operators
-from stepgraph.compiler.kernels import measure
+from stepgraph.compiler.kernels import cross_entropy, measure, short_rows
 from stepgraph.compiler.kernels import normalization_by_rows as normalization
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.operators import TABLE
@@ -110,6 +110,27 @@ def test_sums_by_convolution_are_for_transposed_weights() -> None:
     assert not offer.fits((biases, source, torch.empty(70, 60)))
 
 
+# Softmax
+
+
+@pytest.mark.parametrize("shape", [(40, 2), (7, 3, 5), (30, 15), (9,)], ids=str)
+@pytest.mark.parametrize("name", ["log_softmax", "softmax"])
+def test_padded_rows_are_as_exact_as_pytorchs(name: str, shape: tuple[int, ...]) -> None:
+    x = 5 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x.view(-1)[0], x.view(-1)[1] = -torch.inf, 80.0
+    found = getattr(short_rows, name)(x, -1, False)
+    exact = getattr(torch, name)(x.double(), -1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    assert found.shape == x.shape and found.is_contiguous()
+
+
+def test_only_short_dense_rows_are_padded() -> None:
+    x = torch.empty(6, 15)
+    assert short_rows.fits((x, 1, False)) and short_rows.fits((x, -1, False))
+    others = [(x, 0), (torch.empty(6, 16), 1), (torch.empty(6, 1), 1), (torch.empty(15, 6).t(), 1), (x.double(), 1)]
+    assert not any(short_rows.fits((*one, False)) for one in others)
+
+
 # Memory
 
 
@@ -125,6 +146,8 @@ def test_implementations_need_what_they_say() -> None:
         (normalization.normalize_by_rows, (x, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.normalize_by_rows, (x + 20, gamma, beta, None, None, True, 0.0, EPSILON)),
         (normalization.gradients_by_rows, (g, x, gamma, None, None, *statistics, True, EPSILON, [True] * 3)),
+        (short_rows.log_softmax, (x.view(-1, 10), 1, False)),
+        (short_rows.softmax, (x.view(-1, 8, 5), 2, False)),
     ]
     offered = [one for row in MANIFEST for one in row.offers if one.operation != CONVOLUTION_WEIGHTS]
     assert {one.function for one in (*operators.ALTERNATIVES, *offered)} <= {function for function, _ in calls}
@@ -154,6 +177,33 @@ def pictures() -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.nd
     training.add_inputs({"x": x}, {"y": y})
     random = np.random.default_rng(0)
     return training, *({name: random.random(t.shape, dtype=np.float32)} for name, t in (("x", x), ("y", y)))
+
+
+def intensities(classes: int) -> tuple[sg.TrainingGraph, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A network that finds a class for each of many pixels."""
+    sg.set_seed(4)
+    x, y, graph = sg.Tensor((64, 50)), sg.Tensor((64, 100), "int64"), sg.Graph()
+    graph.dense(x, 100 * classes).reshape(64, 100, classes)
+    loss = sg.LossLayer.softmax_cross_entropy(axis=-1)
+    training = sg.TrainingGraph([graph], loss, sg.SGDOptimizer(learning_rate=5.0))
+    training.add_inputs({"x": x}, {"y": y})
+    random = np.random.default_rng(0)
+    return training, {"x": random.random(x.shape, np.float32)}, {"y": random.integers(0, classes, y.shape)}
+
+
+@pytest.mark.parametrize("gradient", ["pytorch", "gradient"])
+def test_a_cross_entropy_of_few_classes_is_padded(gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pick(operator: str, implementations: dict[str, object], *_: object, **__: object) -> str:
+        return gradient if operator == cross_entropy.OPERATOR else "padded"
+
+    for module in (operators, cross_entropy):
+        monkeypatch.setattr(module, "fastest", pick)
+    (plain, *data), (chosen, *_) = intensities(5), intensities(5)
+    plain.compile(sg.Device.cpu(), OPTIONS.DETERMINISTIC)
+    chosen.compile(sg.Device.cpu())
+    assert "log_softmax: padded" in str(chosen) and f"cross entropy: {gradient}" in str(chosen)
+    for _ in range(5):
+        assert chosen.execute(*data).loss == pytest.approx(plain.execute(*data).loss, rel=1e-5)
 
 
 def test_graphs_use_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

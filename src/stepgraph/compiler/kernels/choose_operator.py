@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels import normalization_by_rows as by_rows
+from stepgraph.compiler.kernels import short_rows
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.measure import Pick, fastest, fewer
 from stepgraph.compiler.program import fake, note
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 Array = torch.Tensor
@@ -77,5 +79,12 @@ ALTERNATIVES = (
         fits=by_rows.fits_gradient,
         workspace=by_rows.workspace,
         scales=True,
+    ),
+    *(
+        Alternative(operation, "padded", function, fits=short_rows.fits, workspace=short_rows.workspace, scales=True)
+        for operation, function in (
+            (torch_private.log_softmax.default, short_rows.log_softmax),
+            (torch_private.softmax.default, short_rows.softmax),
+        )
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from stepgraph.compiler.kernels import short_rows
 from stepgraph.compiler.kernels.measure import Pick, fastest
 from stepgraph.compiler.program import fake, note
 from stepgraph.system import torch_private
@@ -24,6 +25,7 @@ OPERATOR = "cross entropy"  # as the file of choices calls it
 LARGE = 1 << 14  # elements from which an alternative can matter
 MEAN = 1  # how PyTorch numbers reductions; 0 is none, 2 the sum
 NO_LABEL = torch.iinfo(torch.int64).min  # the ignored label: no label has this value
+LOGARITHMS = (torch_private.log_softmax.default, short_rows.log_softmax)  # whichever was chosen
 FORWARD = {
     aten.nll_loss_backward.default: aten.nll_loss_forward.default,
     aten.nll_loss2d_backward.default: aten.nll_loss2d_forward.default,
@@ -68,7 +70,7 @@ def _match(outer: fx.Node) -> _Loss | None:
     inner, logarithms, axis, kind = cast(Any, outer.args)
     if not isinstance(inner, fx.Node) or inner.target not in FORWARD or set(inner.users) != {outer}:
         return None
-    same = logarithms.target is torch_private.log_softmax.default and inner.args[1] is logarithms
+    same = logarithms.target in LOGARITHMS and inner.args[1] is logarithms
     total: Any = inner.args[6]
     if not same or total.target is not getitem:
         return None
