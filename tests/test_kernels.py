@@ -12,6 +12,7 @@ from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.kernels.choices import CHOICES, Choices
 from stepgraph.compiler.tuned import MANIFEST, sums_by_convolution
 from stepgraph.compiler.tuned.row import on_cpu
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 
@@ -166,6 +167,8 @@ def test_other_implementations_of_single_operators_equal_pytorch() -> None:
         aten.max_pool2d_with_indices.default: (x.view(2, 4, 10, 25), [3, 3], [2, 2], [1, 1]),
         aten.native_batch_norm.default: (x.view(4, 2, 5, 50), *STATISTICS[:2], None, None, True, 0.0, 1e-3),
         aten.native_batch_norm_backward.default: (*normalized, True, 1e-3, [True] * 3),
+        torch_private.log_softmax.default: (x.view(40, 5, 10), 2, False),
+        torch_private.softmax.default: (x.view(200, 10), 1, False),
     }
     offered = [one for row in MANIFEST for one in row.offers if one.operation != CONVOLUTION_WEIGHTS]
     for one in (*operators.ALTERNATIVES, *offered):
