@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import is_
 
 import torch
@@ -284,7 +285,7 @@ class Shards:
         buckets, device = update.division.buckets, self.session.device.torch
         totals: list[torch.Tensor] = []
         if self._exchanges_inside and update.can_run(last):
-            ready = lambda: self._verdicts.readiness_of(update)  # noqa: E731
+            ready = partial(self._verdicts.readiness_of, update)
             totals = update.run_and_exchange(last, self.world.group, self.world.rank, ready)
         else:
             update.run(last)

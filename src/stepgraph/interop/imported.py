@@ -18,6 +18,7 @@ from stepgraph.interop.capture import state_of
 from stepgraph.interop.wiring import NATIVE, WRAPPED, Row
 from stepgraph.layers.computed_loss import ComputedLossLayer
 from stepgraph.layers.layer import Layer
+from stepgraph.layers.node import untrained
 from stepgraph.optimizers import Optimizer
 from stepgraph.optimizers.conversion import converted, require_known
 from stepgraph.tensors import writes
@@ -77,8 +78,7 @@ class Imported:
             >>> from_torch(model, torch.zeros(1, 3)).frozen
             ('bias',)
         """
-        nodes = self.graph.nodes
-        left = {t for node in nodes for t in node.layer.parameters.values()} - {t for n in nodes for t in n.trained}
+        left = untrained(self.graph.nodes)
         return tuple(name for name, tensor in self.tensors.items() if tensor in left)
 
     def training(

@@ -21,7 +21,7 @@ from stepgraph import draw
 from stepgraph.errors import StateError
 from stepgraph.layers import state
 from stepgraph.layers.layer import Layer, Scope
-from stepgraph.layers.node import Node
+from stepgraph.layers.node import Node, untrained
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.tensors.extents import BatchExtent
 from stepgraph.tensors.tensor import Tensor
@@ -231,7 +231,7 @@ def _register(root: nn.Module, prediction: Prediction, layers: Mapping[Layer, st
     """Registers copies of what the graph holds, and returns where; parameters under their names."""
     nodes, found = prediction.nodes, dict[Tensor, list[str]]()
     fixed = {t for layer in layers for t in (*layer.statistics.values(), *layer.constants.values())}
-    frozen = {t for node in nodes for t in node.layer.parameters.values()} - {t for node in nodes for t in node.trained}
+    frozen = untrained(nodes)
     for tensor, names in state.aliases(prediction.names).items():
         value = tensor.array().detach().clone()
         if tensor not in fixed and value.is_floating_point():

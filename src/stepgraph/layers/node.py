@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepgraph.layers.layer import Layer
@@ -42,8 +43,7 @@ class Node:
     @property
     def frozen_count(self) -> int:
         """The number of elements that this node does not train."""
-        left = {*self.layer.parameters.values()} - {*self.trained}
-        return sum(tensor.descriptor.element_count for tensor in left)
+        return sum(tensor.descriptor.element_count for tensor in untrained([self]))
 
     @property
     def is_frozen(self) -> bool:
@@ -59,3 +59,12 @@ class Node:
     def where(self) -> str:
         """The name of this node in messages."""
         return f"{type(self.layer).__name__} '{self.layer.label}' ({self.line})"
+
+
+def untrained(nodes: Iterable[Node]) -> set[Tensor]:
+    """The parameters that none of these nodes trains."""
+    found, trained = set[Tensor](), set[Tensor]()
+    for node in nodes:
+        found.update(node.layer.parameters.values())
+        trained.update(node.trained)
+    return found - trained
