@@ -252,6 +252,48 @@ def test_products_wait_for_kernels_that_read_the_source_of_what_is_written_again
     assert readers[1] is products[-1]  # behind the kernel of the sum, and the product that is next
 
 
+def gated(a: torch.Tensor, g: torch.Tensor, *weights: torch.Tensor) -> Any:
+    """Blocks of a joint product, a SwiGLU and another product, with joint gradients, as in Llama."""
+    inner, found = [], []
+    for w, v in zip(weights[::2], weights[1::2], strict=True):
+        x, u = (a @ w).view(2, ROWS // 2, 2 * WIDTH).split(WIDTH, 2)
+        s = (x.float() / (1 + torch.exp(-x.float()))).to(HALF)
+        h = (s * u).view(ROWS, WIDTH)
+        inner.append((a, x, u, s, h))
+        a = h @ v
+    yield
+    for (a, x, u, s, h), w, v in zip(inner[::-1], weights[-2::-2], weights[::-2], strict=True):
+        found += [g.t() @ h]
+        dh = (g @ v.t()).view_as(u)
+        part = 1 / (1 + torch.exp(-x.float()))
+        dx = ((dh * u).float() * part * (1 + x.float() * (1 - part))).to(HALF)
+        both = torch.cat([one.view(ROWS, WIDTH) for one in (dx, dh * s)], 1)
+        found += [a.t() @ both]
+        g = both @ w.t()
+    yield [*found, g]
+
+
+def test_a_gated_activation_is_written_by_the_kernel_of_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing keeps it from that kernel, which reads both of its sources once, under one name each."""
+    arrays = [drawn(ROWS, WIDTH), drawn(ROWS, WIDTH), *(drawn(WIDTH, (2 - i % 2) * WIDTH) / 8 for i in range(4))]
+    step = recorded(gated, *arrays)
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    graph = changed(step, recompute_by_default, *arrays)
+    kernel = graph.find_nodes(op="call_function", target=aten.cat.default)[-1]
+    products = [node for node in graph.find_nodes(op="call_function", target=aten.mm.default) if node > kernel]
+    (hidden,) = {made(source) for node in products for source in node.all_input_nodes if notes(source).recomputed}
+    assert hidden.target is aten.mul.Tensor and not is_behind(hidden, kernel)
+    read = [node for node in graph.find_nodes(op="call_function", target=later) if is_behind(hidden, node)]
+    (gate, _), (up, _) = (node.args for node in read[-2:])
+    for source in (gate, up):
+        assert [user.target for user in source.users if absorbed.is_gradient(user)] == [later]
+
+
+def is_behind(node: fx.Node, other: fx.Node) -> bool:
+    """Whether an operator can only run after another one."""
+    return node is other or any(is_behind(source, other) for source in node.all_input_nodes)
+
+
 def convolved(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
     """Convolutions with ReLU after the first; one operator computes both gradients of each."""
     settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1

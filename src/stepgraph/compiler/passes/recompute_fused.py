@@ -15,8 +15,8 @@ makes it available only when the gradient pass has got that far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -92,11 +92,12 @@ def recompute_by_default(graph: fx.Graph) -> None:
     kept = kept_for_products(graph)
     read_from_concatenations(graph, kept)
     written = affordable(graph, kept)
-    write_late(graph, written, kept)
+    beside = write_late(graph, written, kept)
     order, inside = levels(graph), computed_inside(graph)
     many = {node for node, count in reads(order).items() if count > READS and not inside.isdisjoint(node.users)}
     read = read_beside(graph, kept - many)
-    _recompute(graph, _Cut(order, inside, _staying(order, kept - written), many - written, read, written & read))
+    staying = _staying(order, kept - written)
+    _recompute(graph, _Cut(order, inside, staying, many - written, read, written & read, beside=beside))
 
 
 def _recompute(graph: fx.Graph, cut: _Cut) -> None:
@@ -105,11 +106,16 @@ def _recompute(graph: fx.Graph, cut: _Cut) -> None:
     store(graph, cut.inlined(repeated))
     again = _Again(graph)
     for node in [one for one in graph.nodes if is_gradient(one)]:
+        for source in cut.beside.get(node, ()):
+            if source in repeated:
+                again.copy(source, node, repeated)
         for source in node.all_input_nodes:
             if source in repeated and cut.may_replace(source, node):
                 copy = again.copy(source, node, repeated)
                 alone = source in cut.apart and node in cut.inside
                 node.replace_input_with(source, again.alone(source, node) if alone else copy)
+            elif node in cut.inside:
+                node.replace_input_with(source, again.read(source, node))
     remove_dead(graph)
 
 
@@ -131,6 +137,7 @@ class _Cut:
         read: those that are in memory anyway, but cost their bytes: reading them costs more than computing them.
         apart: results that are recomputed twice: written for products, and inside kernels, which need not read that.
         price: how many times cheaper it is to keep what is in memory anyway.
+        beside: for operators of the gradient pass, the results that their kernel can write for products.
     """
 
     order: Mapping[fx.Node, int]
@@ -140,6 +147,7 @@ class _Cut:
     read: Set[fx.Node] = frozenset()
     apart: Set[fx.Node] = frozenset()
     price: int = UNLIMITED
+    beside: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
 
     def may_replace(self, source: fx.Node, user: fx.Node) -> bool:
         """Whether an operator of the gradient pass may read a recomputed result."""
@@ -199,7 +207,7 @@ class _Again:
         self.graph = graph
         self.copies: dict[fx.Node, fx.Node] = {}
         self.inner: dict[fx.Node, fx.Node] = {}
-        self.barriers: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.barriers: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
         self.products = _products_before(graph)
         self.written = {one for node in graph.nodes if node.target is aten.copy_.default for one in node.args[:1]}
 
@@ -227,6 +235,10 @@ class _Again:
             with self.graph.inserting_before(user):
                 self.inner[node] = inherit(self.graph.node_copy(second), second)
         return self.inner[node]
+
+    def read(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """An array under the name that copies in the same kernel read it by, so that one read serves both."""
+        return self.barriers.get((node, self.products[user]), node)
 
     def _source(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """What a copy reads; one large array that comes later is enough to hold a whole kernel back."""

@@ -9,6 +9,7 @@ nothing of this kind.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Set
 from itertools import accumulate, pairwise
 from typing import Any
@@ -93,11 +94,15 @@ def affordable(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> None:
+def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Moves products that read what is written again behind kernels that can write it, as they read its sources.
 
     In graph order, products come first. What they read would have to be written by a kernel of its own.
+
+    Returns:
+        what such kernels can write, by their first operator.
     """
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     order, kernels = levels(graph), _kernels(graph)  # moving and dividing products changes neither
     for node in [one for one in order if one in written]:
         sources = _sources(node, order, kept - written) or set()
@@ -107,7 +112,10 @@ def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> No
         readers = set[fx.Node]().union(*(_readers(one, kernels) for one in sources))
         for product in sorted(_products(node), reverse=True):
             _postpone(product, readers)
+        if readers:
+            found[min(readers)].append(node)
     graph.lint()
+    return found
 
 
 def read_beside(graph: fx.Graph, kept: Set[fx.Node]) -> set[fx.Node]:
