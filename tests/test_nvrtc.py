@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,6 +65,27 @@ def test_code_and_name_are_returned() -> None:
     library = Library()
     assert nvrtc.compiled(library, "void update()", "update", ["--fmad=false"]) == (CODE, "_Zupdate")
     assert library.options == [b"--fmad=false"] and library.alive == 0
+
+
+def test_a_source_is_compiled_once_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[Any, ...]]()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compiled(*given: Any) -> tuple[bytes, str]:
+        asked.append(given[1:])
+        begun.set()
+        assert may_end.wait(60)
+        return CODE, "_Zupdate"
+
+    monkeypatch.setattr(nvrtc, "_made", {})
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(nvrtc.remembered, None, "void update()", "update", ["-G"]) for _ in range(2)]
+        assert begun.wait(60)
+        may_end.set()
+        assert [one.result(60) for one in found] == [(CODE, "_Zupdate")] * 2
+    nvrtc.remembered(None, "void update()", "update", [])
+    assert asked == [("void update()", "update", ["-G"]), ("void update()", "update", [])]
 
 
 def test_what_is_wrong_is_said() -> None:

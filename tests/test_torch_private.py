@@ -46,7 +46,7 @@ PRIVATE = {
     "torch._fused_sgd_": ("fused_sgd_", "update parameters by SGD on the CPU"),
     "torch.ops._c10d_functional": ("functional_collectives", "exchange arrays between ranks"),
     "torch.cuda._compile_kernel": ("compile_cuda", "update parameters with one kernel made from the rule, on ROCm"),
-    "torch.cuda._utils._get_gpu_rtc_library": ("compile_cuda", "compile that kernel"),
+    "torch.cuda._utils._get_gpu_rtc_library": ("assemble_cuda", "compile that kernel"),
     "torch.cuda._utils._cuda_load_module": ("compile_cuda", "load that kernel"),
     "torch.cuda._utils._get_gpu_runtime_library": ("launch_cuda", "pass that kernel many arrays in one structure"),
     "torch.cuda._utils._check_cuda": ("launch_cuda", "raise an error if that kernel cannot be launched"),

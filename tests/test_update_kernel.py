@@ -30,6 +30,7 @@ from stepgraph.compiler.kernels.update_kernel import (
     arguments,
     is_ordered,
     kernel,
+    prepare,
     tables,
     written,
 )
@@ -303,6 +304,30 @@ def test_a_step_writes_the_code_of_a_shape_once(monkeypatch: pytest.MonkeyPatch)
     assert len(shapes) == 3
     known[(3, 2), 2, tuple(case.names)] = None  # has no code
     assert rules(vector, matrix) == []
+
+
+@pytest.mark.parametrize("kind", [Case, Reordered])
+def test_what_is_prepared_is_what_a_launch_needs(kind: type[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails beforehand is left to the launch."""
+    asked = list[tuple[Any, ...]]()
+
+    def assemble(*given: Any) -> Any:
+        asked.append(given)
+        raise RuntimeError("CUDA's runtime compiler failed")
+
+    case = kind(RULES["adamw"](), gradient=torch.bfloat16)
+    with torch_private.FakeTensorMode():
+        numbers = torch.empty(len(case.names), device="cuda:1")
+    arrays, rules = case.arrays._replace(numbers=numbers), [case.code or ""] * len(case.arrays.parameters)
+    monkeypatch.setattr(update_kernel, "assemble_cuda", assemble)
+    monkeypatch.setattr(update_kernel.background, "do", lambda name, work: work())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    prepare(arrays, rules)
+    assert not asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    prepare(arrays, rules)
+    assert asked[0] == (kernel(next(iter(update_kernel._forms(arrays, rules)))), "update", ("--fmad=false",), 1)
+    assert case.form in update_kernel._forms(arrays, rules)
 
 
 @pytest.mark.gpu

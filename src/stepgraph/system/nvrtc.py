@@ -7,8 +7,21 @@ as long as compiling one of our kernels, which include nothing.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any
+
+_turn = threading.Lock()
+_made = dict[tuple[str, ...], tuple[bytes, str]]()
+
+
+def remembered(library: Any, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """What `compiled` returns, compiled once; a thread that needs what another one is compiling waits for it."""
+    wanted = (source, name, *options)
+    with _turn:
+        if wanted not in _made:
+            _made[wanted] = compiled(library, source, name, options)
+        return _made[wanted]
 
 
 def compiled(library: Any, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:

@@ -81,11 +81,17 @@ def compile_cuda(source: str, name: str, options: Sequence[str] = ()) -> Any:
     """A CUDA kernel from its source, compiled for the current device; publicly that takes a C++ compiler."""
     if torch.version.hip is not None:
         return torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    target = f"--gpu-architecture=sm_{found.major}{found.minor}"
-    library = torch.cuda._utils._get_gpu_rtc_library()
-    code, lowered = nvrtc.compiled(library, source, name, [target, *options])
+    code, lowered = assemble_cuda(source, name, options, torch.cuda.current_device())
     return torch.cuda._utils._cuda_load_module(code, [lowered])[lowered]  # type: ignore[index]
+
+
+def assemble_cuda(source: str, name: str, options: Sequence[str], device: int) -> tuple[bytes, str]:
+    """The machine code that `compile_cuda` loads, and the kernel's name in it; nothing happens on the device.
+
+    Public names compile and load in one call.
+    """
+    found, library = torch.cuda.get_device_properties(device), torch.cuda._utils._get_gpu_rtc_library()
+    return nvrtc.remembered(library, source, name, [f"--gpu-architecture=sm_{found.major}{found.minor}", *options])
 
 
 def launch_cuda(kernel: Any, blocks: int, threads: int, table: ctypes.Structure) -> None:

@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.update_kernel import Update, is_ordered, launch, written
+from stepgraph.compiler.kernels.update_kernel import Update, is_ordered, launch, prepare, written
+from stepgraph.compiler.program import fake
 from stepgraph.optimizers import GradientClippingType, Optimizer, RegularizationType, clipping_factor
 from stepgraph.system.torch_private import disable_modes, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -482,6 +483,8 @@ def expand_updates(graph: fx.Graph) -> None:
     for node, own in updates.items():
         if many and own.rules:
             node.target, node.args = BY_KERNEL, (*own[:7], _kept(own))
+            arrays: Any = fx.map_arg(own[:7], fake)
+            prepare(_arrays(*arrays), own.rules)
         else:
             node.target = expanded_update
 

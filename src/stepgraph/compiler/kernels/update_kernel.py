@@ -17,17 +17,21 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.system.torch_private import DispatchMode, compile_cuda, launch_cuda
+from stepgraph.system import background
+from stepgraph.system.torch_private import DispatchMode, assemble_cuda, compile_cuda, launch_cuda
 
 aten = torch.ops.aten
 Array = torch.Tensor
 ARGUMENT_BYTES = 4096  # of one launch, on every device
+NAME = "update"  # of a kernel in its source
+OPTIONS = ("--fmad=false",)  # without fused multiply-adds, every operator rounds as it does alone
 THREADS = 256
 CHUNK = 4096  # elements per block: enough that reading the live numbers costs nothing
 NO_BLOCK = (1 << 31) - 1
@@ -356,9 +360,33 @@ def _places(name: str, kind: str) -> str:
 @cache
 def _compiled(form: Form, device: int) -> Any:
     """A kernel on a device; compiled once, in a fraction of a second."""
-    # Without contraction to fused multiply-adds, every operator rounds as it does alone.
     with torch.cuda.device(device):
-        return compile_cuda(kernel(form), "update", ["--fmad=false"])
+        return compile_cuda(kernel(form), NAME, OPTIONS)
+
+
+def prepare(update: Update, rules: Sequence[str]) -> None:
+    """Assembles what `launch` will need for arrays like these, which need no memory, in another thread."""
+    device = update.numbers.device
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return
+    forms, index = list(_forms(update, rules)), torch.cuda.current_device() if device.index is None else device.index
+
+    def work() -> None:
+        with suppress(RuntimeError):  # it only saves time: a launch says what is wrong
+            for form in forms:
+                assemble_cuda(kernel(form), NAME, OPTIONS, index)
+
+    background.do("stepgraph kernels", work)
+
+
+def _forms(update: Update, rules: Sequence[str]) -> dict[Form, list[int]]:
+    """The kernels for some parameters, each with the parameters that it updates."""
+    copied = update.copies[0].dtype if update.copies else None
+    found: dict[Form, list[int]] = defaultdict(list)
+    for index, (rule, gradient) in enumerate(zip(rules, update.gradients, strict=True)):
+        reorders = not all(one.is_contiguous() for one in (gradient, *update.copies[index : index + 1]))
+        found[Form(rule, len(update.states), len(update.numbers), gradient.dtype, copied, reorders)].append(index)
+    return found
 
 
 def tables(update: Update, form: Form, norms: Sequence[Array], indices: Sequence[int]) -> Iterator[tuple[Any, int]]:
@@ -435,15 +463,9 @@ def launch(update: Update, rules: Sequence[str], norms: Sequence[Array]) -> None
         rules: the code of each parameter's rule.
         norms: those of the gradients, one per parameter.
     """
-    copied = update.copies[0].dtype if update.copies else None
-    alike: dict[Form, list[int]] = defaultdict(list)
-    for index, (rule, gradient) in enumerate(zip(rules, update.gradients, strict=True)):
-        reorders = not all(one.is_contiguous() for one in (gradient, *update.copies[index : index + 1]))
-        form = Form(rule, len(update.states), len(update.numbers), gradient.dtype, copied, reorders)
-        alike[form].append(index)
     device = update.numbers.device
     with torch.cuda.device(device):
-        for form, indices in alike.items():
+        for form, indices in _forms(update, rules).items():
             run = _compiled(form, device.index)
             for table, blocks in tables(update, form, norms, indices):
                 launch_cuda(run, blocks, THREADS, table)
