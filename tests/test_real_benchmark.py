@@ -14,7 +14,7 @@ from benchmarks.real.contender import Contender
 from benchmarks.real.contenders import CAPTURED, OURS, Eager, FromTransformers, Imported, Stepgraph, in_jax
 from benchmarks.real.models import MODELS, SMALL, Model
 from benchmarks.real.report import summed_up, table
-from benchmarks.real.turns import Failed, in_short, rounds, surroundings
+from benchmarks.real.turns import Failed, in_short, middle, rounds, surroundings
 from benchmarks.real.worker import MEMORY, Worker, answer
 
 SLOW = {"resnet50": pytest.mark.deep}  # 53 convolutions to record and compile
@@ -292,16 +292,23 @@ def test_a_model_has_its_usual_peers_and_those_that_are_asked_for() -> None:
     assert found == {OURS: "", "eager": "", "stream": "not for unet", "reduce": "not for cpu"}
 
 
+def test_of_several_times_the_middle_one_counts() -> None:
+    rows: list[dict[str, Any]] = [{"ready": 3.0, "first_step": 1.0}, {"failed": "no memory"}, {"ready": 2.0}]
+    assert middle(rows) == {"ready": 3.0, "first_step": 1.0, "each": [3.0, None, 2.0]}
+    assert middle(rows[1:2]) == {"failed": "no memory", "each": [None]}
+    assert [options(given).warm for given in ([], ["--warm"], ["--warm", "3"])] == [0, 1, 3]
+
+
 @pytest.mark.deep
 def test_the_program_measures_small_models_and_goes_on_with_its_file(tmp_path: Any) -> None:
     path = tmp_path / "real.json"
-    arguments = ["--small", "--device", "cpu", "--rounds", "2", "--losses", "3", "--warm", "--json", str(path)]
+    arguments = ["--small", "--device", "cpu", "--rounds", "2", "--losses", "3", "--warm", "2", "--json", str(path)]
     main([*arguments, "--models", "gpt2", "--peers", "eager,transformers", "--at-once", "2"])
     first = json.loads(path.read_text())["models"]["gpt2"]
     assert first["fastest_peer"] == "eager" and len(first["rows"]["eager"]["rounds"]) == 2
     assert all(one["loss_distance"] < 1e-5 for one in first["contenders"].values())
-    assert first["rows"][OURS]["warm"]["ready"] > 0
-    assert "--warm --models gpt2" in first["command"]  # without the file
+    assert first["rows"][OURS]["warm"]["ready"] == max(first["rows"][OURS]["warm"]["each"]) > 0
+    assert "--warm 2 --models gpt2" in first["command"]  # without the file
     main([*arguments, "--models", "gpt2,unet,bert", "--peers", "eager", "--together", "--profile"])
     found = json.loads(path.read_text())["models"]
     assert found["gpt2"] == first and list(found) == ["gpt2", "unet", "bert"]

@@ -47,7 +47,15 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     made.add_argument("--together", action="store_true", help="all models and contenders get ready at once")
     made.add_argument("--patience", type=float, default=300, help="seconds to get ready in, each (%(default)s)")
     made.add_argument("--minutes", type=float, default=None, help="begin no model after so many minutes")
-    made.add_argument("--warm", action="store_true", help="time getting ready again, with the caches of the first time")
+    made.add_argument(
+        "--warm",
+        nargs="?",
+        type=int,
+        const=1,
+        default=0,
+        metavar="TIMES",
+        help="time getting ready again, with the caches of the first time; of several times, the middle one counts (1)",
+    )
     made.add_argument("--profile", action="store_true", help="add the kernels of a step to the file")
     made.add_argument("--json", type=Path, default=None, help="a file for all numbers; what is in it already is kept")
     found = made.parse_args(arguments)
@@ -111,7 +119,7 @@ def measured(
         if given.warm:
             for name in (name for name, row in rows.items() if "rounds" in row):
                 who = Who(task.model, name)
-                rows[name]["warm"] = ready_again({who: (task, caches[name])})[who]
+                rows[name]["warm"] = ready_again({who: (task, caches[name])}, given.warm)[who]
     return rows
 
 
@@ -160,7 +168,8 @@ def together(
             for process in alive.values():
                 process.end()
         if given.warm:
-            for who, found in ready_again({who: tasks[who] for who in everybody if ready[who][0] is not None}).items():
+            there = {who: tasks[who] for who in everybody if ready[who][0] is not None}
+            for who, found in ready_again(there, given.warm).items():
                 rows[who.model][who.contender]["warm"] = found
     return rows
 
