@@ -148,7 +148,7 @@ def test_a_step_remains_unfused_where_no_thread_can_be_started(monkeypatch: pyte
     train(training, 0, 1)
     (executable,) = training.require_session("test").compilation.programs.executables.values()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    fused_cache._start.cache_clear()
+    fused_cache.start_hashing.cache_clear()
     fused_cache.start_hashing()
     fusing = fusion.fuse_in_background(executable.part, executable.step)
     assert str(fusing.exception(0)) == "can't start new thread"

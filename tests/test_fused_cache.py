@@ -2,12 +2,10 @@
 
 import logging
 import operator
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,44 +462,24 @@ def test_a_step_is_not_fused_beside_its_first_call_if(
     assert executable.fusing == "not yet"
 
 
-def test_compilers_hash_their_files_while_a_step_is_recorded(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's only once it is imported; each once."""
+def test_triton_hashes_its_files_while_a_step_is_recorded(later: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = threading.Event()
     asked: list[str] = []
-    hashed, imported = {"triton": threading.Event(), "torch": threading.Event()}, [False]
 
-    def hash_files(whose: str) -> None:
-        asked.append(whose)
-        hashed[whose].set()
+    def imported(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(triton_key=hashed.set)
 
-    triton = SimpleNamespace(triton_key=partial(hash_files, "triton"))
-    monkeypatch.setattr(fused_cache, "importlib", SimpleNamespace(import_module=lambda name: triton))
-    monkeypatch.setattr(torch_private, "is_compiler_imported", lambda: imported[0])
-    monkeypatch.setattr(torch_private, "hash_compiler", partial(hash_files, "torch"))
-    fused_cache._start.cache_clear()
+    monkeypatch.setattr(fused_cache, "importlib", SimpleNamespace(import_module=imported))
+    fused_cache.start_hashing.cache_clear()
     network("cpu")
     assert not asked  # nothing is kept, so no key will be needed soon
     fused_cache.keep(KEY, compiled(ENTRY))
     for _ in range(2):
         network("cpu")
-        assert hashed["triton"].wait(60)
-    assert asked == ["triton"]
-    imported[0] = True
-    for _ in range(2):
-        network("cpu")
-        assert hashed["torch"].wait(60)
-    assert asked == ["triton", "torch"]
-    fused_cache._start.cache_clear()
-
-
-def test_a_compiler_that_is_being_imported_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_private.inductor()
-    assert torch_private.is_compiler_imported()
-    torch_private.hash_compiler()
-    name = "torch._inductor.compile_fx"
-    monkeypatch.setattr(sys.modules[name].__spec__, "_initializing", True, raising=False)
-    assert not torch_private.is_compiler_imported()
-    monkeypatch.delitem(sys.modules, name)
-    assert not torch_private.is_compiler_imported()
+        assert hashed.wait(60)
+    assert asked == ["triton.runtime.cache"]
+    fused_cache.start_hashing.cache_clear()
 
 
 @needs_compiler

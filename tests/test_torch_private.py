@@ -22,10 +22,7 @@ CUDA_ONLY = {"torch._C._cuda_getCurrentRawStream"}
 # Attributes that only objects have, not their types.
 OBJECTS: dict[Any, Any] = {torch.fx.Graph: torch.fx.Graph(), type(torch.ops.aten.mm.default): torch.ops.aten.mm.default}
 # Private names of others than PyTorch.
-OTHERS = {
-    *("_SubParsersAction", "_actions", "_choices_actions"),
-    *("_current_frames", "_getframe", "_initializing", "_value_"),
-}
+OTHERS = {"_SubParsersAction", "_actions", "_choices_actions", "_current_frames", "_getframe", "_value_"}
 
 # By path: the name in `torch_private` that stands for it, and what for.
 PRIVATE = {
@@ -239,7 +236,6 @@ PRIVATE = {
     ),
     "torch._inductor.output_code.CompiledFxGraphConstants": ("load_compiled", "load what an earlier run compiled"),
     "torch._inductor.utils.BoxedBool": ("load_compiled", "load what an earlier run compiled"),
-    "torch._inductor.codecache.torch_key": ("hash_compiler", "hash the compiler's files beside something else"),
     "torch._inductor.config": ("compiled_under", "know whether the compiler keeps what it makes"),
     "torch._inductor.config.fx_graph_cache": ("compiled_under", "know whether the compiler keeps what it makes"),
     "torch._inductor.config.force_disable_caches": ("compiled_under", "know whether the compiler keeps what it makes"),
@@ -338,7 +334,7 @@ def test_the_table_is_complete() -> None:
     found = {(path, owner) for owner, node in owners(tree) for path in private_paths(node, known)}
     assert found == {(path, name) for path, (name, _) in PRIVATE.items()}
     asked = {name for node in nodes(tree) if (name := attribute(node)) is not None and is_private(name)}
-    assert asked <= {part for path in PRIVATE for part in path.split(".")} | OTHERS
+    assert asked <= {part for path in PRIVATE for part in path.split(".")}
 
 
 def test_each_name_says_what_it_is_for() -> None:

@@ -16,7 +16,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -162,34 +162,24 @@ def knows(recorded: str) -> bool:
 
 
 def read_ahead() -> None:
-    """If anything is kept, lets compilers hash their files."""
+    """If anything is kept, lets Triton hash its files."""
     if files():
         start_hashing()
 
 
-def start_hashing() -> None:
-    """Lets Triton and PyTorch's compiler hash their files in separate threads, while something else is done.
-
-    Every key contains both hashes. Each takes part of a second, mostly without Python's lock. PyTorch's compiler has to
-    be imported: beside other imports, a thread might find half of a module.
-    """
-    _start(_hash_triton)
-    if torch_private.is_compiler_imported():
-        _start(torch_private.hash_compiler)
-
-
 @cache
-def _start(hash_files: Callable[[], None]) -> None:
-    def work() -> None:
-        with suppress(Exception):  # it only saves time: whoever needs the hash computes it
-            hash_files()
+def start_hashing() -> None:
+    """Lets Triton hash its files in a separate thread, while something else is done.
 
+    Every key contains that hash; hashing takes half a second, without holding Python's lock.
+    """
     with suppress(RuntimeError):  # the system allows no more threads
-        background.start("stepgraph hashing", work)
+        background.start("stepgraph hashing", _hash)
 
 
-def _hash_triton() -> None:
-    importlib.import_module("triton.runtime.cache").triton_key()
+def _hash() -> None:
+    with suppress(Exception):  # it only saves time: whoever needs the hash computes it
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:

@@ -80,7 +80,6 @@ def load_compiler() -> None:
     fused_cache.start_hashing()
     with without_warnings():
         torch_private.inductor()
-    fused_cache.start_hashing()
 
 
 @cache
@@ -172,7 +171,6 @@ def fuse(part: Part, step: Step, searched: Callable[[], None] = lambda: None) ->
             step is being compiled.
     """
     _hold_forks_first()
-    load_compiler()
     with FullCollectionsDeferred(), without_warnings():
         for one in _candidates(part)[:-1]:
             with suppress(TooLarge):

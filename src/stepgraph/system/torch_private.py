@@ -11,7 +11,6 @@ import copy
 import ctypes
 import logging
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -407,19 +406,6 @@ def inductor() -> Inductor:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return Inductor(compile_fx, compile_fx_inner, fx_graph_cse)
-
-
-def is_compiler_imported() -> bool:
-    """Whether the compiler has been imported, completely."""
-    module = sys.modules.get("torch._inductor.compile_fx")
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
-
-
-def hash_compiler() -> None:
-    """Lets the compiler, which has to be imported, hash its files; no public name does. It remembers the hash."""
-    from torch._inductor.codecache import torch_key
-
-    torch_key()
 
 
 class Trace(NamedTuple):
