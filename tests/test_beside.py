@@ -15,9 +15,8 @@ import stepgraph as sg
 from stepgraph.compiler import fusion, pipeline
 from stepgraph.compiler.kernels.update import BY_KERNEL, TOGETHER, named, reference, update
 from stepgraph.compiler.kernels.update_kernel import Update
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import beside
-from stepgraph.compiler.program import Part, set_fake
+from stepgraph.compiler.program import set_fake
 from stepgraph.graphs import compilation
 
 aten = torch.ops.aten
@@ -140,9 +139,8 @@ def test_arrays_of_a_call_are_forgotten() -> None:
 
 
 def test_a_compiled_function_takes_all_arrays() -> None:
-    whole, compiled = updating(), updating()
+    compiled = updating()
     beside.pass_beside(compiled)
-    part = Part(Module(torch.nn.Module(), whole), (), ())
     seen: list[Any] = []
 
     def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
@@ -150,11 +148,11 @@ def test_a_compiled_function_takes_all_arrays() -> None:
         return list(arrays)
 
     arrays = [torch.full((2,), float(i)) for i in range(len(NAMES))]
-    of_all = fusion._of_all(function, part, Module(torch.nn.Module(), compiled))
+    of_all = fusion._of_all(function, [NAMES.index(name) for name in left(compiled)], len(NAMES))
     expected = [arrays[NAMES.index(name)] for name in left(compiled)]
     assert all(map(torch.equal, of_all(*arrays), expected))
     assert all(map(torch.equal, seen[0][1], arrays))
-    assert fusion._of_all(function, part, part.module) is function
+    assert fusion._of_all(function, range(len(NAMES)), len(NAMES)) is function
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,33 +65,37 @@ def graph(
 # Keys
 
 
+def key_of(made: fx.Graph, arrays: list[torch.Tensor], *decided: object) -> str | None:
+    return fused_cache.key(fused_cache.outline(made), made, arrays, *decided)
+
+
 def test_whatever_decides_the_code_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = fused_cache.key(*graph(), {"a": 1}), fused_cache.key(*graph(name="other"), {"a": 1})
+    same = key_of(*graph(), {"a": 1}), key_of(*graph(name="other"), {"a": 1})
     assert same[0] == same[1] is not None
     keys = [
         same[0],
-        fused_cache.key(*graph(), {"a": 2}),
-        fused_cache.key(*graph(aten.add.Tensor), {"a": 1}),
-        fused_cache.key(*graph(factor=2.0000000000000004), {"a": 1}),
-        fused_cache.key(*graph(factor=2), {"a": 1}),
-        fused_cache.key(*graph(factor=0), {"a": 1}),
-        fused_cache.key(*graph(factor=None), {"a": 1}),
-        fused_cache.key(*graph(shape=(3, 2)), {"a": 1}),
-        fused_cache.key(*graph(phase=Phase.GRADIENT), {"a": 1}),
-        fused_cache.key(*graph(recomputed=True), {"a": 1}),
+        key_of(*graph(), {"a": 2}),
+        key_of(*graph(aten.add.Tensor), {"a": 1}),
+        key_of(*graph(factor=2.0000000000000004), {"a": 1}),
+        key_of(*graph(factor=2), {"a": 1}),
+        key_of(*graph(factor=0), {"a": 1}),
+        key_of(*graph(factor=None), {"a": 1}),
+        key_of(*graph(shape=(3, 2)), {"a": 1}),
+        key_of(*graph(phase=Phase.GRADIENT), {"a": 1}),
+        key_of(*graph(recomputed=True), {"a": 1}),
     ]
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: 77)
-        keys.append(fused_cache.key(*graph(), {"a": 1}))
+        keys.append(key_of(*graph(), {"a": 1}))
     with monkeypatch.context() as patched:
         patched.setattr(fused_cache, "source", lambda: "another version")
-        keys.append(fused_cache.key(*graph(), {"a": 1}))
+        keys.append(key_of(*graph(), {"a": 1}))
     for settings, name in ((compiler_settings, "max_autotune"), (tracing_settings, "treat_parameters_as_free_to_save")):
         with settings.patch(**{name: not getattr(settings, name)}):
-            keys.append(fused_cache.key(*graph(), {"a": 1}))
+            keys.append(key_of(*graph(), {"a": 1}))
     torch.use_deterministic_algorithms(True)
     try:
-        keys.append(fused_cache.key(*graph(), {"a": 1}))
+        keys.append(key_of(*graph(), {"a": 1}))
     finally:
         torch.use_deterministic_algorithms(False)
     assert None not in keys and len(set(keys)) == len(keys)
@@ -100,28 +104,28 @@ def test_whatever_decides_the_code_decides_the_key(monkeypatch: pytest.MonkeyPat
 def test_what_may_change_unseen_has_no_key() -> None:
     library = torch.library.Library("of_somebody_else", "FRAGMENT")
     library.define("scale(Tensor x, float factor) -> Tensor")
-    assert fused_cache.key(*graph(operator.mul)) is not None
-    assert fused_cache.key(*graph(torch.ops.of_somebody_else.scale.default)) is None
-    assert fused_cache.key(*graph(lambda x, factor: x)) is None
-    assert fused_cache.key(*updating([])) is None and fused_cache.key(*updating(["p - g"])) is not None
+    assert key_of(*graph(operator.mul)) is not None
+    assert key_of(*graph(torch.ops.of_somebody_else.scale.default)) is None
+    assert key_of(*graph(lambda x, factor: x)) is None
+    assert key_of(*updating([])) is None and key_of(*updating(["p - g"])) is not None
     with_constant, arrays = graph()
     with with_constant.inserting_before():
         with_constant.get_attr("constant")
-    assert fused_cache.key(with_constant, arrays) is None
+    assert key_of(with_constant, arrays) is None
     with compiler_settings.patch(force_disable_caches=True):
-        assert fused_cache.key(*graph()) is None
+        assert key_of(*graph()) is None
     with compiler_settings.patch(fx_graph_cache=False):
-        assert fused_cache.key(*graph()) is None
+        assert key_of(*graph()) is None
     with compiler_settings.patch(post_grad_custom_pre_pass=print):
-        assert fused_cache.key(*graph()) is None
+        assert key_of(*graph()) is None
 
 
 def test_an_update_is_known_by_its_rule_and_not_by_the_number_of_its_optimizer() -> None:
     another = sg.SGDOptimizer(0.2)
     by_norm = sg.SGDOptimizer(0.1, clip_norm=1.0)
-    key = fused_cache.key(*updating(["p - g"]))
-    assert key == fused_cache.key(*updating(["p - g"], another))
-    others = fused_cache.key(*updating(["p - 2 * g"])), fused_cache.key(*updating(["p - g"], by_norm))
+    key = key_of(*updating(["p - g"]))
+    assert key == key_of(*updating(["p - g"], another))
+    others = key_of(*updating(["p - 2 * g"])), key_of(*updating(["p - g"], by_norm))
     assert len({key, *others}) == 3
 
 
@@ -150,9 +154,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def compiled(entry: str | None, live: Timeline | None = LIVE) -> fused_cache.Kept:
+def compiled(entry: str | None, live: Timeline | None = LIVE, places: Sequence[int] = ()) -> fused_cache.Kept:
     graph: Any = SimpleNamespace(cache_key="", _fx_graph_cache_key=entry)
-    return fused_cache.Kept(graph, live)
+    return fused_cache.Kept(graph, [*places], live)
 
 
 def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
@@ -164,6 +168,16 @@ def test_what_was_kept_is_found(folder: Path, loaded: list[str]) -> None:
     found = fused_cache.load(KEY, [])
     assert found is not None and found.live == LIVE and loaded == [ENTRY]
     assert fused_cache.load(KEY[1:] + "1", []) is None
+
+
+def test_compiled_code_gets_the_arrays_that_it_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[list[torch.Tensor]]()
+    monkeypatch.setattr(torch_private, "load_compiled", lambda entry, arrays: given.append(arrays) or "compiled")
+    fused_cache.keep(KEY, compiled(ENTRY, places=[0, 2]))
+    arrays = [torch.ones(count) for count in (1, 2, 3)]
+    found = fused_cache.load(KEY, arrays)
+    assert found is not None and found.places == [0, 2] and given == [[arrays[0], arrays[2]]]
+    assert fused_cache.load(KEY, arrays[:2]) is None and not list(folder.iterdir())  # it is of another step
 
 
 def test_a_timeline_may_be_unknown_or_too_long(
@@ -203,12 +217,14 @@ def test_the_outline_of_a_part_is_computed_once(monkeypatch: pytest.MonkeyPatch)
         lambda text: b"{}",
         lambda text: b'{"entry": 5}',
         lambda text: text.replace(b"[1,2,0,0,30]", b"[1,2,0,0,31]"),
-        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2, -3]])),
-        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2, "3"]])),  # type: ignore[list-item]
-        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[0, 0, 1, 2]])),
-        lambda text: fused_cache._text(KEY, ENTRY, (["a"], [[1, 0, 1, 2, 3]])),
+        lambda text: fused_cache._text(KEY, ENTRY, [], (["a"], [[0, 0, 1, 2, -3]])),
+        lambda text: fused_cache._text(KEY, ENTRY, [], (["a"], [[0, 0, 1, 2, "3"]])),  # type: ignore[list-item]
+        lambda text: fused_cache._text(KEY, ENTRY, [], (["a"], [[0, 0, 1, 2]])),
+        lambda text: fused_cache._text(KEY, ENTRY, [], (["a"], [[1, 0, 1, 2, 3]])),
+        lambda text: fused_cache._text(KEY, ENTRY, [-1], None),
+        lambda text: fused_cache._text(KEY, ENTRY, ["0"], None),  # type: ignore[list-item]
         lambda text: bytes(fused_cache.LARGEST + 1),
-        lambda text: fused_cache._text(KEY, "f/../../../../../somewhere/else", None),
+        lambda text: fused_cache._text(KEY, "f/../../../../../somewhere/else", [], None),
     ],
 )
 def test_a_damaged_file_is_removed_with_one_line(
@@ -358,6 +374,32 @@ def test_the_first_step_is_fused_if_an_earlier_run_has_fused_it(
     (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
     assert line.startswith(f"loaded {len(executable.part.nodes)} operators, fused by an earlier run, in ")
     assert [training.execute(*BATCH).loss for _ in range(2)] == first[1:]
+
+
+@needs_compiler
+@pytest.mark.parametrize("planned", [True, False])
+def test_operators_are_not_changed_for_the_compiler_again(
+    later: Path, monkeypatch: pytest.MonkeyPatch, planned: bool
+) -> None:
+    """Only the plan would need them, and it is kept as soon as it is known; the same bits and the same plan result."""
+    training, changed, change = network("cpu"), list[Part](), fusion._prepared
+    (executable,) = training.compilation.programs.executables.values()
+    executable.fuse_later({})
+    fused = executable._fusing.result(300)
+    plan = fused.plan() if planned else None
+    if not planned:
+        monkeypatch.setattr(fusion._Once, "__call__", lambda _: None)  # the process ends before that
+        (file,) = fused_cache.files()
+        entry, places, _ = fused_cache._read(file, file.stem)
+        file.write_bytes(fused_cache._text(file.stem, entry, places, None))
+    losses = [training.execute(*BATCH).loss for _ in range(3)]
+    monkeypatch.setattr(fusion, "_compiled", None)
+    monkeypatch.setattr(fusion, "_prepared", lambda part, step: (changed.append(part), change(part, step))[1])
+    training = network("cpu")
+    assert [training.execute(*BATCH).loss for _ in range(3)] == losses
+    (executable,) = training.compilation.programs.executables.values()
+    assert executable.mode == "fused traced" and len(changed) == (not planned)
+    assert plan is None or training.memory_plan.total == plan.total
 
 
 @needs_compiler

@@ -15,11 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph as sg
 from stepgraph.compiler.kernels import update_kernel
-from stepgraph.compiler.kernels.update import TOGETHER, named, reference, update
+from stepgraph.compiler.kernels.update import (
+    MANY,
+    TOGETHER,
+    expand_updates,
+    named,
+    reference,
+    remember_updates,
+    update,
+)
 from stepgraph.compiler.kernels.update_kernel import (
     ARGUMENT_BYTES,
     HELPERS,
@@ -34,6 +43,7 @@ from stepgraph.compiler.kernels.update_kernel import (
     tables,
     written,
 )
+from stepgraph.compiler.program import set_fake
 from stepgraph.optimizers import Optimizer
 from stepgraph.system import torch_private
 from stepgraph.system.torch_private import launch_cuda
@@ -328,6 +338,32 @@ def test_what_is_prepared_is_what_a_launch_needs(kind: type[Case], monkeypatch: 
     prepare(arrays, rules)
     assert asked[0] == (kernel(next(iter(update_kernel._forms(arrays, rules)))), "update", ("--fmad=false",), 1)
     assert case.form in update_kernel._forms(arrays, rules)
+
+
+@pytest.mark.parametrize(("count", "rules"), [(MANY + 1, True), (MANY, True), (MANY + 1, False)])
+def test_a_later_run_knows_the_kernels_that_fused_steps_call(
+    count: int, rules: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their numbers, without expanding updates again."""
+    optimizer, recorded = sg.SGDOptimizer(0.1), fx.Graph()
+    with torch_private.FakeTensorMode() as mode:
+        nodes = [recorded.placeholder(f"a{index}") for index in range(2 * count + 1)]
+        for node in nodes:
+            set_fake(node, torch.empty(3))
+    parameters, gradients, numbers = nodes[:count], nodes[count:-1], nodes[-1]
+    code = ["P -= G;"] * count if rules else []
+    number = update_module.number_of(optimizer)
+    recorded.call_function(
+        update_module.UPDATE, (parameters, gradients, [], [], numbers, None, None, number, "rate", code)
+    )
+    recorded.output(())
+    monkeypatch.setattr(update_module, "_kernels", {})
+    found = [*remember_updates(recorded).values()]
+    assert found == [*update_module._kernels] and bool(found) is (count > MANY and rules)
+    with mode:
+        expand_updates(recorded)
+    called = recorded.find_nodes(op="call_function", target=update_module.BY_KERNEL)
+    assert [node.args[-1] for node in called] == found
 
 
 @pytest.mark.gpu

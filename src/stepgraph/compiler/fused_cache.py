@@ -2,11 +2,12 @@
 
 PyTorch has a cache of its own, but opens it late: it first records, decomposes and simplifies all operators again,
 which takes most of the time of a second run. A file here has the key of an entry of that cache, under a hash of all
-that decides it, and what the step allocates. It contains no code: a file that is damaged, or stands for something that
-PyTorch has removed, only costs the time to compile.
+that decides it, which arrays the compiled step takes, and what it allocates. It contains no code: a file that is
+damaged, or stands for something that PyTorch has removed, only costs the time to compile.
 
 Its name begins with a hash of the operators as they were recorded. Before its first call, a step can therefore see at
-once whether an earlier run has fused it, without loading PyTorch's compiler.
+once whether an earlier run has fused it, without loading PyTorch's compiler. How operators are changed for the compiler
+follows from these, from the names of the passes and from our source, so a later run need not change them again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from stepgraph.system import background, torch_private
 from stepgraph.system.storage import read_regular, replace_file
 
 logger = logging.getLogger("stepgraph")
-FORMAT = 2
+FORMAT = 3
 LARGEST = 2**21  # bytes of a file; a kernel takes about 30
 MOST = 1000  # files; with more, the oldest are removed
 KEY = re.compile("f[a-z2-7]{20,100}")  # of an entry of PyTorch's cache, which becomes a path there
@@ -48,9 +49,16 @@ Rows = tuple[list[str], list[list[int]]]
 
 
 class Kept(NamedTuple):
-    """What was compiled, and the live bytes at each of its kernels, if known."""
+    """What was compiled.
+
+    Args:
+        compiled: the compiled graph.
+        places: the places of its arrays among those of the part.
+        live: the live bytes at each of its kernels, if known.
+    """
 
     compiled: torch_private.CompiledFxGraph
+    places: list[int]
     live: Timeline | None
 
 
@@ -65,18 +73,24 @@ def fingerprint(graph: fx.Graph) -> str:
     return hashlib.sha256(f"{source()} {machine} {results}".encode()).hexdigest()
 
 
-def key(graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> str | None:
+def key(recorded: str, graph: fx.Graph, arrays: Sequence[torch.Tensor], *decided: object) -> str | None:
     """A hash of all that decides what the compiler makes from operators; None if that cannot be known.
 
     Args:
-        graph: the operators, as the compiler gets them.
+        recorded: their outline, with which the key begins.
+        graph: the operators, as they were recorded.
         arrays: its inputs, arrays without memory.
         decided: what else decides it, as values with an exact `repr`.
     """
-    if not arrays or not all(map(_is_known, graph.nodes)):
+    if not arrays or not is_known(graph):
         return None
     under = torch_private.compiled_under(arrays)
-    return None if under is None else hashlib.sha256(f"{outline(graph)} {under} {decided}".encode()).hexdigest()
+    return None if under is None else f"{recorded}-{hashlib.sha256(f'{under} {decided}'.encode()).hexdigest()}"
+
+
+def is_known(graph: fx.Graph) -> bool:
+    """Whether names, arguments and results tell what operators compute, in every process."""
+    return all(map(_is_known, graph.nodes))
 
 
 def outline_of(part: Part) -> str:
@@ -115,11 +129,11 @@ def _is_known(node: fx.Node) -> bool:
         return True
     if node.op != "call_function":  # constants have values
         return False
-    if isinstance(node.target, torch_private.OpOverload):
-        return node.target.namespace in NAMESPACES
-    if node.target is expanded_update:  # the number of an optimizer says nothing in another process, its code does
+    if node.target in (UPDATE, expanded_update):  # an optimizer's number says nothing in another process, its code does
         arguments: Any = node.args
         return bool(Recorded(*arguments).rules)
+    if isinstance(node.target, torch_private.OpOverload):
+        return node.target.namespace in NAMESPACES
     return str(getattr(node.target, "__module__", "")).split(".")[0] in MODULES and "<" not in _name(node)
 
 
@@ -183,13 +197,18 @@ def _hash() -> None:
 
 
 def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:
-    """What was compiled under a key, ready to run; None if there is nothing, or it is damaged."""
+    """What was compiled under a key, ready to run; None if there is nothing, or it is damaged.
+
+    Args:
+        wanted: the key.
+        arrays: those of the whole part, without memory.
+    """
     file = _file(wanted)
     if wanted is None or file is None or not file.exists():
         return None
     try:
-        entry, live = _read(file, wanted)
-        compiled = torch_private.load_compiled(entry, arrays)
+        entry, places, live = _read(file, wanted)
+        compiled = torch_private.load_compiled(entry, [arrays[place] for place in places])
     except Exception as error:  # whatever a damaged file of PyTorch raises, the step is compiled again
         logger.warning("compiling again instead of using %s: %s", file, reason(error))
         compiled = None
@@ -197,7 +216,7 @@ def load(wanted: str | None, arrays: Sequence[torch.Tensor]) -> Kept | None:
         with suppress(OSError):
             file.unlink(missing_ok=True)
         return None
-    return Kept(compiled, live)
+    return Kept(compiled, places, live)
 
 
 def keep(wanted: str | None, kept: Kept) -> None:
@@ -205,10 +224,10 @@ def keep(wanted: str | None, kept: Kept) -> None:
     entry, file = torch_private.cache_entry(kept.compiled), _file(wanted)
     if wanted is None or file is None or entry is None:
         return
-    text = _text(wanted, entry, _rows(kept.live))
+    text = _text(wanted, entry, kept.places, _rows(kept.live))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, text if len(text) <= LARGEST else _text(wanted, entry, None))
+        replace_file(file, text if len(text) <= LARGEST else _text(wanted, entry, kept.places, None))
         for old in sorted(files(), key=_age)[:-MOST]:
             old.unlink(missing_ok=True)
     except (OSError, StorageError) as error:  # if the folder is not writable, the next run compiles again
@@ -255,20 +274,21 @@ def _timeline(rows: Rows | None) -> Timeline | None:
     return [(names[layer], phases[phase], dict(zip(KINDS, sizes, strict=True))) for layer, phase, *sizes in kernels]
 
 
-def _text(wanted: str, entry: str, rows: Rows | None) -> bytes:
-    found = {"format": FORMAT, "key": wanted, "entry": entry, "live": rows}
+def _text(wanted: str, entry: str, places: list[int], rows: Rows | None) -> bytes:
+    found = {"format": FORMAT, "key": wanted, "entry": entry, "places": places, "live": rows}
     check = hashlib.sha256(json.dumps(found).encode()).hexdigest()
     return json.dumps({**found, "sha256": check}, separators=(",", ":")).encode() + b"\n"
 
 
-def _read(file: Path, wanted: str) -> tuple[str, Timeline | None]:
-    """The key of the entry in PyTorch's cache, and the live bytes at each kernel."""
+def _read(file: Path, wanted: str) -> tuple[str, list[int], Timeline | None]:
+    """The key of the entry in PyTorch's cache, the places of its arrays, and the live bytes at each kernel."""
     text = read_regular(file, LARGEST, StorageError)
     found = json.loads(text)
-    entry, rows = found["entry"], found["live"]
-    if not KEY.fullmatch(entry) or text != _text(wanted, entry, rows):
+    entry, places, rows = found["entry"], found["places"], found["live"]
+    are_places = all(type(place) is int and place >= 0 for place in places)
+    if not KEY.fullmatch(entry) or not are_places or text != _text(wanted, entry, places, rows):
         raise ValueError("it is damaged")
-    return entry, _timeline(rows)
+    return entry, places, _timeline(rows)
 
 
 def _age(file: Path) -> float:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler import fused_cache, fused_memory, memory, pipeline
+from stepgraph.compiler import fused_cache, fused_memory, kernels, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
 from stepgraph.compiler.launch import define_operators, prepared_beside
@@ -190,31 +190,33 @@ def was_fused(part: Part) -> bool:
 
 
 def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) -> Fused:
-    module = _prepared(part, step)
-    arrays = [fake(node) for node in module.graph.find_nodes(op="placeholder")]
-    on_cpu = step.device.type == "cpu"
+    given, on_cpu = [fake(node) for node in part.placeholders], step.device.type == "cpu"
     settings = config(part, step)
     define_operators(step.device)
-    with _recording(searched), torch.no_grad(), _beside_steps(arrays), prepared_beside():
-        known = _key(part, module, arrays, settings, _lowered(step))
-        kept = fused_cache.load(known, arrays)
+    kernels.remember_updates(part.module.graph)
+    with _recording(searched), torch.no_grad(), _beside_steps(given), prepared_beside():
+        known = _key(part, step, given, settings)
+        kept = fused_cache.load(known, given)
         if kept is None:
             searched()
             if on_cpu:
                 _require_compiler()
-        made = _compiled(module, step, arrays, settings) if kept is None else _Compiled.alone(kept.compiled)
+        # What was compiled, and what it allocates, is enough.
+        module = _prepared(part, step) if kept is None or kept.live is None else Module(part.module, fx.Graph())
+        made = _compiled(module, step, _inputs(module), settings) if kept is None else _Compiled.alone(kept.compiled)
     function, generated, is_alone = made
     if not on_cpu:
         _require_right(generated)
 
-    keeps = kept is None and is_alone
+    places = _places(part, module) if kept is None else kept.places
+    keeps = kept is None and is_alone and fused_cache.is_known(module.graph)
     if keeps:
-        fused_cache.keep(known, fused_cache.Kept(generated[0], None))
+        fused_cache.keep(known, fused_cache.Kept(generated[0], places, None))
 
     def planned() -> MemoryPlan | None:
-        live = _timeline(module, arrays, generated) if kept is None or kept.live is None else kept.live
+        live = _timeline(module, _inputs(module), generated) if kept is None or kept.live is None else kept.live
         if keeps:
-            fused_cache.keep(known, fused_cache.Kept(generated[0], live))
+            fused_cache.keep(known, fused_cache.Kept(generated[0], places, live))
         return None if live is None else memory.plan(step, part, live)
 
     plan = _Once(planned)
@@ -224,7 +226,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]))
-    return Fused(_of_all(function, part, module), plan)
+    return Fused(_of_all(function, places, len(given)), plan)
 
 
 def _require_fit(plan: MemoryPlan | None, limit: int) -> None:
@@ -251,10 +253,14 @@ def _beside_steps(arrays: Sequence[torch.Tensor]) -> AbstractContextManager[Any]
     return nullcontext() if device is None else torch.cuda.stream(streams.beside(device))
 
 
-def _key(part: Part, module: Module, arrays: Sequence[torch.Tensor], *decided: Any) -> str | None:
-    """Where the compiled function is kept: under the operators as they were recorded, then as they are compiled."""
-    known = fused_cache.key(module.graph, arrays, *decided, SMALL, _hardware(arrays))
-    return None if known is None else f"{fused_cache.outline_of(part)}-{known}"
+def _key(part: Part, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> str | None:
+    """Where the compiled function is kept.
+
+    Passes behind the recording depend on the operators alone, so it is enough to know which ones run.
+    """
+    passes = [row.name for stage in (pipeline.FUSED, pipeline.LOWERED) for row in pipeline.rows(stage, step, None)]
+    recorded = fused_cache.outline_of(part)
+    return fused_cache.key(recorded, part.module.graph, arrays, settings, passes, SMALL, _hardware(arrays))
 
 
 def _prepared(part: Part, step: Step) -> Module:
@@ -265,6 +271,16 @@ def _prepared(part: Part, step: Step) -> Module:
     _keep_strides(module.graph, part)
     attach_tags(module.graph)
     return module
+
+
+def _inputs(module: Module) -> list[torch.Tensor]:
+    return [fake(node) for node in module.graph.find_nodes(op="placeholder")]
+
+
+def _places(part: Part, module: Module) -> list[int]:
+    """The places of what is compiled among the part's arrays; the others reach updates beside it."""
+    compiled = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    return [place for place, node in enumerate(part.placeholders) if node.name in compiled]
 
 
 def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> _Compiled:
@@ -307,11 +323,6 @@ def _rules() -> Iterator[None]:
         yield
 
 
-def _lowered(step: Step) -> list[str]:
-    """The passes that the compiler's own operators go through."""
-    return [row.name for row in pipeline.rows(pipeline.LOWERED, step, None)]
-
-
 def _gpu(arrays: Sequence[torch.Tensor]) -> torch.device | None:
     return next((one.device for one in arrays if one.device.type == "cuda"), None)
 
@@ -332,11 +343,9 @@ def config(part: Part, step: Step) -> dict[str, Any]:
     return SETTINGS | (ALONE if alone else {}) | (EXCHANGING if exchanges else {})
 
 
-def _of_all(function: Function, part: Part, module: fx.GraphModule) -> Function:
-    """A compiled function of some of the part's arrays as one of all of them; the others reach updates beside it."""
-    compiled = {node.name for node in module.graph.find_nodes(op="placeholder")}
-    places = [place for place, node in enumerate(part.placeholders) if node.name in compiled]
-    if len(places) == len(part.placeholders):
+def _of_all(function: Function, places: Sequence[int], count: int) -> Function:
+    """A function of the arrays at some places as one of all; the others reach updates beside it."""
+    if len(places) == count:
         return function
 
     def run(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -12,6 +12,7 @@ from stepgraph.compiler.kernels.update import (
     named,
     number_type,
     expand_updates,
+    remember_updates,
     update,
 )
 from stepgraph.compiler.kernels.update_kernel import Update
@@ -27,6 +28,7 @@ __all__ = [
     "expand_statistics",
     "expand_updates",
     "preferred",
+    "remember_updates",
     "Rules",
     "Update",
     "update",

@@ -478,18 +478,27 @@ def expand_updates(graph: fx.Graph) -> None:
     Many parameters keep their kernel, if the rule has one: compiling twenty operators for each would take longer than
     the rest of the step.
     """
-    updates = {node: own for node in graph.nodes if (own := recorded(node)) is not None}
-    many = sum(len(own.parameters) for own in updates.values()) > MANY
-    for node, own in updates.items():
-        if many and own.rules:
-            node.target, node.args = BY_KERNEL, (*own[:7], _kept(own))
-            arrays: Any = fx.map_arg(own[:7], fake)
-            prepare(_arrays(*arrays), own.rules)
+    kept = remember_updates(graph)
+    for node in [one for one in graph.nodes if one.target is UPDATE]:
+        if node in kept:
+            node.target, node.args = BY_KERNEL, (*Recorded(*node.args)[:7], kept[node])
         else:
             node.target = expanded_update
 
 
-def _kept(own: Recorded) -> int:
+def remember_updates(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The updates that keep their kernels, which fused steps call by number, and begins to assemble these."""
+    updates = {node: own for node in graph.nodes if (own := recorded(node)) is not None}
+    if sum(len(own.parameters) for own in updates.values()) <= MANY:
+        return {}
+    with_kernels = {node: own for node, own in updates.items() if own.rules}
+    for own in with_kernels.values():
+        arrays: Any = fx.map_arg(own[:7], fake)
+        prepare(_arrays(*arrays), own.rules)
+    return {node: _number(own) for node, own in with_kernels.items()}
+
+
+def _number(own: Recorded) -> int:
     """The number of a kernel."""
     kernel = tuple(own.rules), own.clips_by_value
     number = int(hashlib.sha256(repr(kernel).encode()).hexdigest()[:15], 16)
