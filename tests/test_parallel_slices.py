@@ -17,7 +17,7 @@ import pytest
 import stepgraph as sg
 from stepgraph import draw
 from stepgraph.compiler.passes import held
-from stepgraph.compiler.program import EXCHANGE, PartName, notes
+from stepgraph.compiler.program import EXCHANGE, PartName, fake, notes
 from stepgraph.compiler.ranks import collectives
 from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs import compilation
@@ -105,6 +105,32 @@ def test_a_rank_holds_its_share_and_sends_what_the_plan_says(order: str) -> None
     most = alone.memory_plan_for(16, ranks=2, parallel=parallel).total
     assert max(one["plan"] for one in found) == pytest.approx(most, rel=0.02)
     assert alone.bytes_sent == 0
+
+
+def copied(shards: int) -> dict[str, Any]:
+    """Trains with few shards; how many gradients are copied to be exchanged, and how many belong to others."""
+    training = new("wide", shards=shards)
+    found: dict[str, Any] = {"losses": steps(training, 4)}
+    if training.world.size > 1:
+        executables = training.require_session("test").compilation.programs.executables
+        last = next(one for (part, _), one in executables.items() if part == PartName.LAST)
+        packs = [node for node in last.part.nodes if node.target is collectives.pack]
+        owned = [(owner, one.size) for each in last.step.ownership.slices.values() for owner, one in enumerate(each)]
+        found["copied"] = sum(fake(node).numel() for node in packs)
+        found["of others"] = sum(size for owner, size in owned if owner != rank())
+    return found | {"bits": marks(training)}
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_two_ranks_do_not_copy_gradients_that_stay_with_them(shards: int) -> None:
+    """A rank with several shards adds them up in copies; the bits are the same in any case."""
+    alone, found = copied(shards), together(2, copied, shards)
+    assert [one["copied"] for one in found] == [
+        found[0]["of others"],
+        found[1]["of others"] if shards == 2 else ELEMENTS,
+    ]
+    assert all(one["of others"] < ELEMENTS for one in found)
+    assert all(one[name] == alone[name] for one in found for name in alone)
 
 
 # ------------------------------------------------------------------------------------------- a world of one rank

@@ -50,8 +50,9 @@ class BatchExtent(int):
 
     def rows(self, extent: int) -> int | None:
         """The number of rows for which this extent is `extent`; None if there is none."""
-        rows = (extent - self.offset) / self.multiple
-        return int(rows) if rows.denominator == 1 and rows > 0 else None
+        times, parts = self.multiple.as_integer_ratio()  # dividing by a fraction takes as long as a small operator
+        rows, rest = divmod((extent - self.offset) * parts, times)
+        return rows if not rest and rows > 0 else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchExtent) and (self.multiple, self.offset) == (other.multiple, other.offset)

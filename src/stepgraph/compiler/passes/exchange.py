@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -87,6 +87,20 @@ def exchange_gradients(part: Part, step: Step) -> Part:
     return replace(part, inputs=tuple(inputs), outputs=(*made, *found))
 
 
+class _Started(NamedTuple):
+    """A bucket under way.
+
+    Args:
+        node: the operator that has started to send it.
+        kept: arrays with what the rank has not sent, its part of its own sums.
+        edges: its starts and stops, array by array.
+    """
+
+    node: fx.Node
+    kept: tuple[fx.Node, ...] = ()
+    edges: tuple[int, ...] = ()
+
+
 @dataclass
 class _Exchange:
     """Adds the operators that exchange buckets to the last shard of a rank."""
@@ -131,28 +145,59 @@ class _Exchange:
         gradients: Sequence[fx.Node],
         sums: list[fx.Node],
         following: fx.Node,
-    ) -> fx.Node:
+    ) -> _Started:
         """Adds the gradients of this shard to those of earlier ones, and starts to send the sums."""
         ranks, sizes, like = self.ranks, self.ranks.sizes(bucket), gradients[0]
-        everyone = range(ranks.size)
-        bounds = [edge for rank in everyone for tensor in bucket for edge in ranks.slices[tensor][rank]]
         what = title(index, bucket, self.step)
         with like.graph.inserting_before(following):
-            flat = _sized(like, collectives.pack, ([*gradients], bounds), sum(sizes))
+            if self._keeps_own and not sums:
+                return self._start_with_others(bucket, gradients, what)
+            flat = _sized(like, collectives.pack, ([*gradients], self._edges(bucket, range(ranks.size))), sum(sizes))
             if not ranks.is_ordered:
                 for one in sums:
                     flat = _call(like, torch.ops.aten.add.Tensor, (flat, one))
-                return _sized(like, collectives.start_scatter, (flat, sizes, ranks.group, what), max(sizes))
+                return _Started(_sized(like, collectives.start_scatter, (flat, sizes, ranks.group, what), max(sizes)))
             parts = self._added(like, flat, sums)
             sent = parts[0]
             if len(parts) > 1:
                 sent = _sized(like, collectives.by_rank, (parts, sizes), len(parts) * sum(sizes))
-            width = bucket[0].data_type.torch.itemsize
-            taken = [len(nodes) * sizes[ranks.rank] * width for nodes in self.nodes]
-            given = [len(parts) * size * width for size in sizes]
-            arguments = (sent, taken, given, ranks.rank, ranks.group, what)
-            own = taken[ranks.rank] if collectives.swaps(fake(like).device, ranks.size) else 0
-            return _sized(like, collectives.start_trade, arguments, sum(taken) - own, torch.uint8)
+            taken = [len(nodes) * sizes[ranks.rank] for nodes in self.nodes]
+            given = [len(parts) * size for size in sizes]
+            node = self._trade(like, sent, taken, given, bucket, what)
+            if not self._keeps_own:
+                return _Started(node)
+            first = sum(given[: ranks.rank])
+            return _Started(node, (sent,), (first, first + given[ranks.rank]))
+
+    @property
+    def _keeps_own(self) -> bool:
+        """Whether a rank does not send its own part of its sums."""
+        return self.ranks.is_ordered and collectives.swaps(self.step.device, self.ranks.size)
+
+    def _start_with_others(self, bucket: Sequence[Tensor], gradients: Sequence[fx.Node], what: str) -> _Started:
+        """Starts to send gradients that are no sums, without a copy of what stays with this rank."""
+        rank, like, sizes = self.ranks.rank, gradients[0], self.ranks.sizes(bucket)
+        others = [other for other in range(self.ranks.size) if other != rank]
+        edges = self._edges(bucket, others)
+        sent = _sized(like, collectives.pack, ([*gradients], edges), sum(sizes[other] for other in others))
+        taken = [len(self.nodes[other]) * sizes[rank] * (other != rank) for other in range(self.ranks.size)]
+        given = [size * (other != rank) for other, size in enumerate(sizes)]
+        node = self._trade(like, sent, taken, given, bucket, what)
+        return _Started(node, tuple(gradients), tuple(self._edges(bucket, [rank])))
+
+    def _edges(self, bucket: Sequence[Tensor], ranks: Iterable[int]) -> list[int]:
+        """The starts and stops of slices, rank by rank."""
+        return [edge for rank in ranks for tensor in bucket for edge in self.ranks.slices[tensor][rank]]
+
+    def _trade(
+        self, like: fx.Node, sent: fx.Node, taken: list[int], given: list[int], bucket: Sequence[Tensor], what: str
+    ) -> fx.Node:
+        """Starts to send each rank its elements of an array, and to receive others."""
+        ranks, width = self.ranks, bucket[0].data_type.torch.itemsize
+        in_bytes = ([count * width for count in counts] for counts in (taken, given))
+        own = taken[ranks.rank] if self._keeps_own else 0
+        arguments = (sent, *in_bytes, ranks.rank, ranks.group, what)
+        return _sized(like, collectives.start_trade, arguments, (sum(taken) - own) * width, torch.uint8)
 
     def _added(self, like: fx.Node, flat: fx.Node, sums: list[fx.Node]) -> list[fx.Node]:
         """The partial sums of this rank with its last shard."""
@@ -188,22 +233,19 @@ class _Exchange:
         with end.graph.inserting_before(end):
             return _call(telling, collectives.finish_news, (telling, shape, self.ranks.group))
 
-    def finish(self, bucket: Sequence[Tensor], started: fx.Node, end: fx.Node) -> fx.Node:
+    def finish(self, bucket: Sequence[Tensor], started: _Started, end: fx.Node) -> fx.Node:
         """Waits for this rank's part of the sum of a bucket."""
-        ranks = self.ranks
+        ranks, (node, kept, edges) = self.ranks, started
         with end.graph.inserting_before(end):
             size = ranks.sizes(bucket)[ranks.rank]
             if not ranks.is_ordered:
-                return _call(started, collectives.finish_scatter, (started, size, ranks.group))
+                return _call(node, collectives.finish_scatter, (node, size, ranks.group))
             levels, indices = ([*one] for one in zip(*(node for own in self.nodes for node in own), strict=True))
             dtype = bucket[0].data_type.torch
-            arguments: Any = started.args
-            sent, _, given = arguments[:3]
-            kept = [sent] if collectives.swaps(fake(started).device, ranks.size) else []
-            rest = (levels, indices, self.step.shards, dtype, ranks.group)
-            made = _sized(started, collectives.finish_trade, (started, kept, given, ranks.rank, *rest), size, dtype)
-            if kept and len(levels) > 2:
-                note(made, workspace=given[ranks.rank])  # sums of more than two are taken in a copy of its own part
+            rest = (ranks.rank, levels, indices, self.step.shards, dtype, ranks.group)
+            made = _sized(node, collectives.finish_trade, (node, [*kept], [*edges], *rest), size, dtype)
+            if kept and len(levels) > 2:  # sums of more than two are taken in a copy of its own part
+                note(made, workspace=(sum(edges[1::2]) - sum(edges[::2])) * dtype.itemsize)
             return made
 
 

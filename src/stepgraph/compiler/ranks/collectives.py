@@ -274,14 +274,14 @@ _library.define("start_trade(Tensor sent, int[] taken, int[] given, int rank, st
 _library.define("start_scatter(Tensor sum, int[] sizes, str group, str what) -> Tensor")
 _library.define("finish_scatter(Tensor(a!) started, int size, str group) -> Tensor")
 _library.define(
-    "finish_trade(Tensor(a!) received, Tensor[] kept, int[] given, int rank, int[] levels, int[] indices, int count, "
+    "finish_trade(Tensor(a!) received, Tensor[] kept, int[] edges, int rank, int[] levels, int[] indices, int count, "
     "ScalarType type, str group) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "pack", _ANYWHERE)
 def _pack(gradients: Arrays, bounds: Sequence[int]) -> torch.Tensor:
-    """Gradients as one array; `bounds` are the slices of all of them, rank by rank, as starts and stops."""
+    """Slices of gradients as one array; `bounds` are their starts and stops, rank by rank."""
     flat, count = [one.reshape(-1) for one in gradients], len(gradients)
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return torch.cat([flat[place % count][start:stop] for place, (start, stop) in enumerate(pairs)])
@@ -304,16 +304,10 @@ def _start_trade(
     """
     bytes_sent = as_bytes(sent)
     if swaps(sent.device, len(given)):
-        start, stop = _own_bytes(given, rank)
-        bytes_sent = bytes_sent[stop:] if rank == 0 else bytes_sent[:start]
+        start = sum(given[:rank])
+        bytes_sent = bytes_sent[start + given[rank] :] if rank == 0 else bytes_sent[:start]
         taken, given = _of_others(taken, rank), _of_others(given, rank)
     return _lines[group].start(what, "all_to_all_single", bytes_sent, [*taken], [*given])
-
-
-def _own_bytes(given: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where the part for this rank itself begins and ends."""
-    start = sum(given[:rank])
-    return start, start + given[rank]
 
 
 def _of_others(counts: Sequence[int], rank: int) -> list[int]:
@@ -339,7 +333,7 @@ def _finish_scatter(started: torch.Tensor, size: int, group: str) -> torch.Tenso
 def _finish_trade(
     received: torch.Tensor,
     kept: Arrays,
-    given: Sequence[int],
+    edges: Sequence[int],
     rank: int,
     levels: Sequence[int],
     indices: Sequence[int],
@@ -349,11 +343,15 @@ def _finish_trade(
 ) -> torch.Tensor:
     """Waits for this rank's part of all partial sums, nodes of the tree over `count` shards, and adds them.
 
-    `kept` has what was sent, if that includes the part of this rank itself, which it has not sent.
+    `kept` has what the rank has not sent, its part of its own sums; `edges` are its starts and stops, array by array.
     """
     _lines[group].finish_measured(received)
-    parts = _parts(received, kept, given, rank, dtype, len(levels))
-    if len(levels) == 2:  # whatever the tree, they are added once
+    others = received.view(dtype)
+    own = [one.view(-1)[start:stop] for one, start, stop in zip(kept, edges[::2], edges[1::2], strict=True)]
+    if own and len(levels) == 2:  # whatever the tree, they are added once
+        return _added(own, others)
+    parts = _parts(torch.cat(own) if own else others[:0], others, rank, len(levels))
+    if len(levels) == 2:
         return parts[0] + parts[1]
     found = TreeSum(count)
     for node, part in zip(zip(levels, indices, strict=True), parts, strict=True):
@@ -361,15 +359,16 @@ def _finish_trade(
     return found.total[0].clone()
 
 
-def _parts(
-    received: torch.Tensor, kept: Arrays, given: Sequence[int], rank: int, dtype: torch.dtype, count: int
-) -> Arrays:
+def _added(own: Arrays, others: torch.Tensor) -> torch.Tensor:
+    """The sum of two arrays, one of them in pieces."""
+    found, sizes = torch.empty_like(others), [len(one) for one in own]
+    for total, one, other in zip(found.split(sizes), own, others.split(sizes), strict=True):
+        torch.add(one, other, out=total)
+    return found
+
+
+def _parts(own: torch.Tensor, others: torch.Tensor, rank: int, count: int) -> Arrays:
     """This rank's part of each of some sums, in the order of the ranks that have added them; may be overwritten."""
-    others, own = received.view(dtype), received[:0].view(dtype)
-    for sent in kept:
-        start, stop = _own_bytes(given, rank)
-        own = as_bytes(sent)[start:stop].view(dtype)
-        own = own.clone() if count > 2 else own  # sums of more than two are taken in place
     size = (len(others) + len(own)) // count
     if not size:  # this rank has nothing of the bucket
         return [others] * count
@@ -378,8 +377,8 @@ def _parts(
 
 
 @torch.library.register_fake("stepgraph::pack", lib=_library)
-def _(gradients: Arrays, bounds: object) -> torch.Tensor:
-    return gradients[0].new_empty(sum(one.numel() for one in gradients))
+def _(gradients: Arrays, bounds: Sequence[int]) -> torch.Tensor:
+    return gradients[0].new_empty(sum(bounds[1::2]) - sum(bounds[::2]))
 
 
 @torch.library.register_fake("stepgraph::by_rank", lib=_library)
@@ -407,7 +406,7 @@ def _(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def _(
     received: torch.Tensor,
     kept: Arrays,
-    given: Sequence[int],
+    edges: Sequence[int],
     rank: int,
     levels: Sequence[int],
     indices: object,
@@ -415,8 +414,8 @@ def _(
     dtype: torch.dtype,
     group: str,
 ) -> torch.Tensor:
-    size = received.numel() + (given[rank] if kept else 0)
-    return received.new_empty(size // dtype.itemsize // len(levels), dtype=dtype)
+    own = sum(edges[1::2]) - sum(edges[::2])
+    return received.new_empty((received.numel() // dtype.itemsize + own) // len(levels), dtype=dtype)
 
 
 # News about a shard: they leave with its gradients, and are waited for with them
