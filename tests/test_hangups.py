@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from tests.fit_runs import arrays, renewed
 
 HANGUP = getattr(signal, "SIGHUP", 0)
 needs_hangups = pytest.mark.skipif(not HANGUP, reason="Windows has no SIGHUP")
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Hears of the terminal even where these tests run under `nohup`."""
+    before = signal.signal(HANGUP, signal.SIG_DFL) if HANGUP else None
+    yield
+    if before is not None:
+        signal.signal(HANGUP, before)
 
 
 class Sent(sg.Callback):
