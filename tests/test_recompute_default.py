@@ -289,6 +289,40 @@ def test_a_gated_activation_is_written_by_the_kernel_of_its_gradient(monkeypatch
         assert [user.target for user in source.users if absorbed.is_gradient(user)] == [later]
 
 
+def with_residuals(a: torch.Tensor, g: torch.Tensor, first: torch.Tensor, *weights: torch.Tensor) -> Any:
+    """Blocks of a normalization by rows, a product, a GELU and another product, beside a residual sum."""
+    r, inner = a @ first, []
+    for w, v in zip(weights[::2], weights[1::2], strict=True):
+        f = r.float()
+        s = torch.rsqrt((f * f).mean(1, keepdim=True) + 1e-6)
+        h = (f * s).to(HALF)
+        z = h @ w
+        y = gelu(z)
+        inner.append((r, s, h, z, y))
+        r = r + y @ v
+    yield
+    found = []
+    for (r, s, h, z, y), w, v in zip(inner[::-1], weights[-2::-2], weights[::-2], strict=True):
+        found.append(y.t() @ g)
+        dz = gelu_gradient(g @ v.t(), z)
+        found.append(h.t() @ dz)
+        dh, f = (dz @ w.t()).float(), r.float()
+        g = g + (dh * s - f * s**3 * (dh * f).mean(1, keepdim=True)).to(HALF)
+    yield [*found, a.t() @ g]
+
+
+def test_what_is_written_again_does_not_wait_for_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual stream is read from the last block to the first; what one computes from it is written in its own."""
+    arrays = [drawn(ROWS, WIDTH), drawn(ROWS, WIDTH), *(drawn(WIDTH, WIDTH) / 8 for _ in range(7))]
+    step = recorded(with_residuals, *arrays)
+    monkeypatch.setattr(rewritten, "SHARE", 1e6)
+    graph = changed(step, recompute_by_default, *arrays)
+    products = graph.find_nodes(op="call_function", target=aten.mm.default)
+    written = {(made(one), product) for product in products for one in product.all_input_nodes}
+    waits = [sum(node < each < product for each in products) for node, product in written if notes(node).recomputed]
+    assert len(waits) == 3 and max(waits) < 4  # the products of a block
+
+
 def is_behind(node: fx.Node, other: fx.Node) -> bool:
     """Whether an operator can only run after another one."""
     return node is other or any(is_behind(source, other) for source in node.all_input_nodes)

@@ -110,10 +110,10 @@ def write_late(graph: fx.Graph, written: Set[fx.Node], kept: Set[fx.Node]) -> di
         if like is not None:
             separate(node, like)
         readers = set[fx.Node]().union(*(_readers(one, kernels) for one in sources))
-        for product in sorted(_products(node), reverse=True):
-            _postpone(product, readers)
-        if readers:
-            found[min(readers)].append(node)
+        passed = [_postpone(product, readers) for product in sorted(_products(node), reverse=True)]
+        first = min((one for one in passed if one is not None), default=None)
+        if first is not None:
+            found[first].append(node)
     graph.lint()
     return found
 
@@ -153,25 +153,30 @@ def _form(node: fx.Node) -> Any:
     return (array.shape, array.dtype, array.stride()) if isinstance(array, torch.Tensor) else None
 
 
-def _postpone(product: fx.Node, readers: Set[fx.Node]) -> None:
+def _postpone(product: fx.Node, readers: Set[fx.Node]) -> fx.Node | None:
     """Moves a product, with what is computed from it, behind the next readers, and behind the products after these.
 
     So it is the last product before the kernels that follow. What these recompute waits for it (`later`), which keeps
     it in its place: PyTorch's compiler moves operators to what reads their results, here to the update.
+
+    Returns:
+        the first of these readers; None if there is none.
     """
-    passed, behind, last, met, left = list[fx.Node](), {product}, 0, False, False
+    passed, behind, last, left = list[fx.Node](), {product}, 0, False
+    met: fx.Node | None = None
     node = product.next
     while node.op == "call_function" and (_is_product(node) or not left):
         passed.append(node)
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
-        elif node in readers or (met and _is_product(node)):
-            met, left, last = True, _is_product(node), len(passed)
+        elif node in readers or (met is not None and _is_product(node)):
+            met, left, last = met or node, _is_product(node), len(passed)
         node = node.next
     place = passed[last - 1] if last else product
     for one in [product, *(node for node in passed[:last] if node in behind)] if last else ():
         place.append(one)
         place = one
+    return met
 
 
 def _lowers_peak(node: fx.Node, order: dict[fx.Node, int], kept: Set[fx.Node]) -> bool:
