@@ -317,20 +317,25 @@ def test_a_step_writes_the_code_of_a_shape_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", [Case, Reordered])
-def test_what_is_prepared_is_what_a_launch_needs(kind: type[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails beforehand is left to the launch."""
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_what_is_prepared_is_what_a_launch_needs(
+    kind: type[Case], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails beforehand is left to the launch; what has begun does not begin again."""
     asked = list[tuple[Any, ...]]()
 
     def assemble(*given: Any) -> Any:
         asked.append(given)
-        raise RuntimeError("CUDA's runtime compiler failed")
+        raise error("CUDA's runtime compiler failed")
 
     case = kind(RULES["adamw"](), gradient=torch.bfloat16)
     with torch_private.FakeTensorMode():
         numbers = torch.empty(len(case.names), device="cuda:1")
     arrays, rules = case.arrays._replace(numbers=numbers), [case.code or ""] * len(case.arrays.parameters)
+    threads = list[str]()
+    monkeypatch.setattr(update_kernel, "_begun", set())
     monkeypatch.setattr(update_kernel, "assemble_cuda", assemble)
-    monkeypatch.setattr(update_kernel.background, "do", lambda name, work: work())
+    monkeypatch.setattr(update_kernel.background, "do", lambda name, work: (threads.append(name), work()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     prepare(arrays, rules)
     assert not asked
@@ -338,6 +343,8 @@ def test_what_is_prepared_is_what_a_launch_needs(kind: type[Case], monkeypatch: 
     prepare(arrays, rules)
     assert asked[0] == (kernel(next(iter(update_kernel._forms(arrays, rules)))), "update", ("--fmad=false",), 1)
     assert case.form in update_kernel._forms(arrays, rules)
+    prepare(arrays, rules)
+    assert len(threads) == 1
 
 
 @pytest.mark.parametrize(("count", "rules"), [(MANY + 1, True), (MANY, True), (MANY + 1, False)])

@@ -209,8 +209,8 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
         _require_right(generated)
 
     places = _places(part, module) if kept is None else kept.places
-    keeps = kept is None and is_alone and fused_cache.is_known(module.graph)
-    if keeps:
+    keeps = is_alone and fused_cache.is_known(module.graph) if kept is None else kept.live is None
+    if keeps and kept is None:
         fused_cache.keep(known, fused_cache.Kept(generated[0], places, None))
 
     def planned() -> MemoryPlan | None:

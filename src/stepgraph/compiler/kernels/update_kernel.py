@@ -364,19 +364,25 @@ def _compiled(form: Form, device: int) -> Any:
         return compile_cuda(kernel(form), NAME, OPTIONS)
 
 
+_begun = set[tuple[Form, int]]()  # what has been assembled, or will be, by device
+
+
 def prepare(update: Update, rules: Sequence[str]) -> None:
-    """Assembles what `launch` will need for arrays like these, which need no memory, in another thread."""
+    """Assembles what `launch` will need for arrays like these, which need no memory, once and in another thread."""
     device = update.numbers.device
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return
-    forms, index = list(_forms(update, rules)), torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device.index is None else device.index
+    forms = [form for form in _forms(update, rules) if (form, index) not in _begun]
+    _begun.update((form, index) for form in forms)
 
     def work() -> None:
-        with suppress(RuntimeError):  # it only saves time: a launch says what is wrong
+        with suppress(RuntimeError, OSError):  # it only saves time: a launch says what is wrong
             for form in forms:
                 assemble_cuda(kernel(form), NAME, OPTIONS, index)
 
-    background.do("stepgraph kernels", work)
+    if forms:
+        background.do("stepgraph kernels", work)
 
 
 def _forms(update: Update, rules: Sequence[str]) -> dict[Form, list[int]]:

@@ -347,7 +347,7 @@ def _finish_trade(
     """
     _lines[group].finish_measured(received)
     others = received.view(dtype)
-    own = [one.view(-1)[start:stop] for one, start, stop in zip(kept, edges[::2], edges[1::2], strict=True)]
+    own = [one.reshape(-1)[start:stop] for one, start, stop in zip(kept, edges[::2], edges[1::2], strict=True)]
     if own and len(levels) == 2:  # whatever the tree, they are added once
         return _added(own, others)
     parts = _parts(torch.cat(own) if own else others[:0], others, rank, len(levels))
