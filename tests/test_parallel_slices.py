@@ -118,6 +118,7 @@ def copied(shards: int) -> dict[str, Any]:
         owned = [(owner, one.size) for each in last.step.ownership.slices.values() for owner, one in enumerate(each)]
         found["copied"] = sum(fake(node).numel() for node in packs)
         found["of others"] = sum(size for owner, size in owned if owner != rank())
+        found["plan"] = training.memory_plan.total
     return found | {"bits": marks(training)}
 
 
@@ -131,6 +132,8 @@ def test_two_ranks_do_not_copy_gradients_that_stay_with_them(shards: int) -> Non
     ]
     assert all(one["of others"] < ELEMENTS for one in found)
     assert all(one[name] == alone[name] for one in found for name in alone)
+    planned = new("wide", shards=shards).memory_plan_for(16, ranks=2)  # three shards have six rows or five
+    assert max(one["plan"] for one in found) == pytest.approx(planned.total, rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------- a world of one rank

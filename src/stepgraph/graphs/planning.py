@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
+from operator import attrgetter
 from typing import Any
 
 from stepgraph.compiler.ranks.parallel import Parallel
@@ -18,15 +19,15 @@ from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.world import ALONE
 from stepgraph.tensors.tensor import Tensor
 
-_Asked = tuple[Declaration, Device, Settings, int, int]
+_Asked = tuple[Declaration, Device, Settings, int]
 
 
 @dataclass
 class Plans:
-    """The shard that was planned last, so that a plan for another number of ranks traces nothing."""
+    """The shards that were planned last, so that a plan for another number of ranks traces nothing."""
 
     _asked: _Asked | None = None
-    _shard: Shard | None = None
+    _shards: dict[int, Shard] = field(default_factory=dict)  # by rows: those of a batch have at most two sizes
 
     def of_rank(self, to_plan: Compilation, batch: Any, ranks: Any) -> RankPlan:
         """The plan of one of several ranks, the one that needs the most memory."""
@@ -42,18 +43,21 @@ class Plans:
         if parallel.shards < int(ranks):
             problem = f"{parallel.shards} shards cannot be divided among {ranks} ranks"
             raise ArgumentError(where, problem, fix=f"use a multiple of {ranks} shards, or fewer ranks")
-        largest = to_plan.rows_at_once(to_plan.batch_size(batch))
-        return rank_plan(self._recorded(to_plan, largest), parallel, largest, int(ranks))
+        rows = to_plan.batch_size(batch)
+        largest, least = to_plan.rows_at_once(rows), rows // parallel.shards
+        shards = self._recorded(to_plan, [largest, least] if 0 < least < largest else [largest])
+        # A smaller shard may need more: what it holds between updates depends on sizes.
+        return max((rank_plan(one, parallel, largest, int(ranks)) for one in shards), key=attrgetter("total"))
 
-    def _recorded(self, to_plan: Compilation, rows: int) -> Shard:
+    def _recorded(self, to_plan: Compilation, sizes: Sequence[int]) -> list[Shard]:
         settings = to_plan.settings
         several = settings.parallel is not None and settings.parallel.shards > 1
         if several and settings.memory_limit is None:  # otherwise, what is recomputed depends on the number of shards
             settings = replace(settings, parallel=Parallel(shards=2))
-        asked = to_plan.declaration, to_plan.device, settings, rows, Tensor.switches
-        if self._shard is None or asked != self._asked:
-            self._asked, self._shard = asked, _recorded(to_plan, rows)
-        return self._shard
+        asked = to_plan.declaration, to_plan.device, settings, Tensor.switches
+        if asked != self._asked or not self._shards.keys() >= {*sizes}:
+            self._asked, self._shards = asked, {rows: _recorded(to_plan, rows) for rows in sizes}
+        return [self._shards[rows] for rows in sizes]
 
 
 def to_plan(
