@@ -18,10 +18,11 @@ Array = torch.Tensor
 TILE = 4096  # numbers in a tile of several rows
 MOST_ROWS = 64  # in a tile, where the classes of a row are neighbors in memory
 FEW_CLASSES = 16  # in a tile, where they are not
-# A program that reads a long row twice has many threads, so that few rows are in use at a time and stay in the cache.
-LONG, LONGER = 4096, 8192  # lanes of a long row
-LONGEST = 1 << 16  # classes from which a row is longer
-PARTS = 2  # numbers per lane in a tile of a long row
+# A program that reads a long row twice has the more threads the longer the row is, so that the rows in use at a time
+# stay in the cache.
+FEWEST_LANES, MOST_LANES = 2048, 8192  # of a long row
+SHARE = 16  # of its classes, as a power of 2, for each lane
+PARTS = 4  # numbers per lane in a tile of a long row
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -255,12 +256,13 @@ def _part_of_rows(y: Array) -> _Tile:
 def _whole_rows(y: Array) -> _Tile:
     """The same for a program that reads all of its rows."""
     tile, classes = _part_of_rows(y), y.shape[1]
-    if tile.rows > 1 or classes <= PARTS * LONG:
+    if tile.rows > 1 or classes <= PARTS * FEWEST_LANES:
         return tile
-    return _Tile(1, PARTS, LONGER if classes > LONGEST else LONG)
+    lanes = triton.next_power_of_2(classes) // SHARE
+    return _Tile(1, PARTS, min(MOST_LANES, max(FEWEST_LANES, lanes)))
 
 
 def _warps(tile: _Tile) -> dict[str, Any]:
-    """8 to 16 numbers per thread, but at least 4 warps."""
+    """8 to 16 numbers per thread, 32 of a long row, but at least 4 warps."""
     numbers = tile.rows * tile.parts * tile.lanes
-    return {"num_warps": max(4, numbers // 512)}
+    return {"num_warps": max(4, numbers // (1024 if tile.parts > 1 else 512))}
