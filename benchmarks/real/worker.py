@@ -119,7 +119,7 @@ class Worker:
 
         name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU"
         versions = {"stepgraph": stepgraph.__version__, "torch": torch.__version__}
-        return {"device": name, "versions": versions, "threads": torch.get_num_threads()}
+        return {"device": name, "versions": versions}
 
     def _step(self) -> None:
         self.contender.step(self.inputs, self.labels)
