@@ -77,6 +77,44 @@ def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
         lawful(replace(step, chooses_kernels=False, channels_last=True))
 
 
+def described(part: Part) -> list[Any]:
+    """What a part consists of."""
+    return [part.held, part.inputs, part.outputs, *((node.format_node(), notes(node)) for node in part.nodes)]
+
+
+def deep() -> sg.TrainingGraph:
+    """Wide layers behind each other, of which much can be computed again."""
+    x, y, graph = sg.Tensor((512, 16)), sg.Tensor((512, 16)), sg.Graph()
+    hidden = x
+    for _ in range(4):
+        hidden = graph.node(sg.ActivationLayer.sigmoid(), graph.node(sg.FullyConnectedLayer.create(16, 16), hidden))
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(learning_rate=0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    return training
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_passes_do_the_same_to_one_copy_as_to_copies_of_their_own(limited: bool, kind: str) -> None:
+    training = deep()
+    step = training.compilation.programs.program(512).step
+    recorded = phases.whole(pipeline.program(step), training.compilation.kept())
+    limit = int(0.8 * training.memory_plan.total) if limited else None
+    step = replace(step, device=torch.device(kind), memory_limit=limit)
+    before = described(recorded)
+    settled, apart = pipeline.settled(recorded, step, PartName.STEP), recorded
+    assert described(recorded) == before
+    for row in pipeline.rows(pipeline.PART, step, PartName.STEP):
+        earlier, known = apart, described(apart)
+        apart = row.run(apart, step)
+        assert described(earlier) == known or row.name == "keep memory between steps"  # which only notes offsets
+    assert described(settled) == described(apart) != before
+    assert not settled.is_draft
+    assert settled.unlimited is None or described(settled.unlimited) == described(apart.unlimited)
+    assert limited == (settled.unlimited is not None) == (apart.unlimited is not None)
+
+
 def fused(part: Part, step: Step) -> Iterator[tuple[str, Part]]:
     part = replace(part, module=Module(part.module, copy.deepcopy(part.module.graph)))
     for row in pipeline.rows(pipeline.FUSED, step, PartName.STEP):

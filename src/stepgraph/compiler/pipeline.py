@@ -186,6 +186,7 @@ def _require_phases(graph: fx.Graph) -> None:
 
 def _fit(part: Part, step: Step) -> Part:
     assert step.memory_limit is not None
+    part = replace(part, is_draft=False) if part.is_draft else part  # compared with what recomputes, and kept
     fitted = recompute.fit(step, part, step.memory_limit)
     return replace(fitted, unlimited=part) if any(notes(node).recomputed for node in fitted.nodes) else fitted
 
@@ -295,10 +296,11 @@ def program(step: Step) -> Program:
 
 
 def settled(part: Part, step: Step, name: PartName | None) -> Part:
-    """A part ready to run."""
+    """A part ready to run. Copying operators takes as long as most passes, so all of these change one copy."""
+    part = replace(part.copied(), is_draft=True)
     for row in rows(PART, step, name):
         part = row.run(part, step)
-    return part
+    return replace(part, is_draft=False)
 
 
 @dataclass(frozen=True)

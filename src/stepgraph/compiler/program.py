@@ -298,7 +298,8 @@ class Program:
 class Part:
     """A program's operators of some phases: what it reads, what it returns, and the bytes of its arena.
 
-    `unlimited` is the same part before it was made to recompute results for a memory limit.
+    `unlimited` is the same part before it was made to recompute results for a memory limit. A draft belongs to the
+    passes that make it ready to run: each may change its operators.
     """
 
     module: fx.GraphModule
@@ -306,6 +307,7 @@ class Part:
     outputs: tuple[Key, ...]
     held: int = 0
     unlimited: Part | None = None
+    is_draft: bool = False
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -328,22 +330,31 @@ class Part:
         """Its outputs, as arrays without memory."""
         return {key: fake(node) for key, node in zip(self.outputs, self.returned, strict=True)}
 
-    def reordered(self, orders: Mapping[Key, tuple[int, ...]]) -> Part:
-        """The same for inputs with other strides, which every operator that reads them must accept."""
-        if not any(key in orders and fake(node).stride() != orders[key] for key, node in self._given):
-            return self
+    def copied(self) -> Part:
+        """The same with operators of its own."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.module.graph, {}))
-        given = zip(self.inputs, graph.find_nodes(op="placeholder"), strict=True)
-        for node, strides in ((node, orders[key]) for key, node in given if key in orders):
+        return replace(self, module=Module(self.module, graph), is_draft=False)
+
+    def changeable(self) -> Part:
+        """The same, for a pass that changes operators: its own ones if it is a draft, otherwise copies."""
+        return replace(self) if self.is_draft else self.copied()
+
+    def reordered(self, orders: Mapping[Key, tuple[int, ...]]) -> Part:
+        """The same for inputs with other strides, which every operator that reads them must accept."""
+        if not any(key in orders and fake(node).stride() != orders[key] for key, node in self.given):
+            return self
+        new = self.copied()
+        for node, strides in ((node, orders[key]) for key, node in new.given if key in orders):
             like = fake(node)
             with like.fake_mode:
                 set_fake(node, torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device))
         before = None if self.unlimited is None else self.unlimited.reordered(orders)
-        return replace(self, module=Module(self.module, graph), unlimited=before)
+        return replace(new, unlimited=before)
 
     @property
-    def _given(self) -> Iterable[tuple[Key, fx.Node]]:
+    def given(self) -> Iterable[tuple[Key, fx.Node]]:
+        """Its inputs with their nodes."""
         return zip(self.inputs, self.placeholders, strict=True)
 
     @cached_property
@@ -368,7 +379,7 @@ class Part:
         receives copies of these; a run that may be rolled back keeps copies of them.
         """
         changed = {storage(array) for node in self.nodes for array in writes(node)}
-        return tuple(key for key, node in self._given if storage(node) in changed)
+        return tuple(key for key, node in self.given if storage(node) in changed)
 
 
 def operators(graph: fx.Graph) -> list[fx.Node]:

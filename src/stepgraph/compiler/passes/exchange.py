@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import (
     EXCHANGE,
     Part,
@@ -59,7 +58,7 @@ def exchange_gradients(part: Part, step: Step) -> Part:
     ranks = step.ownership
     assert ranks is not None
     groups = gradient_buckets(part, step)
-    part = _copied(part)
+    part = part.changeable()
     graph, made = part.module.graph, dict(zip(part.outputs, part.returned, strict=True))
     nodes = list(graph.nodes)
     order = {node: time for time, node in enumerate(nodes)}
@@ -274,7 +273,7 @@ def gather_updates(part: Part, step: Step) -> Part:
     """The update with collectives."""
     ranks = step.ownership
     assert ranks is not None
-    part = _copied(part)
+    part = part.changeable()
     for node in [one for one in part.nodes if one.target is collectives.of_all_ranks]:
         node.target = collectives.from_all_ranks
         node.args = (*node.args, ranks.group, f"numbers of the {notes(node).layer}")
@@ -283,12 +282,6 @@ def gather_updates(part: Part, step: Step) -> Part:
         part.module.graph.erase_node(marker)
     part.module.graph.lint()
     return part
-
-
-def _copied(part: Part) -> Part:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
-    return replace(part, module=Module(part.module, graph))
 
 
 def _gather(part: Part, marker: fx.Node, step: Step, ranks: Ownership) -> None:

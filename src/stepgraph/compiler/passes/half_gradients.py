@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.update import recorded
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, fake
 from stepgraph.system import torch_private
 
@@ -24,8 +22,8 @@ def read_half(part: Part) -> Part:
     The conversion is exact, so the numbers are the same. Sums stay in float32: a compiler that fuses the conversion
     with the sum does not round in between.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
+    part = part.changeable()
+    graph = part.module.graph
     for node in graph.nodes:
         own = recorded(node)
         if own is not None and own.takes_half:
@@ -33,7 +31,7 @@ def read_half(part: Part) -> Part:
             for one in dict.fromkeys(own.gradients):
                 if not one.users:
                     graph.erase_node(one)
-    return replace(part, module=Module(part.module, graph))
+    return part
 
 
 def _before_conversion(gradient: fx.Node) -> fx.Node:

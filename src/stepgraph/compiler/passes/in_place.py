@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import TABLE, operator
 from stepgraph.compiler.program import Part, fake, fakes, note, notes, storage
 
 
 def in_place(part: Part) -> Part:
     """The part with less memory and the same numbers."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
+    part = part.changeable()
     last: dict[int | None, int] = {}
-    order = {node: time for time, node in enumerate(graph.nodes)}
+    order = {node: time for time, node in enumerate(part.module.graph.nodes)}
     for node, time in order.items():
         last |= dict.fromkeys((one for source in node.all_input_nodes for one in memory.storages(source)), time)
     given = {one for node in order if node.op == "placeholder" for one in memory.storages(node)}
@@ -28,7 +24,7 @@ def in_place(part: Part) -> Part:
         if dies and isinstance(source, fx.Node) and _fits(node, source):
             node.target = operator(node).in_place
             note(node, in_place=True)
-    return replace(part, module=Module(part.module, graph))
+    return part
 
 
 def out_of_place(graph: fx.Graph) -> None:

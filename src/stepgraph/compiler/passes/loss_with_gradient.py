@@ -7,14 +7,12 @@ losses. Then they can wait for the gradient pass, where one operator of `label_l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import note_workspace
 from stepgraph.compiler.program import Part, Phase, call, mutates, note, notes, replace_uses, storage, writes
 
@@ -25,12 +23,12 @@ def join_losses(part: Part) -> Part:
     """The part with cross entropies computed together with their gradients, unless something prevents it."""
     if not part.module.graph.find_nodes(op="call_function", target=ours.label_losses_gradient.default):
         return part
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
+    part = part.changeable()
+    graph = part.module.graph
     for node in graph.find_nodes(op="call_function", target=ours.label_losses_gradient.default):
         _join(node)
     graph.lint()
-    return replace(part, module=Module(part.module, graph))
+    return part
 
 
 def _join(gradient: fx.Node) -> None:

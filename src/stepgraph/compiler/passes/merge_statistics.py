@@ -7,14 +7,12 @@ single elements of the statistic and of one other array, they are a rule (`kerne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.statistics import FOUND, OLD, TRACK, Rule, known
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, fake, is_view, note, notes, storage, writes
 
 aten = torch.ops.aten
@@ -33,8 +31,8 @@ def merge_statistics(part: Part) -> Part:
     """The part with one operator that updates all statistics whose updates are rules; the same numbers."""
     if all(_Change.of(node) is None for node in part.nodes):
         return part
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
+    part = part.changeable()
+    graph = part.module.graph
     groups: dict[Any, list[_Change]] = {}
     for node in graph.nodes:
         change = _Change.of(node)
@@ -44,7 +42,7 @@ def merge_statistics(part: Part) -> Part:
         if _can_wait(changes):
             _merge(changes)
     graph.lint()
-    return replace(part, module=Module(part.module, graph))
+    return part
 
 
 class _NoRule(Exception):

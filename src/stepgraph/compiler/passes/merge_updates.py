@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import fx
 
 from stepgraph.compiler import memory
 from stepgraph.compiler.kernels.update import MANY, UPDATE, Recorded, recorded
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, fake, inherit, notes, storages, writes
 
 ENOUGH = 1 << 24  # elements: longer launches are hardly faster per element, and more gradients would wait for them
@@ -28,9 +26,7 @@ def merge_updates(part: Part) -> Part:
     """The part with fewer and larger updates: the same numbers, and no more memory at its peak."""
     if sum(len(own.parameters) for own in _updates(part).values()) <= MANY:
         return part  # PyTorch's compiler fuses few updates with what precedes them
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
-    part = replace(part, module=Module(part.module, graph))
+    part = part.changeable()
     alike: dict[Any, list[fx.Node]] = defaultdict(list)
     for node, own in _updates(part).items():
         alike[_kind(own)].append(node)
@@ -38,7 +34,7 @@ def merge_updates(part: Part) -> Part:
     for updates in alike.values():
         for group in _groups(updates, room):
             group.merge()
-    graph.lint()
+    part.module.graph.lint()
     return part
 
 

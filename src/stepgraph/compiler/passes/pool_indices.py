@@ -7,7 +7,6 @@ to read and write them once, so only those are converted that exist when a step 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from operator import getitem
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, call, fake, storage
 from stepgraph.system import torch_private
 
@@ -33,14 +31,13 @@ def keep_narrow(part: Part) -> Part:
     """The part with narrow copies of the indices that its gradient pass needs."""
     if not any(node.target in GRADIENTS for node in part.nodes):
         return part
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(part.module.graph, {}))
+    part = part.changeable()
     large = memory.alive_at_peak(part)
-    for node in list(graph.nodes):
+    for node in list(part.module.graph.nodes):
         kind = _kind(node)
         if kind is not None and storage(node) in large:
             _narrow(node, kind)
-    return replace(part, module=Module(part.module, graph))
+    return part
 
 
 def restore(graph: fx.Graph) -> None:

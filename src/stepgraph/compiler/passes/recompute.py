@@ -8,7 +8,6 @@ The same operators on the same numbers give the same numbers: training is unchan
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from enum import IntEnum
 from itertools import cycle, islice
 from operator import getitem, itemgetter
@@ -18,7 +17,6 @@ import torch
 from torch import fx
 
 from stepgraph.compiler import memory
-from stepgraph.compiler.modules import Module
 from stepgraph.compiler.operators import operator
 from stepgraph.compiler.passes.in_place import in_place
 from stepgraph.compiler.program import Part, Phase, fake, inherit, mutates, notes, storage
@@ -172,17 +170,16 @@ def _is_costly(node: fx.Node) -> bool:
 def _recomputing(part: Part, dropped: set[int], effort: Effort) -> Part:
     """The part with these results recomputed for the gradient pass, except those that cannot be."""
     while True:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(part.module.graph, {}))
-        again = _Again(graph, dropped, effort)
+        new = part.copied()
+        again = _Again(new.module.graph, dropped, effort)
         try:
-            for node in list(graph.nodes):
+            for node in list(new.module.graph.nodes):
                 if node.op == "call_function" and _is_later(node):
                     again.prepare(node)
         except _Needed as needed:
             dropped = dropped - {needed.storage}
             continue
-        return in_place(replace(part, module=Module(part.module, graph)))
+        return in_place(new)
 
 
 class _Needed(Exception):
