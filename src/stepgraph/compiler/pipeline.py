@@ -186,7 +186,7 @@ def _require_phases(graph: fx.Graph) -> None:
 
 def _fit(part: Part, step: Step) -> Part:
     assert step.memory_limit is not None
-    part = replace(part, is_draft=False) if part.is_draft else part  # compared with what recomputes, and kept
+    part = replace(part, is_draft=False)  # it is compared with what recomputes, and kept
     fitted = recompute.fit(step, part, step.memory_limit)
     return replace(fitted, unlimited=part) if any(notes(node).recomputed for node in fitted.nodes) else fitted
 

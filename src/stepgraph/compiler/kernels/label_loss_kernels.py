@@ -21,7 +21,7 @@ FEW_CLASSES = 16  # in a tile, where they are not
 # A program that reads a long row twice has the more threads the longer the row is, so that the rows in use at a time
 # stay in the cache.
 FEWEST_LANES, MOST_LANES = 2048, 8192  # of a long row
-SHARE = 16  # of its classes, as a power of 2, for each lane
+CLASSES_PER_LANE = 16  # if their number is rounded up to a power of 2
 PARTS = 4  # numbers per lane in a tile of a long row
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -258,7 +258,7 @@ def _whole_rows(y: Array) -> _Tile:
     tile, classes = _part_of_rows(y), y.shape[1]
     if tile.rows > 1 or classes <= PARTS * FEWEST_LANES:
         return tile
-    lanes = triton.next_power_of_2(classes) // SHARE
+    lanes = triton.next_power_of_2(classes) // CLASSES_PER_LANE
     return _Tile(1, PARTS, min(MOST_LANES, max(FEWEST_LANES, lanes)))
 
 

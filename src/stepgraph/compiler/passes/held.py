@@ -45,6 +45,7 @@ class _Life(NamedTuple):
 
 def hold(part: Part) -> Part:
     """The part with offsets for results, unless that would need noticeably more memory."""
+    part = part.changeable()
     lives = _candidates(part) if all(map(_is_known, part.nodes)) else []
     enough = math.inf if part.is_tiny else WORTH * (memory.peak(part) + _exchanged(part))
     if not lives or (not part.is_tiny and sum(life.size for life in lives) < LEAST):
