@@ -21,8 +21,10 @@ import stepgraph as sg
 from stepgraph.compiler import fusion
 from stepgraph.compiler.fusion import Fused
 from stepgraph.compiler.program import Part, PartName
+from stepgraph.errors import ExecutionError
 from stepgraph.runtime import switch
 from stepgraph.runtime.switch import Switch
+from stepgraph.system.surroundings import keeps_subnormals
 
 STARTS, FIRST = 3, 6
 needs_compiler = pytest.mark.skipif(not fusion.has_compiler(), reason="needs a C++ compiler")
@@ -33,6 +35,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.compiled, self.calls, self.may_end = 0, 0, threading.Event()
+        self.kept_subnormals: bool | None = None  # in the last call
         self.may_end.set()
 
     def fuse(self, part: Part, *_: object) -> Fused:
@@ -41,6 +44,9 @@ class Compiler:
 
         def function(*arrays: torch.Tensor) -> list[torch.Tensor]:
             self.calls += 1
+            self.kept_subnormals = keeps_subnormals()
+            if arrays[0].isnan().any():
+                raise RuntimeError("a kernel has failed")
             return [found * 2 if found.numel() == 1 else found for found in part.module(*arrays)]
 
         return Fused(function, lambda: None)
@@ -105,6 +111,22 @@ def test_steps_are_fused_from_the_fixed_one_on(compiler: Compiler, caplog: pytes
     assert compiler.calls == 4 and "steps run faster from now on" in caplog.text
     assert "operators, by PyTorch's compiler, from step 6 on, in " in said(training) and "fused traced" in str(training)
     assert training.memory_plan.total > 0
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot do without subnormal numbers")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_fused_step_takes_subnormal_numbers_as_zero_and_nobody_else_does(compiler: Compiler, keeps: bool) -> None:
+    training = network()
+    run(training, 1, FIRST - 1)
+    torch.set_flush_denormal(not keeps)
+    try:
+        run(training, FIRST, FIRST + 1)
+        assert compiler.kept_subnormals is False and keeps_subnormals() is keeps
+        with pytest.raises(ExecutionError):
+            training.execute({"x": np.full((4, 3), np.nan, np.float32)}, {"y": np.zeros((4, 2), np.float32)})
+        assert keeps_subnormals() is keeps
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_a_slow_compiler_is_waited_for(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,9 +92,9 @@ class Device:
             )
         return cls(DeviceType.GPU, wanted)
 
-    @property
+    @cached_property
     def torch(self) -> TorchDevice:
-        """The device of the arrays of a graph compiled for this device."""
+        """The device of the arrays of a graph compiled for this device; needed in every call, so cached."""
         return self.torch_devices[0]
 
     @cached_property

@@ -117,9 +117,8 @@ class InferenceGraph(CompiledGraph):
             self._follow()
             session = self.require_session("execute")
             compiled = session.compilation
-            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)
-            batch = session.batch_size(batch_size, given, options)
-            feeds = session.fed(given, batch, options, exact=not batch_size)
+            data = inputs_data, loss_labels_data, loss_label_weights_data
+            feeds, batch = session.read(data, batch_size, options)
             binding = session.bound(PartName.INFERENCE, batch)
             session.check_destinations(outputs_data, binding.executable.part.results)
 

@@ -21,7 +21,6 @@ from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.numerics import NumericsReport, report
 from stepgraph.runtime.profile import Profile, profile
 from stepgraph.runtime.trial import everything, replay
-from stepgraph.types import ExecutionOptions
 
 # As text and as a picture
 
@@ -113,7 +112,7 @@ def _chosen(session: Session, call: str, given: tuple[Data | None, ...], batch_s
     last = session.last
     if any(data is not None for data in given):
         named = session.feeds.named(*given)
-        batch = session.batch_size(batch_size, named, ExecutionOptions.NONE)
+        batch = session.batch_size(batch_size, named)
         feeds = session.feeds.arrays(named, batch, session.device, exact=not batch_size)
         return _Batch(batch, session.next_step, _beside(session, batch, again=False) | feeds)
     if last is None:

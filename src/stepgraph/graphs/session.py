@@ -22,7 +22,7 @@ from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.runtime import execution as executions
 from stepgraph.runtime.executable import Binding, Executable
 from stepgraph.runtime.execution import Completion, Execution
-from stepgraph.runtime.feeds import MOST, Data, Feeds, Names
+from stepgraph.runtime.feeds import MOST, Data, Feeds, Names, Passed, Usual
 from stepgraph.runtime.gradients import Gradients, seeds, starts_at
 from stepgraph.runtime.indices import Indices
 from stepgraph.runtime.loss_slots import Loss, Total
@@ -36,6 +36,7 @@ from stepgraph.tensors import buffers, writes
 from stepgraph.tensors.tensor import Tensor
 from stepgraph.types import DataType, ExecutionOptions
 
+_Bound = tuple[Sequence[Tensor], Sequence[torch.Tensor | None]]  # feeds, and what was bound to them at a call
 # The outcome of a call: the tensor it is for, its array, the loss, the names of the losses, and the outputs by name.
 Answer = tuple[
     Tensor | None,
@@ -49,7 +50,8 @@ FAILED = "the last call failed before it was computed"
 DROPPED = "a whole call keeps its loss, last result and outputs; declare it with add_outputs"
 LARGE = "a training step does not keep an output of this size unasked"
 KEEP = "keep it with add_outputs({name: result})"
-_STEP = PartName.STEP  # looking up a member of an enumeration takes longer
+# Looking up a member of an enumeration takes longer.
+_STEP, _NONE, _SKIP = PartName.STEP, ExecutionOptions.NONE, ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
 
@@ -95,9 +97,10 @@ class Session:
             step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
             self.takes_seeds = bool(step.seeded)
             state.keep_rounded(step.rounded, step.compute_type, filters.strides(step))
+        self.starts_at_losses = bool(compilation.losses) and not self.takes_seeds  # and nowhere else
         self._updatable, self._switches = [one not in compilation.frozen for one in compilation.held], -1
         self.written: Arrays = {} if before is None else before.written
-        self.given: list[torch.Tensor | None] = [] if before is None else before.given
+        self.given: _Bound = ((), ()) if before is None else before.given
         self.holding: tuple[tuple[Tensor, Key], ...] = () if before is None else before.holding
         self._indices: dict[int, Indices] = {}
         self._raising: set[int] = set()  # batch sizes for which operators themselves detect indices out of range
@@ -106,6 +109,7 @@ class Session:
         self._refusal = self._new_refusal()
         self.verdict: Verdict | None = None  # on the last update of several ranks
         self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
+        self._usual: Usual | None = None  # the data of the last call, if others can be compared with it
 
     @property
     def is_outdated(self) -> bool:
@@ -183,28 +187,36 @@ class Session:
 
     # One call
 
-    def batch_size(self, asked: int | None, given: Mapping[Tensor, object], options: ExecutionOptions) -> int:
+    def read(self, passed: Passed, asked: int | None, options: ExecutionOptions) -> tuple[Arrays, int]:
+        """The arrays of a call's feeds, and its batch size; with `SKIP_WRITING…`, those of the last call.
+
+        Without a batch size that is `asked` for, arrays with more rows than the call reads are rejected.
+        """
+        if type(options) is not ExecutionOptions:
+            require_options(options, ExecutionOptions)
+        skips = options is not _NONE and _SKIP in options
+        is_comparable = asked is None and not skips
+        if is_comparable and self._usual is not None:
+            again = self._usual.arrays(passed)
+            if again is not None:
+                return again, self._usual.batch
+        given: Mapping[Tensor, Any] = self.feeds.named(*passed)
+        batch = self.batch_size(asked, given, skips)
+        if skips:  # data bound since the last call takes precedence
+            bound = dict(zip(*self.given, strict=True))
+            given = {key.owner: one for key, one in self.written.items() if key.owner.current is bound[key.owner]}
+        looks = self.compilation.checks_indices and batch not in self._raising
+        indices = self._indices_of(batch) if looks else None
+        found = self.feeds.arrays(given, batch, self.device, indices, not asked, self.compilation.images)
+        self._usual = Usual.of(passed, given, found, batch) if is_comparable and not looks else None
+        return found, batch
+
+    def batch_size(self, asked: int | None, given: Mapping[Tensor, object], skips: bool = False) -> int:
         """The batch size of a call: as asked, as declared, or as many rows as its data has."""
         if asked or not self.feeds.is_open:
             return self.feeds.batch if asked is None else self.compilation.batch_size(asked)
         self.feeds.batch_size(asked)
-        skips = bool(options) and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options
         return self.last.batch if skips and self.last is not None else self.feeds.rows(given)
-
-    def fed(self, given: Mapping[Tensor, object], batch: int, options: ExecutionOptions, exact: bool = False) -> Arrays:
-        """Arrays of this call's feeds; with `SKIP_WRITING…`, those of the last call.
-
-        With `exact`, arrays with more rows than the call reads are rejected.
-        """
-        if type(options) is not ExecutionOptions:
-            require_options(options, ExecutionOptions)
-        if options and ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE in options:
-            # Data bound since the last call takes precedence.
-            then = zip(self.written.items(), self.given, strict=True)
-            given = {key.owner: array for (key, array), bound in then if key.owner.current is bound}
-        checks = self.compilation.checks_indices and batch not in self._raising
-        indices = self._indices_of(batch) if checks else None
-        return self.feeds.arrays(given, batch, self.device, indices, exact, self.compilation.images)
 
     def _indices_of(self, batch: int) -> Indices:
         """Which feeds are indices, and into what, for a batch size."""
@@ -265,8 +277,9 @@ class Session:
 
     def accept(self, feeds: Arrays, batch: int, options: ExecutionOptions) -> None:
         """Remembers the data of a call that has passed all checks."""
-        if not options or ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE not in options:
-            self.written, self.given = feeds, [*map(_current, self.feeds.tensors)]
+        if not options or _SKIP not in options:
+            tensors = self.feeds.tensors
+            self.written, self.given = feeds, (tensors, [*map(_current, tensors)])
         optimizer = self.compilation.declaration.optimizer
         self.last = Call(batch, None if optimizer is None else optimizer.time_step, feeds)
 
@@ -355,6 +368,13 @@ class Session:
         return rolled_back_unless_finite(run, binding, arrays, explain)
 
     # Results
+
+    def leave(self, results: tuple[tuple[Tensor, Key], ...], found: Arrays, gradients: Arrays) -> None:
+        """Makes what a whole step has computed readable, and what earlier calls have left unreadable."""
+        self.hold(results, found)
+        if self.last is not None:
+            self.last.drew = True
+        self.forget_passes(gradients)
 
     def hold(self, results: tuple[tuple[Tensor, Key], ...], found: Arrays) -> None:
         """Makes results readable through their tensors, and results of earlier calls unreadable."""

@@ -186,9 +186,7 @@ class Shards:
             found = self._made_in_parts(division, feeds, options, execution)
         self._verdicts.accept(division.batch)
         outcome, results = found
-        session.hold(division.results, outcome.results)
-        session.has_drawn()
-        session.forget_passes(self._shown(division, outcome.totals))
+        session.leave(division.results, outcome.results, self._shown(division, outcome.totals))
         if outcome.counts and session.state is not None:
             session.state.updated()
         session.write_outputs(outputs_data, {key.owner: array for key, array in outcome.results.items()})

@@ -27,6 +27,7 @@ from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.planning import Plans
+from stepgraph.graphs.repetition import Repetition
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
 from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
@@ -35,7 +36,7 @@ from stepgraph.optimizers import Optimizer, number
 from stepgraph.runtime.calls import Call
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import Completion, Execution, turn
-from stepgraph.runtime.feeds import Data, Names
+from stepgraph.runtime.feeds import Data, Names, Passed
 from stepgraph.runtime.gradients import Gradients, added, summed
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.runtime.world import ALONE, World, joined, own_device
@@ -92,6 +93,7 @@ class TrainingGraph(CompiledGraph):
         self._pending: Progress | None = None  # restored before the graph is compiled
         self._shards: Shards | None = None
         self._plans = Plans()
+        self._repetition: Repetition | None = None  # of the last plain step of this session
 
     # Preparing
 
@@ -496,13 +498,21 @@ class TrainingGraph(CompiledGraph):
             options: with `FORWARD_FOR_INFERENCE` only the forward pass runs, in inference mode.
             completion: called once with (loss or last result, error, seconds).
         """
-        self.require_session("execute")
+        data, session = (inputs_data, loss_labels_data, loss_label_weights_data), self.session
+        if session is None:
+            session = self.require_session("execute")
+        is_plain = options is _NONE and completion is None and outputs_data is None
+        repetition = self._repetition
+        if is_plain and repetition is not None:
+            with turn(session.device):
+                execution = repetition.run(data, batch_size) if repetition is self._repetition else None
+            if execution is not None:
+                return execution
         if completion is not None:
             require_completion(completion)
         if options:
             require_options(options, ExecutionOptions)
         evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
-        data = inputs_data, loss_labels_data, loss_label_weights_data
         if self._shards is None or evaluating:
             return self._executed(data, outputs_data, batch_size, options, completion, evaluating)
         with self.telling_failures(is_update=True):
@@ -510,7 +520,7 @@ class TrainingGraph(CompiledGraph):
 
     def _executed(
         self,
-        data: tuple[Data | None, ...],
+        data: Passed,
         outputs_data: Data | None,
         batch_size: int | None,
         options: ExecutionOptions,
@@ -520,9 +530,8 @@ class TrainingGraph(CompiledGraph):
         """One whole call."""
         with turn(self.require_session("execute").device):
             session = self.refreshed("execute", updates=not evaluating)
-            given = session.feeds.named(*data)
-            batch = session.batch_size(batch_size, given, options)
-            feeds = session.fed(given, batch, options, exact=not batch_size)
+            feeds, batch = session.read(data, batch_size, options)
+            is_plain = options is _NONE and completion is None and outputs_data is None
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
                 require_own(session.state, "execute")
@@ -541,11 +550,12 @@ class TrainingGraph(CompiledGraph):
                 session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
-                session.hold(binding.executable.results, found)
-                if not evaluating:  # an evaluation does not affect earlier passes
-                    session.has_drawn()
-                    others = binding.executable.others
-                    session.forget_passes({key: found[key] for key in others} if others else _NOTHING)
+                others = binding.executable.others
+                if evaluating:  # it does not affect earlier passes
+                    session.hold(binding.executable.results, found)
+                else:
+                    gradients = {key: found[key] for key in others} if others else _NOTHING
+                    session.leave(binding.executable.results, found, gradients)
                 if learning and binding.executable.counts_steps and session.state is not None:
                     session.state.updated()
                 if outputs_data:
@@ -555,6 +565,8 @@ class TrainingGraph(CompiledGraph):
             seeds = session.seeds(batch) if learning and session.takes_seeds else {}
             session.accept(feeds, batch, options)
             arrays = feeds | seeds if seeds else feeds
+            if is_plain and learning and session.starts_at_losses:
+                self._repetition = Repetition(session, batch, binding, keep)
             discard = session.discard_results if evaluating else session.discard_everything
             execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)
@@ -616,9 +628,8 @@ class TrainingGraph(CompiledGraph):
             session = self.refreshed("execute_forward")
             if ExecutionOptions.FORWARD_FOR_INFERENCE not in options:
                 self._require_passes("execute_forward")
-            given = session.feeds.named(inputs_data, loss_labels_data, loss_label_weights_data)  # type: ignore[arg-type]
-            batch = session.batch_size(batch_size, given, options)
-            feeds = session.fed(given, batch, options, exact=not batch_size)
+            data = inputs_data, loss_labels_data, loss_label_weights_data
+            feeds, batch = session.read(data, batch_size, options)  # type: ignore[arg-type]
             evaluating = ExecutionOptions.FORWARD_FOR_INFERENCE in options
             binding = session.bound(PartName.EVALUATION if evaluating else PartName.FORWARD, batch)
             session.check_destinations(outputs_data, binding.executable.part.results)
@@ -874,6 +885,7 @@ class TrainingGraph(CompiledGraph):
             assert self.session is not None
             divided = parallel if compilation.is_divided else None
             self._shards = None if divided is None else Shards(self.session, divided, world)
+            self._repetition = None
             if self._pending is not None:
                 self.resume(self._pending)
 

@@ -31,6 +31,7 @@ from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.passes.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
+from stepgraph.compiler.tuned.replay import Replay
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
@@ -89,6 +90,11 @@ class Executable:
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._function: Function = self._first
+        self._replay: Replay | None = None
+        # Where a gradient is 0 from some step on, its average shrinks until it is too small for full precision, and
+        # stays so. Each operation with such a number takes a hundred times as long, so fused code in one thread takes
+        # it as 0, as XLA does.
+        self._flushes = False
         self._views = None
         if part.held:
             self._views = ArenaViews(arena or Arena(), part.held, self._code.allocations, part.module)
@@ -167,14 +173,24 @@ class Executable:
             self._search(others)
         if self._fusing is not None and self._fusing.done() and self.step.ownership is None:
             self.take_fused()
-        capture, self.is_included = self._capture, False
-        given = binding.filled(others) if capture is None else ()
+        capture, replay, self.is_included = self._capture, self._replay, False
+        flushes = self._flushes and surroundings.keeps_subnormals()
+        if flushes:
+            torch.set_flush_denormal(True)
         try:
-            found = self.run(given, binding.views) if capture is None else capture.run(binding, others)
+            if capture is not None:
+                found = capture.run(binding, others)
+            elif replay is not None and replay.is_direct:  # no operator is called: no modes needed
+                found = replay.launch(binding.arrays, binding.opened, others)
+            else:
+                found = self.run(binding.filled(others), binding.views)
         except ExecutionError:  # of a collective, which names the ranks
             raise
         except Exception as error:  # whatever a kernel raises, the error names the layer
             raise self._explained(error) from error
+        finally:
+            if flushes:
+                torch.set_flush_denormal(False)
         return dict(zip(self.part.outputs, found, strict=True))
 
     @property
@@ -336,6 +352,8 @@ class Executable:
 
     def _adopt(self, fused: Fused) -> None:
         (self._function, self._fused_plan), self.is_fused = fused, True
+        self._replay = fused.function if isinstance(fused.function, Replay) else None
+        self._flushes = self.runs_alone
 
     @property
     def fusion_has_failed(self) -> bool:
@@ -372,7 +390,7 @@ class Executable:
             return
         self._fusing, self._refused = None, reason
         if self.is_fused:
-            self._function, self.is_fused = self._first, False
+            self._function, self._replay, self.is_fused, self._flushes = self._first, None, False, False
             self._renew_capture()
 
     def _renew_capture(self) -> None:
@@ -437,8 +455,6 @@ class Executable:
         """Runs operator by operator; without `views` of the given arrays, creates them."""
         if self._views is not None:
             self._views.prepare()
-        if getattr(self._function, "is_direct", False):  # no operator is called: no modes needed
-            return self._function(*given)
         if surroundings.reach(*self._surroundings):
             with surroundings.neutral():
                 return self._run(given, views)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from stepgraph.types import DataType
 MOST = 64  # batch sizes whose feeds are remembered
 Names = Mapping[str, Tensor]
 Data = Mapping[str, Any]
+Passed = tuple[Data | None, Data | None, Data | None]  # inputs, loss labels and their weights
 
 
 class _Wanted(NamedTuple):
@@ -44,13 +44,44 @@ class _Wanted(NamedTuple):
     where: str
 
 
-class _Usual(NamedTuple):
-    """Arrays of one call that were read as they are: others that are like them need not be looked at one by one."""
+class Usual(NamedTuple):
+    """The data of a call, all of it passed and read as it is: data like it need not be looked at array by array."""
 
+    batch: int
+    names: tuple[tuple[str, ...], ...]  # of inputs, loss labels and their weights
     keys: tuple[Key, ...]
-    place: torch.device
-    channels_last: Collection[Tensor]
     alike: Any
+
+    @classmethod
+    def of(
+        cls, passed: Passed, given: Mapping[Tensor, Any], found: Mapping[Key, torch.Tensor], batch: int
+    ) -> Usual | None:
+        """What the next call is compared with; None if data was bound before, converted, copied or cut.
+
+        Args:
+            passed: the data by name.
+            given: the same by tensor.
+            found: the arrays that were read.
+            batch: the batch size.
+        """
+        names = tuple(tuple(data or ()) for data in passed)
+        if not given or not len(given) == len(found) == sum(map(len, names)):
+            return None
+        keys = tuple(map(value, given))
+        if any(found[key] is not array for key, array in zip(keys, given.values(), strict=True)):
+            return None
+        alike = torch_private.Alike(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return cls(batch, names, keys, alike)
+
+    def arrays(self, passed: Passed) -> dict[Key, torch.Tensor] | None:
+        """The arrays of a call that passes the same names, and arrays like these; otherwise None."""
+        found: list[Any] = []
+        for data, names in zip(passed, self.names, strict=True):
+            if type(data) is dict and (*data,) == names:
+                found += data.values()
+            elif names or data is not None:
+                return None
+        return dict(zip(self.keys, found, strict=True)) if self.alike.check(*found) else None
 
 
 @dataclass(frozen=True)
@@ -188,28 +219,7 @@ class Feeds:
         With `indices`, index feeds are checked at their source, before they are copied to the device. With `exact`,
         arrays with more rows than the call reads are rejected. Those of `channels_last` may have their channels last.
         """
-        place, usual = device.torch, self._usual.get(batch)
-        if usual is not None and indices is None and usual.place is place and usual.channels_last == channels_last:
-            passed: list[Any] = [*map(given.get, self.tensors)]
-            if usual.alike.check(*passed):
-                return dict(zip(usual.keys, passed, strict=True))
-        found = self._read(given, batch, place, indices, exact, channels_last)
-        passed = [*map(given.get, self.tensors)]
-        if indices is None and passed and all(map(is_, passed, found.values())):
-            alike = torch_private.Alike(*passed, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self._usual[batch] = _Usual(tuple(found), place, channels_last, alike)
-        return found
-
-    def _read(
-        self,
-        given: Mapping[Tensor, Any],
-        batch: int,
-        place: torch.device,
-        indices: Indices | None,
-        exact: bool,
-        channels_last: Collection[Tensor],
-    ) -> dict[Key, torch.Tensor]:
-        found = {}
+        place, found = device.torch, {}
         for key, shape, data_type, where in self._wanted(batch):
             values = given.get(key.owner)
             if values is None:
@@ -225,7 +235,6 @@ class Feeds:
         if batch not in self._tables:
             if len(self._tables) >= MOST:
                 self._tables.clear()
-                self._usual.clear()
             self._tables[batch] = tuple(
                 _Wanted(
                     value(tensor),
@@ -239,11 +248,6 @@ class Feeds:
 
     @cached_property
     def _tables(self) -> dict[int, tuple[_Wanted, ...]]:
-        return {}
-
-    @cached_property
-    def _usual(self) -> dict[int, _Usual]:
-        """By batch size, what the last call passed, if it was read as it is."""
         return {}
 
     @cached_property

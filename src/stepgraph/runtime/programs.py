@@ -51,7 +51,7 @@ class Programs:
         self.switches: dict[int, Switch] = {}  # of steps that are fused at a fixed step, by batch size
         self.plans: dict[tuple[PartName, int], MemoryPlan] = {}
         self._recent: dict[int, None] = {}  # batch sizes, the most recently used last
-        self._last: int | None = None
+        self.last_batch: int | None = None  # the batch size used last; None before the first
         self._arena = Arena()
 
     def program(self, batch: int, training: bool = True) -> Program:
@@ -103,7 +103,7 @@ class Programs:
                 logger.info("compiling %s for batch size %d", part, batch)
             self._make(part, batch, call)
             found = self.executables[part, batch]
-        if batch != self._last:
+        if batch != self.last_batch:
             self._use(batch)
         return found
 
@@ -112,11 +112,6 @@ class Programs:
         switch = self.switches.get(batch) if part is PartName.STEP else None
         fused = None if switch is None else switch.fused
         return fused or self.executables[part, batch]
-
-    @property
-    def last_batch(self) -> int | None:
-        """The batch size used last; None before the first."""
-        return self._last
 
     @property
     def plan(self) -> MemoryPlan:
@@ -168,7 +163,7 @@ class Programs:
         other._traced, other._recent, other._arena = self._traced, self._recent, self._arena
         other._outlines = self._outlines
         if not rebuilds:
-            other.executables, other.plans, other._last = self.executables, self.plans, self._last
+            other.executables, other.plans, other.last_batch = self.executables, self.plans, self.last_batch
             other.switches = self.switches
         return other
 
@@ -206,7 +201,7 @@ class Programs:
     def _use(self, batch: int) -> None:
         """Marks a batch size as used, and evicts the least recently used one."""
         self._recent.pop(batch, None)
-        self._recent[batch], self._last = None, batch
+        self._recent[batch], self.last_batch = None, batch
         first = next((size for size, _ in self._traced), batch)
         while len(self._recent) > MOST + 1:
             oldest = next(size for size in self._recent if size != first)

@@ -341,9 +341,9 @@ class TrainingState:
         if self.optimizer is not None:
             if self._unaveraged:
                 self._first = self._count, self._updates, self._unaveraged
+                self._unaveraged = ()
             self._updates += 1
-            self._unaveraged = ()
-            self.note_averages()
+            self.averages_version += 1
             self.optimizer.__dict__["time_step"] += 1  # mirrors the device; nothing was assigned
 
     def count_steps(self) -> None:

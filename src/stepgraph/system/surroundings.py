@@ -8,6 +8,7 @@ entered here and restored afterwards.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ import torch
 from stepgraph.system.torch_private import any_autocast, function_mode_count
 
 _EXACT, _TF32 = "ieee", "tf32"
+_SMALLEST = math.ulp(0.0)  # positive number
 
 
 class Precision(NamedTuple):
@@ -99,6 +101,11 @@ def reach(kind: str, open_to_switches: bool) -> bool:
         return True
     # A default device is a mode on this stack.
     return open_to_switches and (function_mode_count() > 0 or _is_set_for_all())
+
+
+def keeps_subnormals() -> bool:
+    """Whether this thread computes with numbers too small for full precision; PyTorch sets this, but cannot say it."""
+    return _SMALLEST * 1.0 != 0.0
 
 
 @contextmanager

@@ -7,9 +7,11 @@ persistent buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from itertools import starmap
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +24,31 @@ KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
 # What generated code may use besides kernels: none of these computes anything.
 HARMLESS = {ALLOCATE, "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear", "torch"}
 HARMLESS |= {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+_NOTHING: Mapping[Hashable, torch.Tensor] = MappingProxyType({})
 
 
 class Launch(NamedTuple):
-    """A kernel, its arguments, and which of them are arrays of the call (by their index) and which are results."""
+    """A kernel and its arguments."""
 
     kernel: Kernel
     arguments: list[Any]
-    given: dict[int, tuple[int, ...]]
-    results: tuple[tuple[int, int], ...]
+
+
+class Place(NamedTuple):
+    """A position among the arguments of a kernel."""
+
+    arguments: list[Any]
+    position: int
+
+
+class Record(NamedTuple):
+    """The kernels of a call in order, and the places of the given arrays and of the results among their arguments."""
+
+    launches: list[Launch]
+    given: list[list[Place]]
+    results: list[list[Place]]
+    like: list[tuple[Any, ...]]  # shapes, strides and types of the results
+    allocate: Callable[..., torch.Tensor]
 
 
 class Replay:
@@ -39,40 +57,59 @@ class Replay:
     Args:
         function: the complete function, with checks and allocations; runs if the code consists of more than kernels.
         generated: the generated code that it calls.
+
+    Attributes:
+        is_direct: whether calls now launch kernels directly.
     """
 
     def __init__(self, function: Function, generated: Any) -> None:
         self._function = function
         self._code = getattr(generated, "__func__", generated)
-        self._launches: list[Launch] | None = None
-        self._like: list[tuple[Any, ...]] = []  # shapes, strides and types of the results
-        self._given: Sequence[torch.Tensor] = ()  # the arrays currently among the arguments
+        self._record: Record | None = None
+        self.is_direct = False
+        self._bound: Sequence[torch.Tensor | None] = ()  # what the last call has put among the arguments
         # After one recording, there is nothing more to learn.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether calls now launch kernels directly."""
-        return self._launches is not None
-
     def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self._launches is not None:
-            return self._launch(self._launches, given)
+        if self.is_direct:
+            return self.launch(given)
         return self._first(given) if self._to_record else self._function(*given)
 
-    def _launch(self, launches: Iterable[Launch], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        allocate, last = self._code.__globals__[ALLOCATE], self._given
-        found = [allocate(*like) for like in self._like]  # the caller may keep earlier results
-        others = [index for index, array in enumerate(given) if array is not last[index]]  # most do not change
-        self._given = given
-        for kernel, arguments, inputs, results in launches:
-            for index in others:
-                for position in inputs.get(index, ()):
-                    arguments[position] = given[index]
-            for position, index in results:
-                arguments[position] = found[index]
+    def launch(
+        self,
+        bound: Sequence[torch.Tensor | None],
+        opened: Iterable[tuple[int, Hashable]] = (),
+        others: Mapping[Any, torch.Tensor] = _NOTHING,
+    ) -> list[torch.Tensor]:
+        """Launches the kernels, which must be known.
+
+        Args:
+            bound: the given arrays. If this is the same sequence as in the last call, they have not changed.
+            opened: the indices of those that are not among them, and their names.
+            others: these, by name.
+        """
+        assert self._record is not None
+        launches, given, results, like, allocate = self._record
+        found = [*starmap(allocate, like)]  # the caller may keep earlier results
+        if bound is not self._bound:
+            self._bind(given, bound)
+        for index, name in opened:
+            array = others[name]
+            for arguments, position in given[index]:
+                arguments[position] = array
+        for array, places in zip(found, results, strict=True):
+            for arguments, position in places:
+                arguments[position] = array
+        for kernel, arguments in launches:
             kernel(*arguments)
         return found
+
+    def _bind(self, given: Sequence[Sequence[Place]], bound: Sequence[torch.Tensor | None]) -> None:
+        for array, places in zip(bound, given, strict=True):
+            for arguments, position in places:
+                arguments[position] = array
+        self._bound = bound
 
     def _first(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the complete function and records it; keeps the record if a replay matches bit for bit."""
@@ -80,13 +117,10 @@ class Replay:
         copies = [array.clone() for array in given]
         with self._recording() as (calls, buffers):
             found = self._function(*given)
-        launches = self._understood(calls, buffers, given, found)
-        if launches is not None:
-            self._like = [(tuple(one.shape), one.stride(), one.dtype) for one in found]
-            self._given = given
-            again = self._launch(launches, copies)
-            if all(map(torch.equal, [*given, *found], [*copies, *again])):
-                self._launches = launches
+        self._record = self._understood(calls, buffers, given, found)
+        if self._record is not None:
+            again = self.launch(copies)
+            self.is_direct = all(map(torch.equal, [*given, *found], [*copies, *again]))
         return found
 
     def _only_launches(self) -> bool:
@@ -107,7 +141,7 @@ class Replay:
 
         def recorded(kernel: Kernel) -> Kernel:
             def call(*arguments: Any) -> None:
-                calls.append((kernel, arguments))
+                calls.append(Launch(kernel, [*arguments]))
                 kernel(*arguments)
 
             return call
@@ -118,35 +152,37 @@ class Replay:
         finally:
             names.update(plain)
 
-    @staticmethod
     def _understood(
-        calls: Sequence[tuple[Kernel, tuple[Any, ...]]],
+        self,
+        calls: list[Launch],
         buffers: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
         found: Sequence[torch.Tensor],
-    ) -> list[Launch] | None:
-        """The launches, if every array in them is an argument or a buffer, and all results are whole buffers."""
-        inputs = {id(array): index for index, array in enumerate(given)}
+    ) -> Record | None:
+        """The record, if every array in it is an argument or a buffer, and all results are whole buffers."""
+        places = defaultdict[int, list[Place]](list)
+        for _, arguments in calls:
+            for position, one in enumerate(arguments):
+                if isinstance(one, torch.Tensor):
+                    places[id(one)].append(Place(arguments, position))
+        inputs = [id(array) for array in given]
         owners = {(one.data_ptr(), one.nbytes): index for index, one in enumerate(found)}
-        own = {id(one): owners.get((one.data_ptr(), one.nbytes)) for one in buffers}
-        if len(inputs) != len(given) or sorted(i for i in own.values() if i is not None) != list(range(len(found))):
+        own = [(owners[at], id(one)) for one in buffers if (at := (one.data_ptr(), one.nbytes)) in owners]
+        results = dict(own)
+        if len({*inputs}) < len(inputs) or not len(own) == len(results) == len(found):
             return None
-        kept = {one.untyped_storage().data_ptr() for one in buffers if own[id(one)] is None}
+        kept = {one.untyped_storage().data_ptr() for one in buffers if id(one) not in results.values()}
         views = (one for _, arguments in calls for one in arguments if isinstance(one, torch.Tensor))
         parts = {id(one) for one in views if one.untyped_storage().data_ptr() in kept}  # of persistent buffers
-        launches = []
-        for kernel, arguments in calls:
-            arrays = [(position, id(one)) for position, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
-            if any(one not in inputs and one not in own and one not in parts for _, one in arrays):
-                return None
-            ins = {
-                inputs[one]: tuple(position for position, other in arrays if other == one)
-                for _, one in arrays
-                if one in inputs
-            }
-            outs = tuple((position, index) for position, one in arrays if (index := own.get(one)) is not None)
-            launches.append(Launch(kernel, list(arguments), ins, outs))
-        return launches
+        if not places.keys() <= {*inputs, *results.values(), *parts}:
+            return None
+        return Record(
+            calls,
+            [places[one] for one in inputs],
+            [places[results[index]] for index in range(len(found))],
+            [(tuple(one.shape), one.stride(), one.dtype) for one in found],
+            self._code.__globals__[ALLOCATE],
+        )
 
 
 ROW = Tuned(

@@ -1,0 +1,65 @@
+"""A training step like the last one.
+
+Before operators run, a call finds out what to run, what to check and what to keep. Training repeats one call, and for
+a tiny network finding all this out takes longer than the operators. So the next call only compares what it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, is_
+
+from stepgraph.graphs.compilation import Arrays
+from stepgraph.graphs.session import Answer, Session
+from stepgraph.runtime.executable import Binding
+from stepgraph.runtime.execution import Execution
+from stepgraph.runtime.feeds import Passed
+from stepgraph.tensors.tensor import Tensor
+from stepgraph.types import ExecutionOptions
+
+_NONE = ExecutionOptions.NONE  # looking up a member of an enumeration takes longer
+_current = attrgetter("current")
+
+
+class Repetition:
+    """What a training step without options, outputs and completion has found out, for the next one.
+
+    Args:
+        session: the state between calls.
+        batch: the rows of the step.
+        binding: what ran, with the arrays that persist between calls.
+        keep: stores what a step has computed.
+    """
+
+    def __init__(self, session: Session, batch: int, binding: Binding, keep: Callable[[Arrays], Answer]) -> None:
+        assert session.state is not None
+        self._session, self._batch, self._binding, self._keep = session, batch, binding, keep
+        self._state, self._programs = session.state, session.compilation.programs
+        self._switch = self._programs.switches.get(batch)
+        # A tiny step has nothing worth discarding before the next one.
+        self._discard = None if binding.executable.runs_alone else session.discard_everything
+        self._switches, self._arrays, self._held = Tensor.switches, session.state.arrays, session.compilation.held
+        self._memory = [*map(_current, self._held)]
+
+    def run(self, passed: Passed, asked: int | None) -> Execution | None:
+        """Runs a step that reads data of as many rows, if nothing else has changed either; otherwise None.
+
+        Args:
+            passed: the data of the call.
+            asked: the batch size, if the call names one.
+        """
+        session, state, binding, batch = self._session, self._state, self._binding, self._batch
+        if Tensor.switches != self._switches or self._programs.last_batch != batch or state.is_averaged:
+            return None
+        state.refresh()
+        feeds, rows = session.read(passed, asked, _NONE)
+        if rows != batch:
+            return None
+        if self._switch is not None and self._switch.at(state.next_update) is not binding.executable:
+            return None
+        if state.arrays is not self._arrays or not all(map(is_, self._memory, map(_current, self._held))):
+            return None
+        if state.rounded:
+            state.round()
+        session.accept(feeds, batch, _NONE)
+        return session.launch(binding, feeds, _NONE, None, self._keep, self._discard)
