@@ -32,8 +32,8 @@ def folder(nothing_fuses: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     CHOICES.forget()
 
 
-def choice(operator: str = "sum", **changes: object) -> Choice:
-    question = Question(operator, ("a", "b"), ({"shape": [64, 3], "strides": [3, 1], "type": "torch.float32"},), 2)
+def choice(operator: str = "sum", kind: torch.dtype = torch.float32, **changes: object) -> Choice:
+    question = Question(operator, ("a", "b"), ({"shape": [64, 3], "strides": [3, 1], "type": str(kind)},), 2)
     made = Choice(question, "b", {"a": 3e-3, "b": 2e-4}, {"a": 0.0, "b": 0.1}, False, 1, "2026-11-17T08:30:00+00:00")
     return replace(made, **changes)
 
@@ -45,6 +45,12 @@ def listed(capsys: Capture, *given: str) -> dict:
 
 
 # Listing
+
+
+@pytest.mark.parametrize(("kind", "shapes"), [(torch.float32, "64×3"), (torch.bfloat16, "64×3 in bfloat16")])
+def test_other_types_than_float32_are_named(folder: Path, capsys: Capture, kind: torch.dtype, shapes: str) -> None:
+    CHOICES.keep(choice(kind=kind))
+    assert [row["shapes"] for row in listed(capsys)["choices"]] == [shapes]
 
 
 def test_choices_are_listed_with_how_they_were_made(folder: Path, capsys: Capture) -> None:

@@ -123,3 +123,13 @@ def test_a_loaded_graph_drops_them_too(tmp_path: Path) -> None:
     found = step(again)
     assert found.outputs == ("hidden",)
     assert list(sg.predict(again, {"x": X})) == ["scores", "hidden"]
+
+
+def test_an_output_that_somebody_asks_for_is_there_from_the_next_step_on() -> None:
+    model = imported()
+    training = trained(model)
+    for _ in range(3):
+        found = step(training)
+    assert found.outputs == ("hidden",)
+    training.add_outputs({"scores": model.outputs["scores"]})
+    assert step(training)["scores"].shape == (ROWS, WORDS)

@@ -72,7 +72,7 @@ def described(choice: Choice) -> dict[str, Any]:
     second = min(others, key=others.__getitem__, default=None) if taken else None
     return {
         "operator": question.operator,
-        "shapes": ", ".join(_shapes(question.arguments)),
+        "shapes": _shapes(question.arguments),
         "arguments": list(question.arguments),
         "threads": question.threads,
         "implementations": list(question.implementations),
@@ -178,9 +178,13 @@ def _user() -> str:
         return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
 
 
-def _shapes(arguments: Iterable[Any]) -> list[str]:
-    arrays = [one.get("shape") for one in arguments if isinstance(one, dict)]
-    return ["×".join(map(str, shape)) for shape in arrays if isinstance(shape, list)]
+def _shapes(arguments: Iterable[Any]) -> str:
+    """The shapes of arrays, and types that distinguish them from the same in float32."""
+    arrays = [one for one in arguments if isinstance(one, dict) and isinstance(one.get("shape"), list)]
+    kinds = {str(one.get("type")).removeprefix("torch."): None for one in arrays}
+    others = [kind for kind in kinds if "float" in kind and kind != "float32"]
+    shapes = ", ".join("×".join(map(str, one["shape"])) for one in arrays)
+    return f"{shapes} in {' and '.join(others)}" if others else shapes
 
 
 def _standing(choice: Choice) -> str:

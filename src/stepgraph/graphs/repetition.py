@@ -34,7 +34,8 @@ class Repetition:
     def __init__(self, session: Session, batch: int, binding: Binding, keep: Callable[[Arrays], Answer]) -> None:
         assert session.state is not None
         self._session, self._batch, self._binding, self._keep = session, batch, binding, keep
-        self._state, self._programs = session.state, session.compilation.programs
+        self._state, self._compilation = session.state, session.compilation
+        self._programs = session.compilation.programs
         self._switch = self._programs.switches.get(batch)
         # A tiny step has nothing worth discarding before the next one.
         self._discard = None if binding.executable.runs_alone else session.discard_everything
@@ -49,7 +50,9 @@ class Repetition:
             asked: the batch size, if the call names one.
         """
         session, state, binding, batch = self._session, self._state, self._binding, self._batch
-        if Tensor.switches != self._switches or self._programs.last_batch != batch or state.is_averaged:
+        if session.compilation is not self._compilation or self._programs.last_batch != batch:
+            return None
+        if Tensor.switches != self._switches or state.is_averaged:
             return None
         state.refresh()
         feeds, rows = session.read(passed, asked, _NONE)
