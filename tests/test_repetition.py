@@ -243,6 +243,8 @@ EVENTS: list[Callable[..., None]] = [
     skip, bound_data, other_order, other_strides, with_gradient, wrong_name, wrong_type, wrong_rows, missing,
     wrong_label, averaged, other_graph, save_and_restore,
 ]  # fmt: skip
+# Those that have to do with the rows of a call.
+OF_ROWS = [evaluate_other_rows, short_batch, phases, skip, bound_data, wrong_rows, compile_again]
 
 
 def story(case: Case, event: Callable[..., None], folder: Path) -> list[Any]:
@@ -266,8 +268,10 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(ROWS, "torch"), (sg.BATCH, "numpy")], ids=["declared", "open"])
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+CASES = [(ROWS, "torch", event) for event in EVENTS] + [(sg.BATCH, "numpy", event) for event in OF_ROWS]
+
+
+@pytest.mark.parametrize(("rows", "kind", "event"), CASES, ids=lambda part: getattr(part, "__name__", str(part)))
 def test_whatever_happens_in_between_changes_nothing(
     event: Callable[..., None],
     rows: Any,

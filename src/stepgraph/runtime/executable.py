@@ -31,7 +31,7 @@ from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.passes.held import Allocation, write_into_arena
 from stepgraph.compiler.program import Part, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
-from stepgraph.compiler.tuned.replay import Replay
+from stepgraph.compiler.tuned.row import Launching
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
@@ -90,7 +90,7 @@ class Executable:
         self.results = tuple((key.owner, key) for key in part.outputs if key.kind == KeyKind.VALUE)
         self.others = tuple(key for key in part.outputs if key.kind != KeyKind.VALUE)  # mostly gradients
         self._function: Function = self._first
-        self._replay: Replay | None = None
+        self._replay: Launching | None = None
         # Where a gradient is 0 from some step on, its average shrinks until it is too small for full precision, and
         # stays so. Each operation with such a number takes a hundred times as long, so fused code in one thread takes
         # it as 0, as XLA does.
@@ -352,7 +352,7 @@ class Executable:
 
     def _adopt(self, fused: Fused) -> None:
         (self._function, self._fused_plan), self.is_fused = fused, True
-        self._replay = fused.function if isinstance(fused.function, Replay) else None
+        self._replay = fused.function if isinstance(fused.function, Launching) else None
         self._flushes = self.runs_alone
 
     @property

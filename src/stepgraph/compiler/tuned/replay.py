@@ -82,13 +82,7 @@ class Replay:
         opened: Iterable[tuple[int, Hashable]] = (),
         others: Mapping[Any, torch.Tensor] = _NOTHING,
     ) -> list[torch.Tensor]:
-        """Launches the kernels, which must be known.
-
-        Args:
-            bound: the given arrays. If this is the same sequence as in the last call, they have not changed.
-            opened: the indices of those that are not among them, and their names.
-            others: these, by name.
-        """
+        """Launches the kernels, as `Launching` describes; they must be known."""
         assert self._record is not None
         launches, given, results, like, allocate = self._record
         found = [*starmap(allocate, like)]  # the caller may keep earlier results

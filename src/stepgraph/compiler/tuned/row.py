@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -14,6 +14,31 @@ from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.step import Step
 
 Launcher = Callable[[Callable[..., Sequence[torch.Tensor]], Any], Callable[..., Sequence[torch.Tensor]]]
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """A fused function that can launch its kernels without the code around them.
+
+    Attributes:
+        is_direct: whether it knows its kernels, so that it can.
+    """
+
+    is_direct: bool
+
+    def launch(
+        self,
+        bound: Sequence[torch.Tensor | None],
+        opened: Iterable[tuple[int, Hashable]],
+        others: Mapping[Any, torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """Launches the kernels.
+
+        Args:
+            bound: the given arrays. If this is the same sequence as in the last call, they have not changed.
+            opened: the indices of those that are not among them, and their names.
+            others: these, by name.
+        """
 
 
 @dataclass(eq=False)
