@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -85,9 +87,51 @@ def test_the_factors_are_measured_once_per_machine(kind: str, monkeypatch: pytes
     monkeypatch.setattr(Choices, "file", tmp_path / "kernels.jsonl")
     slower, detour = emulated.factors(KINDS[kind])
     assert slower > 0.01 and detour > 0.5
-    (found,) = CHOICES.stored()
-    assert found.question.operator == f"product in {kind}" and set(found.seconds) == {"float32", kind, "rounded"}
-    assert emulated.factors(KINDS[kind]) == (slower, detour)
+    found = CHOICES.stored()
+    for one in found:
+        assert one.question.operator == f"product in {kind}" and set(one.seconds) == {"float32", kind, "rounded"}
+    assert [one.question.arguments for one in found] in ([(emulated.SMALL,)], [(emulated.SMALL,), (emulated.LARGER,)])
+    assert emulated.factors(KINDS[kind]) == (slower, detour) and CHOICES.stored() == found
+    CHOICES.forget()
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16, as far as PyTorch says."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="needs a processor that multiplies in bfloat16")
+def test_a_processor_that_computes_in_a_type_does_not_emulate_it() -> None:
+    slower, _ = emulated.factors(torch.bfloat16)
+    assert slower < emulated.MARGIN
+
+
+# In float32 and in the type: microseconds before a call computes and nanoseconds per 16 products; then what the factor
+# lies between.
+IMAGINED = {"fast, but slow to call": ((10, 1), (90, 0.25), 0.2, 1), "emulated": ((10, 1), (10, 500), 100, 600)}
+
+
+@pytest.mark.parametrize("kind", IMAGINED)
+def test_calls_do_not_count(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is slow to call, but computes fast, is not emulated."""
+    CHOICES.forget()
+    monkeypatch.setattr(Choices, "file", tmp_path / "kernels.jsonl")
+    own, other, least, most = IMAGINED[kind]
+
+    def taking(called: float, computed: float) -> Callable[[int], torch.Tensor]:
+        def run(side: int) -> torch.Tensor:
+            end = time.perf_counter() + 1e-6 * called + 1e-9 * computed * side**2 * (side // 16)
+            while time.perf_counter() < end:
+                pass
+            return torch.ones(1)
+
+        return run
+
+    names = ("float32", "bfloat16", "rounded")
+    made = dict(zip(names, (taking(*own), taking(*other), taking(*own)), strict=True))
+    monkeypatch.setattr(emulated, "implementations", lambda kind: made)
+    slower, _ = emulated.factors(torch.bfloat16)
+    assert least < slower < most
     CHOICES.forget()
 
 

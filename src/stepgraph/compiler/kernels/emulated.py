@@ -1,13 +1,14 @@
 """What float16 and bfloat16 cost on CPUs that only emulate them.
 
-PyTorch multiplies such numbers one at a time there. A small product is measured once, and its time kept like a choice
-among implementations.
+PyTorch multiplies such numbers one at a time there. A product is measured once, and its time kept like a choice among
+implementations.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,10 @@ from stepgraph.system import surroundings
 
 logger = logging.getLogger("stepgraph")
 aten = torch.ops.aten
-SIDE = 64  # rows and columns of the factors: an emulated product takes 12 ms, one in float32 less than 0.1 ms
+# Rows and columns of the factors. A small emulated product takes 12 ms, the next one would take a second. Without
+# emulation, a small one takes microseconds, which are mostly spent before it is computed, so a larger one decides.
+SMALL, LARGER = 64, 256
+ENOUGH = 1e-3  # seconds that a product takes if they are spent computing it
 MARGIN = 1.5  # times as slow as float32, from which to warn
 TOLERANCE = 0.05  # for products of rounded factors
 OWN, DETOUR = "float32", "rounded"
@@ -45,11 +49,18 @@ def warn_once(kind: torch.dtype) -> None:
 
 def factors(kind: torch.dtype) -> tuple[float, float]:
     """How many times as long as in float32 a product takes in this type, and in float32 with a rounded result."""
+    found = _seconds(kind, SMALL)
+    if max(found.values()) < ENOUGH:
+        found = _seconds(kind, LARGER)
+    return found[_name(kind)] / found[OWN], found[DETOUR] / found[OWN]
+
+
+def _seconds(kind: torch.dtype, side: int) -> Mapping[str, float]:
+    """How long a product of this size takes in each implementation."""
     with surroundings.tracing():
         for one in (torch.float32, kind):
-            _factors(one)  # made outside the measurement
-        found = choice(operator(kind), implementations(kind), (), tolerance=TOLERANCE).seconds
-    return found[_name(kind)] / found[OWN], found[DETOUR] / found[OWN]
+            _factors(one, side)  # made outside the measurement
+        return choice(operator(kind), implementations(kind), (side,), tolerance=TOLERANCE).seconds
 
 
 def operator(kind: torch.dtype) -> str:
@@ -58,12 +69,12 @@ def operator(kind: torch.dtype) -> str:
 
 
 def implementations(kind: torch.dtype) -> Implementations:
-    """One product in float32, in this type, and in float32 with a result that is rounded to it."""
+    """A product in float32, in this type, and in float32 with a result that is rounded to it, by the factors' size."""
     rounded: Any = half.IMPLEMENTATIONS[aten.mm.default]
     return {
-        OWN: lambda: aten.mm.default(*_factors(torch.float32)),
-        _name(kind): lambda: aten.mm.default(*_factors(kind)),
-        DETOUR: lambda: rounded(*_factors(kind)),
+        OWN: lambda side: aten.mm.default(*_factors(torch.float32, side)),
+        _name(kind): lambda side: aten.mm.default(*_factors(kind, side)),
+        DETOUR: lambda side: rounded(*_factors(kind, side)),
     }
 
 
@@ -80,7 +91,7 @@ def fails(kind: torch.dtype) -> bool:
 def _fails(kind: torch.dtype) -> bool:
     with surroundings.tracing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        a, b = _factors(kind)
+        a, b = _factors(kind, SMALL)
         torch.mm(a, b.t())  # unlike the operator, the function warns through Python
     failed = not torch.backends.mkldnn.enabled
     torch.backends.mkldnn.set_flags(True)
@@ -88,10 +99,10 @@ def _fails(kind: torch.dtype) -> bool:
 
 
 @cache
-def _factors(kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices, the same for every type except for rounding."""
+def _factors(kind: torch.dtype, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two square matrices, the same for every type except for rounding."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.empty(SIDE, SIDE).normal_(generator=generator).to(kind) for _ in range(2))
+    a, b = (torch.empty(side, side).normal_(generator=generator).to(kind) for _ in range(2))
     return a, b
 
 
