@@ -10,11 +10,11 @@ from stepgraph.compiler.kernels import choose_convolution as conv
 from stepgraph.compiler.kernels import choose_operator as operators
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.kernels.choices import CHOICES, Choices
-from stepgraph.compiler.tuned import MANIFEST, sums_by_convolution
+from stepgraph.compiler.tuned import MANIFEST, products_by_onednn, sums_by_convolution
 from stepgraph.compiler.tuned.row import on_cpu
 from stepgraph.system import torch_private
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 SHAPES = [  # batch, channels, size, outputs, kernel, stride, padding
     (4, 3, 9, 5, 3, 1, 1),
@@ -162,7 +162,17 @@ def test_other_implementations_of_single_operators_equal_pytorch() -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = (3 * torch.randn(40, 50, generator=generator) for _ in range(2))
     normalized = g.view(4, 2, 5, 50), x.view(4, 2, 5, 50), STATISTICS[0], None, None, *STATISTICS[2:]
+    steps, small = x.view(5, 10, 40), 0.1 * g.view(-1)
+    of_lstm, of_gru = ((small[: n * 400].view(n * 10, 40), small[-n * 100 :].view(n * 10, 10)) for n in (4, 3))
+    initial = steps[0, :, :10].contiguous()
+    *_, gates, cells = ours.lstm.default(steps, *of_lstm, None, None, None, None, False)
+    of_gates = (steps[..., :30].contiguous(), of_gru[1], None, initial, False, False)
     arguments = {
+        aten.mm.default: (x.t(), g),
+        ours.lstm.default: (steps, *of_lstm, small[:40], initial, None, None, True),
+        ours.lstm_gradient.default: (gates, cells, of_lstm[1], None, steps[..., :10], initial, None, False),
+        ours.gru.default: of_gates,
+        ours.gru_gradient.default: (steps[..., 10:20], *ours.gru.default(*of_gates), of_gru[1], initial, False, False),
         aten.addmm.default: (g[0, :40], x, g.t()),
         aten.max_pool2d_with_indices.default: (x.view(2, 4, 10, 25), [3, 3], [2, 2], [1, 1]),
         aten.native_batch_norm.default: (x.view(4, 2, 5, 50), *STATISTICS[:2], None, None, True, 0.0, 1e-3),
@@ -201,10 +211,12 @@ def test_other_operators_train_like_the_reference(monkeypatch: pytest.MonkeyPatc
         return [training.execute({"x": data}, {"y": np.arange(64) % 4}).loss for _ in range(20)]
 
     monkeypatch.setattr(operators, "fastest", pick)
-    monkeypatch.setattr(sums_by_convolution.ROW, "condition", on_cpu)  # on other processors too
+    for row in (sums_by_convolution.ROW, products_by_onednn.ROW):
+        monkeypatch.setattr(row, "condition", on_cpu)  # on other processors too
     plain, chosen = (losses(one) for one in (sg.GraphCompilationOptions.DETERMINISTIC, sg.GraphCompilationOptions.NONE))
     np.testing.assert_allclose(chosen, plain, rtol=1e-4)
     expected = {"max_pool2d_with_indices", "native_batch_norm", "native_batch_norm_backward", "addmm"}
+    expected |= {"mm"} if torch_private.onednn_linear else set()
     assert {name.split(".")[1] for name in asked} == expected
 
 

@@ -14,12 +14,14 @@ from stepgraph.compiler.kernels import cross_entropy, measure, short_rows
 from stepgraph.compiler.kernels import normalization_by_rows as normalization
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.operators import TABLE
-from stepgraph.compiler.tuned import MANIFEST, sums_by_convolution
+from stepgraph.compiler.tuned import MANIFEST, products_by_onednn, sums_by_convolution
 from stepgraph.compiler.tuned.sums_by_convolution import sum_by_convolution
+from stepgraph.system import torch_private
 
 aten = torch.ops.aten
 OPTIONS = sg.GraphCompilationOptions
 EPSILON = 1e-5
+OF_LIBRARY = 1 << 18  # bytes that oneDNN may need for itself, as BLAS does where nobody sees it
 
 
 def close(found: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float) -> None:
@@ -149,8 +151,16 @@ def test_implementations_need_what_they_say() -> None:
         (short_rows.log_softmax, (x.view(-1, 10), 1, False)),
         (short_rows.softmax, (x.view(-1, 8, 5), 2, False)),
     ]
+    recurrent = {one.function for one in products_by_onednn.ROW.offers if one.operation.namespace == "stepgraph"}
+    by_onednn = {one.function for one in products_by_onednn.ROW.offers}
+    if torch_private.onednn_linear:
+        calls += [(products_by_onednn.product, (one, wide[:150])) for one in (wide[:, :150], wide[:200].t()[:, :150])]
+        calls += [(products_by_onednn.product_with_vector, (bias, wide, wide.t()))]
+    else:
+        recurrent |= by_onednn
     offered = [one for row in MANIFEST for one in row.offers if one.operation != CONVOLUTION_WEIGHTS]
-    assert {one.function for one in (*operators.ALTERNATIVES, *offered)} <= {function for function, _ in calls}
+    every = {one.function for one in (*operators.ALTERNATIVES, *offered)}
+    assert every - recurrent <= {function for function, _ in calls}
     for function, arguments in calls:
         function(*arguments)
         found: list[object] = []
@@ -159,7 +169,8 @@ def test_implementations_need_what_they_say() -> None:
         results = sum(one.nbytes for one in (found[0] if isinstance(found[0], tuple) else found))
         workspace = TABLE[function].workspace
         said = results + (workspace(arguments, results) if workspace else 0)
-        assert measured <= said <= 1.1 * measured, function
+        most = said + (OF_LIBRARY if function in by_onednn else 0)
+        assert measured <= most and said <= 1.1 * measured, function
 
 
 # In graphs
@@ -194,7 +205,9 @@ def intensities(classes: int) -> tuple[sg.TrainingGraph, dict[str, np.ndarray], 
 @pytest.mark.parametrize("gradient", ["pytorch", "gradient"])
 def test_a_cross_entropy_of_few_classes_is_padded(gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def pick(operator: str, implementations: dict[str, object], *_: object, **__: object) -> str:
-        return gradient if operator == cross_entropy.OPERATOR else "padded"
+        return (
+            gradient if operator == cross_entropy.OPERATOR else "padded" if "padded" in implementations else "pytorch"
+        )
 
     for module in (operators, cross_entropy):
         monkeypatch.setattr(module, "fastest", pick)

@@ -17,17 +17,19 @@ from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.kernels.choices import CHOICES
 from stepgraph.compiler.program import notes
 from stepgraph.compiler.tuned import MANIFEST
+from stepgraph.system import torch_private
 from tests.parallel_runs import new
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 OFFERED = [one for row in MANIFEST for one in row.offers]
 IMAGES = [(3, 1, 17, 18), (2, 3, 8, 9), (2, 40, 12, 12), (1, 64, 5, 7)]
 KERNELS = [(1, 1, 0), (3, 1, 1), (3, 2, 1), (5, 1, 2), (3, 1, 0), (2, 1, 1), (9, 1, 4)]  # size, stride, padding
 
 
-@pytest.fixture(params=["aarch64", "x86_64"], autouse=True)
+@pytest.fixture(params=["aarch64", "x86_64", "AMD"], autouse=True)
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(platform, "machine", lambda: request.param)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64" if request.param == "AMD" else request.param)
+    monkeypatch.setattr(preferences, "_is_amd", lambda: request.param == "AMD")
     return request.param
 
 
@@ -86,14 +88,39 @@ def test_preferred_operators_compute_what_pytorch_does(processor: str) -> None:
         aten.native_batch_norm.default: [x, *numbers, None, None, True, 0.1, 1e-5],
         aten.addmm.default: [*sums],
     }
-    found = {}
+    found = [chosen(operator, arguments) for operator, arguments in calls.items()]
+    assert found == (["channels last", "rows", "convolution"] if processor == "aarch64" else ["pytorch"] * 3)
+
+
+def chosen(operator: Any, arguments: list[Any]) -> str:
+    every = [one for one in (*choose_operator.ALTERNATIVES, *OFFERED) if one.operation is operator]
+    known = {"pytorch": operator} | {one.name: one.function for one in every if one.fits(arguments)}
+    return agrees(str(operator), known, arguments)
+
+
+@pytest.mark.skipif(torch_private.onednn_linear is None, reason="needs oneDNN")
+def test_large_products_are_computed_by_onednn_on_amd(processor: str) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(128, 128), torch.randn(128, 128)
+    steps, of_inputs, of_hidden = torch.randn(3, 64, 96), 0.1 * torch.randn(512, 96), 0.1 * torch.randn(512, 128)
+    state, of_gates = torch.randn(64, 128), 0.1 * torch.randn(384, 128)
+    output, _, _, gates, cells = ours.lstm.default(steps, of_inputs, of_hidden, None, None, None, None, False)
+    inputs = torch.randn(3, 64, 384)
+    states = ours.gru.default(inputs, of_gates, None, state, False, True)
+    calls = {
+        aten.mm.default: [a, b],
+        aten.addmm.default: [a[0], a.t(), b],
+        ours.lstm.default: [steps, of_inputs, of_hidden, None, None, None, None, False],
+        ours.lstm_gradient.default: [gates, cells, of_hidden, None, output, None, None, False],
+        ours.gru.default: [inputs, of_gates, None, state, False, True],
+        ours.gru_gradient.default: [output, *states, of_gates, state, False, True],
+    }
     for operator, arguments in calls.items():
-        every = [one for one in (*choose_operator.ALTERNATIVES, *OFFERED) if one.operation is operator]
-        known = {"pytorch": operator} | {one.name: one.function for one in every if one.fits(arguments)}
-        found[str(operator)] = agrees(str(operator), known, arguments)
-    assert [*found.values()] == (
-        ["channels last", "rows", "convolution"] if processor == "aarch64" else ["pytorch"] * 3
-    )
+        assert chosen(operator, arguments) == ("onednn" if processor == "AMD" else "pytorch")
+    if processor == "AMD":
+        assert chosen(aten.mm.default, [a, b[:, :64]]) == "pytorch"
+        assert chosen(aten.mm.default, [a.repeat(2, 1), b[:, :64]]) == "onednn"
+        assert chosen(aten.mm.default, [a.repeat(1, 2).t(), b[:, :64]]) == "pytorch"
 
 
 @pytest.mark.parametrize("has_instructions", [True, False])
@@ -102,7 +129,7 @@ def test_half_precision_is_not_emulated(
 ) -> None:
     monkeypatch.setattr(preferences, "_multiplies_half", lambda: has_instructions)
     for operator, other in half.IMPLEMENTATIONS.items():
-        name = preferences.preferred(str(operator), {"pytorch": operator, "float32": other}, ())
+        name = preferences.preferred(str(operator), {"pytorch": operator, "float32": other}, [torch.empty(1, 1)] * 3)
         assert name == ("float32" if processor == "aarch64" and not has_instructions else "pytorch")
 
 

@@ -113,6 +113,7 @@ PRIVATE = {
     "torch.ops.aten._unsafe_view": ("unsafe_view", "find views in a recorded step"),
     "torch.ops.aten._unsafe_index": ("unsafe_index", "read pixels in the gradient of a small convolution"),
     "torch.ops.aten._nnpack_spatial_convolution": ("nnpack_convolution", "convolve by NNPACK"),
+    "torch.ops.mkldnn._linear_pointwise": ("onednn_linear", "multiply matrices in float32 by oneDNN"),
     "torch.ops.aten._slow_conv2d_forward": ("slow_convolution", "multiply matrices by BLAS on ARM"),
     "torch.ops.aten._slow_conv2d_backward": (
         "slow_convolution_gradient",

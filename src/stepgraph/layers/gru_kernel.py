@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.layers.lstm_kernel import Product, by_blas
+
 Array = torch.Tensor
 
 
@@ -31,10 +33,9 @@ def gru(
     return run(inputs, hidden_weights, bias, h0, reverse, reset_after)
 
 
-def run(
-    inputs: Array, hidden_weights: Array, bias: Array | None, h0: Array, reverse: bool, reset_after: bool
-) -> tuple[Array, Array, Array]:
-    """`gru`, without PyTorch's dispatcher."""
+def run(*given: Any, product: Product = by_blas) -> tuple[Array, Array, Array]:
+    """`gru`, without PyTorch's dispatcher. `product` multiplies by weights."""
+    inputs, hidden_weights, bias, h0, reverse, reset_after = given
     hidden, weights = hidden_weights.shape[1], hidden_weights.t()
     gates, states, parts = inputs.clone(), *(inputs.new_empty(*inputs.shape[:2], hidden) for _ in range(2))
     h = h0
@@ -42,13 +43,13 @@ def run(
         both, n = gates[t].split((2 * hidden, hidden), 1)
         r, z = both.split(hidden, 1)
         if reset_after:
-            product = h @ weights
-            both.add_(product[:, : 2 * hidden]).sigmoid_()
-            part = parts[t].copy_(product[:, 2 * hidden :])
+            found = product(h, weights, None, None)
+            both.add_(found[:, : 2 * hidden]).sigmoid_()
+            part = parts[t].copy_(found[:, 2 * hidden :])
             n.addcmul_(r, part if bias is None else part.add_(bias)).tanh_()
         else:
-            both.add_(h @ weights[:, : 2 * hidden]).sigmoid_()
-            n.add_(torch.mul(r, h, out=parts[t]) @ weights[:, 2 * hidden :]).tanh_()
+            both.add_(product(h, weights[:, : 2 * hidden], None, None)).sigmoid_()
+            n.add_(product(torch.mul(r, h, out=parts[t]), weights[:, 2 * hidden :], None, None)).tanh_()
         h = states[t].copy_(torch.lerp(n, h, z))
     return states, gates, parts
 
@@ -80,8 +81,8 @@ def gru_gradient(
     return run_gradient(d_states, states, gates, parts, hidden_weights, h0, reverse, reset_after)
 
 
-def run_gradient(*given: Any) -> tuple[Array, Array, Array]:
-    """`gru_gradient`, without PyTorch's dispatcher."""
+def run_gradient(*given: Any, product: Product = by_blas) -> tuple[Array, Array, Array]:
+    """`gru_gradient`, without PyTorch's dispatcher. `product` multiplies by weights."""
     d_states, states, gates, parts, hidden_weights, h0, reverse, reset_after = given
     hidden, before = states.shape[2], previous(states, h0, reverse=reverse)
     r, z, n = gates.split(hidden, 2)
@@ -95,10 +96,10 @@ def run_gradient(*given: Any) -> tuple[Array, Array, Array]:
         both, dn = d_gates[t].split((2 * hidden, hidden), 1)
         torch.mul(dh, by_n[t], out=dn)
         both[:, hidden:] = dh * by_z[t]
-        part = d_parts[t].copy_(dn * r[t] if reset_after else dn @ weights_n)
+        part = d_parts[t].copy_(dn * r[t] if reset_after else product(dn, weights_n, None, None))
         both[:, :hidden] = (dn if reset_after else part) * by_r[t]
-        dh = torch.addmm(dh * z[t], both, weights_rz)
-        dh = torch.addmm(dh, part, weights_n) if reset_after else torch.addcmul(dh, part, r[t])
+        dh = product(both, weights_rz, dh * z[t], None)
+        dh = product(part, weights_n, dh, None) if reset_after else torch.addcmul(dh, part, r[t])
     return d_gates, d_parts, dh.clone()
 
 

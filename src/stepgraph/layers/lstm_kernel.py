@@ -13,7 +13,7 @@ until a sequence's own last step is reached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from stepgraph.errors import ArgumentError
 
 Array = torch.Tensor
+# `added + a b`, written to the last argument if it is an array.
+Product = Callable[[Array, Array, Array | None, Array | None], Array]
+
+
+def by_blas(a: Array, b: Array, added: Array | None, out: Array | None) -> Array:
+    """A product, with an array or a vector that is added, as PyTorch computes it."""
+    return torch.mm(a, b, out=out) if added is None else torch.addmm(added, a, b, out=out)
 
 
 @torch.library.custom_op("stepgraph::sequence_lengths", mutates_args=())
@@ -91,17 +98,21 @@ def lstm(
     return run(x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse)
 
 
-def run(*given: Any, out: Sequence[Array | None] = (None,) * 5) -> tuple[Array, Array, Array, Array, Array]:
-    """`lstm` with the same arguments; outputs, gates and cells are written to `out` where it has memory for them."""
+def run(
+    *given: Any, out: Sequence[Array | None] = (None,) * 5, product: Product = by_blas
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`lstm` with the same arguments; outputs, gates and cells are written to `out` where it has memory for them.
+
+    `product` multiplies by weights.
+    """
     x, input_weights, hidden_weights, biases, h0, c0, lengths, reverse = given
     steps, batch, inputs = x.shape
     hidden = hidden_weights.shape[1]
     weights = hidden_weights.t().contiguous()
     output, _, _, gates, cells = out
     output, cells = (x.new_empty(steps, batch, hidden) if one is None else one for one in (output, cells))
-    gates = x.new_empty(steps, batch, 4 * hidden) if gates is None else gates
-    flat, rows, columns = gates.view(-1, 4 * hidden), x.reshape(-1, inputs), input_weights.t()
-    torch.mm(rows, columns, out=flat) if biases is None else torch.addmm(biases, rows, columns, out=flat)
+    flat = None if gates is None else gates.view(-1, 4 * hidden)
+    gates = product(x.reshape(-1, inputs), input_weights.t(), biases, flat).view(steps, batch, 4 * hidden)
     if h0 is not None:
         gates[_edge(gates, lengths, end=reverse)] += h0 @ weights
     if lengths is not None:
@@ -112,7 +123,7 @@ def run(*given: Any, out: Sequence[Array | None] = (None,) * 5) -> tuple[Array, 
     arrays = (one.unbind() for one in (gates, sigmoids, o, i, f, g, cells, output))
     for gate, sigmoid, o, i, f, g, cell, result in _steps(reverse, *arrays):
         if h is not None:
-            gate.addmm_(h, weights)
+            product(h, weights, gate, gate)
         sigmoid.sigmoid_()
         g.tanh_()
         c = torch.mul(f, c, out=cell).addcmul_(i, g)
@@ -161,8 +172,13 @@ def lstm_gradient(
     return run_gradient(gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse)
 
 
-def run_gradient(*given: Any, out: Sequence[Array | None] = (None, None)) -> tuple[Array, Array]:
-    """`lstm_gradient` with the same arguments; gradients of the gates are written to `out` if it has memory."""
+def run_gradient(
+    *given: Any, out: Sequence[Array | None] = (None, None), product: Product = by_blas
+) -> tuple[Array, Array]:
+    """`lstm_gradient` with the same arguments; gradients of the gates are written to `out` if it has memory.
+
+    `product` multiplies by weights.
+    """
     gates, cells, hidden_weights, c0, d_output, d_h, d_c, reverse = given
     steps, batch, hidden = cells.shape
     d_gates = torch.empty_like(gates) if out[0] is None else out[0]
@@ -175,12 +191,10 @@ def run_gradient(*given: Any, out: Sequence[Array | None] = (None, None)) -> tup
     dc = gates.new_zeros(batch, hidden) if d_c is None else d_c.clone()
     later, dc_once = None, dc[:, None]
     for d_out, factor, gate, gate_by_h, gates_by_c, f in _steps(not reverse, incoming, *arrays):
-        if later is None:
-            dh = dh if d_out is None else dh.add_(d_out)
-        elif d_out is None:
-            torch.mm(later, hidden_weights, out=dh)
-        else:
-            torch.addmm(d_out, later, hidden_weights, out=dh)
+        if later is not None:
+            product(later, hidden_weights, d_out, dh)
+        elif d_out is not None:
+            dh.add_(d_out)
         dc.addcmul_(dh, factor)
         gate_by_h.mul_(dh)
         gates_by_c.mul_(dc_once)

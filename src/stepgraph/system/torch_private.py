@@ -373,6 +373,9 @@ unsafe_index = torch.ops.aten._unsafe_index
 nnpack_convolution = torch.ops.aten._nnpack_spatial_convolution
 """A convolution with NNPACK."""
 
+onednn_linear: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+"""A product with transposed weights by oneDNN; public products of plain matrices in float32 use BLAS."""
+
 slow_convolution = torch.ops.aten._slow_conv2d_forward
 """A convolution as products over patches."""
 

@@ -24,6 +24,7 @@ class Alternative:
         takes_out: whether it writes into the memory that is passed as `out`.
         gain: the share of PyTorch's time that it must stay below to be chosen.
         scales: whether its time is proportional to the number of images, so that some of them suffice to measure it.
+        deviation: the standard deviation of the numbers it is measured with.
     """
 
     operation: Any
@@ -34,3 +35,4 @@ class Alternative:
     takes_out: bool = False
     gain: float = GAIN
     scales: bool = False
+    deviation: float = 1.0

@@ -40,7 +40,8 @@ def choose(node: fx.Node, offered: Sequence[Alternative], pick: Pick | None = No
         return
     known = {"pytorch": operator} | {one.name: one.function for one in found}
     arguments = fewer(arguments) if all(one.scales for one in found) else arguments
-    name = (pick or fastest)(str(operator), known, arguments, gain=max(one.gain for one in found))
+    rules = {"gain": max(one.gain for one in found), "deviation": min(one.deviation for one in found)}
+    name = (pick or fastest)(str(operator), known, arguments, **rules)
     note(node, implementation=(str(operator).split(".")[1], name))
     node.target = known[name]
 

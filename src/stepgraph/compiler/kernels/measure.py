@@ -33,7 +33,7 @@ FEWEST = 8  # images
 DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
-RULES = ("below", "gain", "tolerance")  # how to compare, as `measure` takes them and a choice keeps them
+RULES = ("below", "gain", "tolerance", "deviation")  # how to compare, as `measure` takes them and a choice keeps them
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation]  # by name; the first is the reference
 Pick = Callable[..., str]  # chooses one by its name, a function like `fastest`
@@ -161,6 +161,7 @@ def measure(
     below: int = 1,
     gain: float = GAIN,
     tolerance: float | None = None,
+    deviation: float = 1.0,
     warm: bool = False,
 ) -> Measurement:
     """Times all implementations in turn, so that interference affects them alike.
@@ -171,10 +172,11 @@ def measure(
         below: integers, which are indices, are drawn from 0 to here.
         gain: the share of the reference's time that an alternative must stay below; above 1 it may be slightly slower.
         tolerance: the largest difference from its results, relative to their largest element; default `TOLERANCE`.
+        deviation: the standard deviation of the random numbers; large ones make recurrent layers amplify rounding.
         warm: run each implementation once before, if its memory is large and new.
     """
     generator = torch.Generator().manual_seed(0)
-    real = [_filled(a, generator, below) if isinstance(a, torch.Tensor) else a for a in arguments]
+    real = [_filled(a, generator, below, deviation) if isinstance(a, torch.Tensor) else a for a in arguments]
     reference, *others = implementations
     if not others:
         return Measurement(reference, {}, {}, disturbed=False)
@@ -227,13 +229,13 @@ def _described(array: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(array.shape), "strides": list(array.stride()), "type": str(array.dtype)}
 
 
-def _filled(array: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
+def _filled(array: torch.Tensor, generator: torch.Generator, below: int, deviation: float) -> torch.Tensor:
     """Numbers in an array of this shape and layout: real ones around 0, or integers from 0 to `below`."""
     made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype)
     if not array.dtype.is_floating_point:
         return made.random_(0, below, generator=generator)
     count = made.untyped_storage().nbytes() // made.itemsize
-    drawn = torch.empty(min(count, DRAWN), dtype=made.dtype).normal_(generator=generator)
+    drawn = torch.empty(min(count, DRAWN), dtype=made.dtype).normal_(std=deviation, generator=generator)
     made.as_strided((count,), (1,)).copy_(drawn.repeat(-(-count // DRAWN))[:count])
     return made
 

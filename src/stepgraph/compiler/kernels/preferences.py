@@ -23,7 +23,7 @@ from stepgraph.compiler.kernels.patches import extents
 from stepgraph.compiler.step import Step
 from stepgraph.layers.convolution import ConvolutionLayer
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 Arguments = Sequence[Any]
 Names = tuple[str, ...]
 SMALLEST = 8  # rows and columns of a result from which transforms of tiles pay
@@ -31,6 +31,10 @@ WIDEST = 8  # rows and columns of a kernel that NNPACK transforms in small tiles
 MANY, ENOUGH = 64, 32  # outputs and inputs from which Winograd's filtering of weight gradients pays
 LARGE = 1 << 17  # numbers from which normalization row by row pays
 WIDE = 1 << 8  # pixels of a gray image from which rows of them are faster to multiply than windows
+MULTIPLIED, ACROSS = (
+    1 << 21,
+    1 << 7,
+)  # multiplications and columns from which oneDNN's products pay, if factors are copied
 
 
 def preferred(operator: str, implementations: Implementations, arguments: Arguments, **_: Any) -> str:
@@ -58,12 +62,14 @@ def prefers_last(step: Step) -> bool:
         step: a step with convolutions, and pooling between them.
     """
     read = (node.sources[0] for node in step.nodes if isinstance(node.layer, ConvolutionLayer))
-    return bool(_rules()) and any(one.shape[1] == 1 and math.prod(one.shape[2:]) >= WIDE for one in read)
+    return _rules() is _ON_LINUX_ARM and any(one.shape[1] == 1 and math.prod(one.shape[2:]) >= WIDE for one in read)
 
 
 def _rules() -> dict[str, Callable[[Arguments], Names]]:
     """The rules for this processor, by operator."""
-    return _ON_LINUX_ARM if platform.machine() == "aarch64" else {}
+    if platform.machine() == "aarch64":
+        return _ON_LINUX_ARM
+    return _ON_LINUX_AMD if platform.machine() == "x86_64" and _is_amd() else {}
 
 
 def _convolution(arguments: Arguments) -> Names:
@@ -102,6 +108,21 @@ def _batch_norm(arguments: Arguments) -> Names:
     return ("rows",) if x.numel() >= LARGE and math.prod(x.shape[2:]) >= SMALLEST**2 else ()
 
 
+def _product(arguments: Arguments) -> Names:
+    *_, a, b = arguments
+    pays = math.prod(a.shape) * b.shape[1] >= MULTIPLIED and (a.is_contiguous() or b.shape[1] >= ACROSS)
+    return ("onednn",) if pays else ()
+
+
+def _steps(states: int, weights: int) -> Callable[[Arguments], Names]:
+    """The rule for a recurrent layer, by the positions of an array of all steps and of the hidden weights."""
+
+    def rule(arguments: Arguments) -> Names:
+        return ("onednn",) if arguments[states].shape[1] * arguments[weights].numel() >= MULTIPLIED else ()
+
+    return rule
+
+
 def _half(arguments: Arguments) -> Names:
     return () if _multiplies_half() else ("float32",)
 
@@ -109,11 +130,20 @@ def _half(arguments: Arguments) -> Names:
 @cache
 def _multiplies_half() -> bool:
     """Whether the processor has instructions that multiply bfloat16; others emulate half precision."""
+    return re.search(r"\b(bf16|avx512_bf16|amx_bf16)\b", _described()) is not None
+
+
+@cache
+def _is_amd() -> bool:
+    return "AuthenticAMD" in _described()
+
+
+def _described() -> str:
+    """What Linux says about the processor; elsewhere nothing."""
     try:
-        found = Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    return re.search(r"\b(bf16|avx512_bf16|amx_bf16)\b", found) is not None
+        return ""
 
 
 _PRODUCTS = (aten.mm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward)
@@ -125,4 +155,12 @@ _ON_LINUX_ARM: dict[str, Callable[[Arguments], Names]] = {
     str(aten.max_pool2d_with_indices.default): lambda arguments: ("channels last",),
     str(aten.native_batch_norm.default): _batch_norm,
     **{str(one.default): _half for one in _PRODUCTS},
+}
+_ON_LINUX_AMD: dict[str, Callable[[Arguments], Names]] = {
+    str(aten.mm.default): _product,
+    str(aten.addmm.default): _product,
+    str(ours.lstm.default): _steps(0, 2),
+    str(ours.lstm_gradient.default): _steps(0, 2),
+    str(ours.gru.default): _steps(0, 1),
+    str(ours.gru_gradient.default): _steps(0, 4),
 }

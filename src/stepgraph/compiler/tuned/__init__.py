@@ -11,6 +11,7 @@ from stepgraph.compiler.tuned import (
     attention_in_tiles,
     narrow_products,
     pool_gradients,
+    products_by_onednn,
     replay,
     small_convolutions,
     small_products,
@@ -23,6 +24,7 @@ from stepgraph.compiler.tuned.row import Tuned
 # In the order in which their passes run.
 MANIFEST: tuple[Tuned, ...] = (
     sums_by_convolution.ROW,
+    products_by_onednn.ROW,
     winograd.ROW,
     small_products.ROW,
     narrow_products.ROW,

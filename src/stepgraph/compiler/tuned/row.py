@@ -90,3 +90,8 @@ def on_gpu(step: Step) -> bool:
 def on_linux_arm(step: Step) -> bool:
     """Steps on ARM processors under Linux; macOS has its own libraries."""
     return on_cpu(step) and platform.machine() == "aarch64"
+
+
+def on_x86(step: Step) -> bool:
+    """Steps on x86 processors."""
+    return on_cpu(step) and platform.machine().lower() in ("x86_64", "amd64")

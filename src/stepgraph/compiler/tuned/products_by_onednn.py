@@ -1,0 +1,98 @@
+"""Products of matrices in float32 by oneDNN, on x86 processors.
+
+PyTorch computes them by MKL, which runs at half speed on processors of other makers than Intel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.compiler.kernels.alternatives import Alternative
+from stepgraph.compiler.tuned.row import Tuned, on_x86
+from stepgraph.layers import gru_kernel, lstm_kernel
+from stepgraph.system import torch_private
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+Array = torch.Tensor
+NAME = "onednn"
+SMALL = 0.05  # numbers for which recurrent layers do not amplify rounding
+
+
+def product(a: Array, b: Array) -> Array:
+    """`a b`."""
+    return torch_private.onednn_linear(a, b.t(), None, "none", [], "")
+
+
+def product_with_vector(c: Array, a: Array, b: Array) -> Array:
+    """`c + a b` for a vector."""
+    return torch_private.onednn_linear(a, b.t(), c, "none", [], "")
+
+
+def lstm(*given: Any) -> tuple[Array, ...]:
+    """`stepgraph::lstm`."""
+    return lstm_kernel.run(*given, product=_product)
+
+
+def lstm_gradient(*given: Any) -> tuple[Array, ...]:
+    """`stepgraph::lstm_gradient`."""
+    return lstm_kernel.run_gradient(*given, product=_product)
+
+
+def gru(*given: Any) -> tuple[Array, ...]:
+    """`stepgraph::gru`."""
+    return gru_kernel.run(*given, product=_product)
+
+
+def gru_gradient(*given: Any) -> tuple[Array, ...]:
+    """`stepgraph::gru_gradient`."""
+    return gru_kernel.run_gradient(*given, product=_product)
+
+
+def _product(a: Array, b: Array, added: Array | None, out: Array | None) -> Array:
+    if out is None:
+        if added is None or added.ndim == 1:
+            return torch_private.onednn_linear(a, b.t(), added, "none", [], "")
+        return product(a, b).add_(added)
+    return out.copy_(product(a, b)) if added is None else torch.add(product(a, b), added, out=out)
+
+
+def _fits(given: Sequence[Any]) -> bool:
+    arrays = (one for one in given if isinstance(one, torch.Tensor))
+    return torch_private.onednn_linear is not None and all(one.dtype is torch.float32 for one in arrays)
+
+
+def _fits_vector(given: Sequence[Any]) -> bool:
+    c, _, b = given
+    return _fits(given) and c.shape == b.shape[1:]
+
+
+def _copied(given: Sequence[Any], _: int) -> int:
+    """The bytes of a first factor with other strides, which is copied."""
+    first = given[-2]
+    return 0 if first.is_contiguous() else int(first.nbytes)
+
+
+ROW = Tuned(
+    name="products by oneDNN",
+    hardware="x86 processors",
+    pattern="products of two matrices in float32, alone, with an added vector, and in recurrent layers",
+    gains={"mlp": 1.83, "autoencoder": 1.70, "lstm": 1.50, "transformer": 1.45},
+    results="rent-x86-products",
+    condition=on_x86,
+    offers=(
+        Alternative(aten.mm.default, NAME, product, fits=_fits, workspace=_copied),
+        Alternative(aten.addmm.default, NAME, product_with_vector, fits=_fits_vector, workspace=_copied),
+        *(
+            Alternative(operation, NAME, function, fits=_fits, workspace=workspace, deviation=SMALL)
+            for operation, function, workspace in (
+                (ours.lstm.default, lstm, lambda given, _: given[2].nbytes),
+                (ours.lstm_gradient.default, lstm_gradient, lambda given, _: given[1].nbytes),
+                (ours.gru.default, gru, None),
+                (ours.gru_gradient.default, gru_gradient, lambda given, _: 4 * given[1].nbytes),
+            )
+        ),
+    ),
+)
