@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from stepgraph.compiler.filters import LAST, are_laid_out, laid_out
-from stepgraph.compiler.kernels import label_losses
+from stepgraph.compiler.kernels import label_losses, lstm_onednn, preferred
+from stepgraph.compiler.kernels.measure import Pick, fastest
 from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
@@ -24,6 +25,7 @@ from stepgraph.layers.loss import LossLayer
 from stepgraph.layers.lstm_kernel import one_direction
 from stepgraph.layers.recurrent import LSTMLayer
 from stepgraph.layers.torch_layer import TorchLayer
+from stepgraph.system import torch_private
 
 SHORT = 512  # keys up to which plain float32 products are faster on a GPU than PyTorch's single operator
 WIDEST_FLASH = 256  # the widest head of PyTorch's flash attention
@@ -49,6 +51,8 @@ def lowered(step: Step, layer: Layer, forward: Forward, computed: Sequence[torch
         return _under(_Attention(step), forward)
     if step.device.type == "cuda" and isinstance(layer, LSTMLayer | GRULayer | TorchLayer):
         return _under(_ByCudnn(), forward)
+    if isinstance(layer, LSTMLayer | TorchLayer) and lstm_onednn.applies(step):
+        return _under(_ByOnednn(step), forward)
     return forward
 
 
@@ -109,6 +113,23 @@ class _ByCudnn(TorchFunctionMode):
             x, *_, lengths, _, reset_after = args
             if reset_after and supports(x.dtype, lengths):
                 return gru_by_cudnn(*args)
+        return function(*args, **(kwargs or {}))
+
+
+class _ByOnednn(TorchFunctionMode):
+    """Records oneDNN's LSTM in the place of our own where it is faster."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._trains = step.differentiates
+        self._pick: Pick = fastest if step.measures_kernels else preferred
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is one_direction and lstm_onednn.supports(args[0], lengths=args[6]):
+            with torch_private.disable_modes():
+                is_faster = lstm_onednn.is_faster(self._pick, args, trains=self._trains)
+            if is_faster:
+                return lstm_onednn.lstm_by_onednn(*args, keeps=self._trains)
         return function(*args, **(kwargs or {}))
 
 

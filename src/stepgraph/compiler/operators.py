@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import label_losses, layer_norm, row_sums, statistics
+from stepgraph.compiler.kernels import label_losses, layer_norm, lstm_onednn, row_sums, statistics
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choose_operator import ALTERNATIVES
 from stepgraph.compiler.kernels.update import PreparedUpdate, update_by_rule, update_on_cpu, workspace
@@ -169,6 +169,10 @@ TABLE: dict[Any, Operator] = {
     ours.lstm.default: Operator(out=Out(lstm_kernel.run), workspace=_like(2), is_costly=True),
     # `∂h/∂c` of all steps
     ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
+    ours.lstm_onednn.default: Operator(is_costly=True, direct=lstm_onednn.run, workspace=lstm_onednn.workspace),
+    ours.lstm_onednn_gradient.default: Operator(
+        is_costly=True, direct=lstm_onednn.run_gradient, workspace=lstm_onednn.workspace
+    ),
     ours.gru.default: Operator(is_costly=True, direct=gru_kernel.run),
     # the states before all steps and three factors
     ours.gru_gradient.default: Operator(

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels import channels_last, choose_convolution, choose_operator, cross_entropy, emulated, half
+from stepgraph.compiler.kernels import (
+    channels_last,
+    choose_convolution,
+    choose_operator,
+    cross_entropy,
+    emulated,
+    half,
+    lstm_onednn,
+)
 from stepgraph.compiler.kernels.alternatives import Alternative
 from stepgraph.compiler.kernels.choices import Question
 from stepgraph.compiler.kernels.measure import Implementations, Pick
@@ -55,6 +63,7 @@ def _functions(operator: str, offered: Sequence[Alternative]) -> Implementations
     tables = {
         **choose_convolution.TABLES,
         cross_entropy.OPERATOR: cross_entropy.IMPLEMENTATIONS,
+        lstm_onednn.OPERATOR: lstm_onednn.IMPLEMENTATIONS,
         **{emulated.operator(kind): emulated.implementations(kind) for kind in half.HALF},
         **{str(one): {"pytorch": one, "float32": function} for one, function in half.IMPLEMENTATIONS.items()},
     }
@@ -72,6 +81,7 @@ def _choices(offered: Sequence[Alternative], pick: Pick | None) -> dict[Any, Cal
         **dict.fromkeys(operations, partial(choose_operator.choose, offered=offered, pick=pick)),
         aten.convolution.default: partial(choose_convolution.choose_forward, pick=pick),
         aten.convolution_backward.default: partial(choose_convolution.choose_backward, offered=offered, pick=pick),
+        torch.ops.stepgraph.lstm_onednn.default: lstm_onednn.say,
         torch_private.log_softmax_gradient.default: partial(cross_entropy.choose, pick=pick),
         aten.max_pool2d_with_indices_backward.default: channels_last.turn_gradient,
         aten.threshold_backward.default: channels_last.turn_gradient,

@@ -32,7 +32,7 @@ def choose(node: fx.Node, offered: Sequence[Alternative], pick: Pick | None = No
         pick: chooses one by its name; by default, they are measured.
     """
     operator, arrays = cast(Any, node.target), [fake(one) for one in node.all_input_nodes]
-    if node.kwargs or not all(a.dtype.is_floating_point for a in arrays) or max(a.numel() for a in arrays) < LARGE:
+    if node.kwargs or max((a.numel() for a in arrays if a.dtype.is_floating_point), default=0) < LARGE:
         return
     arguments = tuple(fake(one) if isinstance(one, fx.Node) else one for one in node.args)
     found = [one for one in (*ALTERNATIVES, *offered) if one.operation is operator and one.fits(arguments)]

@@ -33,7 +33,13 @@ FEWEST = 8  # images
 DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
-RULES = ("below", "gain", "tolerance", "deviation")  # how to compare, as `measure` takes them and a choice keeps them
+RULES = (
+    "below",
+    "gain",
+    "tolerance",
+    "deviation",
+    "warm",
+)  # how to compare, as `measure` takes them and a choice keeps them
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation]  # by name; the first is the reference
 Pick = Callable[..., str]  # chooses one by its name, a function like `fastest`
@@ -173,7 +179,7 @@ def measure(
         gain: the share of the reference's time that an alternative must stay below; above 1 it may be slightly slower.
         tolerance: the largest difference from its results, relative to their largest element; default `TOLERANCE`.
         deviation: the standard deviation of the random numbers; large ones make recurrent layers amplify rounding.
-        warm: run each implementation once before, if its memory is large and new.
+        warm: run each implementation once before: its memory is large and new, or a library prepares something.
     """
     generator = torch.Generator().manual_seed(0)
     real = [_filled(a, generator, below, deviation) if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.compiler.kernels import lstm_onednn
 from stepgraph.compiler.kernels.alternatives import CONVOLUTION_WEIGHTS
 from stepgraph.compiler.kernels.measure import Implementations
 from stepgraph.compiler.kernels.patches import extents
@@ -161,6 +162,7 @@ _ON_LINUX_AMD: dict[str, Callable[[Arguments], Names]] = {
     str(aten.addmm.default): _product,
     str(ours.lstm.default): _steps(0, 2),
     str(ours.lstm_gradient.default): _steps(0, 2),
+    lstm_onednn.OPERATOR: lambda arguments: (lstm_onednn.ONEDNN,),
     str(ours.gru.default): _steps(0, 1),
     str(ours.gru_gradient.default): _steps(0, 4),
 }

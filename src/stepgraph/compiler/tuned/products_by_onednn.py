@@ -60,8 +60,8 @@ def _product(a: Array, b: Array, added: Array | None, out: Array | None) -> Arra
 
 
 def _fits(given: Sequence[Any]) -> bool:
-    arrays = (one for one in given if isinstance(one, torch.Tensor))
-    return torch_private.onednn_linear is not None and all(one.dtype is torch.float32 for one in arrays)
+    kinds = {one.dtype for one in given if isinstance(one, torch.Tensor)}
+    return torch_private.onednn_linear is not None and kinds - {torch.int64} == {torch.float32}  # lengths are integers
 
 
 def _fits_vector(given: Sequence[Any]) -> bool:
