@@ -235,7 +235,7 @@ def _described(array: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(array.shape), "strides": list(array.stride()), "type": str(array.dtype)}
 
 
-def _filled(array: torch.Tensor, generator: torch.Generator, below: int, deviation: float) -> torch.Tensor:
+def _filled(array: torch.Tensor, generator: torch.Generator, below: int, deviation: float = 1.0) -> torch.Tensor:
     """Numbers in an array of this shape and layout: real ones around 0, or integers from 0 to `below`."""
     made = torch.empty_strided(array.shape, array.stride(), dtype=array.dtype)
     if not array.dtype.is_floating_point:
