@@ -1,6 +1,7 @@
 """LSTMs that oneDNN runs in one call: the layers' own equations, chosen by measuring, memory known."""
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import stepgraph as sg
 from stepgraph.compiler import lowering
 from stepgraph.compiler.kernels import lstm_onednn
 from stepgraph.compiler.kernels.choices import CHOICES
+from stepgraph.compiler.step import Fusion
 
 ours = torch.ops.stepgraph
 Array = torch.Tensor
@@ -123,7 +125,10 @@ def test_what_it_does_not_compute_stays_with_our_own_operator(monkeypatch: pytes
         {"peepholes": True},
     ):
         assert ours.lstm_onednn.default not in operators(sequences(**settings)[0])
-    assert ours.lstm_onednn.default in operators(sequences()[0])
+    training, *_ = sequences()
+    assert ours.lstm_onednn.default in operators(training)
+    step = training.require_session("test").compilation.programs.program(6).step
+    assert lstm_onednn.applies(step) and not lstm_onednn.applies(replace(step, fusion=Fusion.FIRST))
     x = torch.empty(3, 4, 5)
     assert lstm_onednn.supports(x, None)
     for other, lengths in ((x.double(), None), (x[:, :0], None), (x, torch.tensor([3, 2, 1, 3]))):
@@ -166,6 +171,25 @@ def test_the_memory_that_it_keeps_is_in_the_plan(monkeypatch: pytest.MonkeyPatch
     data = {"x": torch.randn(32, 40, 64)}, {"y": torch.zeros(32, dtype=torch.int64)}
     training.execute(*data)
     assert measured_peak(lambda: training.execute(*data)) == pytest.approx(planned, rel=0.15)
+
+
+def test_long_sequences_are_planned_without_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    runs = lstm_onednn.run
+    monkeypatch.setattr(lstm_onednn, "run", lambda x, *given: seen.append(len(x)) or runs(x, *given))
+    lstm_onednn._seen.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        given = torch.empty(10**6, 64, 48), torch.empty(256, 48), torch.empty(256, 64)
+        kept = ours.lstm_onednn.default(*given, None, None, None, False, True)[3]
+    assert seen and max(seen) <= lstm_onednn.MANY
+    assert 2e11 < kept.numel() < 4e11
+    fake = lstm_onednn._kept(100, 64, 48, 64)
+    real = runs(torch.zeros(100, 64, 48), *given_weights(), None, None, None, False, True)[3].numel()
+    assert fake == pytest.approx(real, rel=0.01)
+
+
+def given_weights() -> tuple[Array, Array]:
+    return torch.zeros(256, 48), torch.zeros(256, 64)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

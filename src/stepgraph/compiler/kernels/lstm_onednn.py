@@ -17,7 +17,7 @@ from torch import fx
 
 from stepgraph.compiler.kernels.measure import Implementations, Pick
 from stepgraph.compiler.program import note
-from stepgraph.compiler.step import Step
+from stepgraph.compiler.step import Fusion, Step
 from stepgraph.layers import lstm_kernel
 from stepgraph.system import torch_private
 
@@ -26,13 +26,15 @@ Array = torch.Tensor
 OPERATOR = "lstm"  # as the file of choices calls it
 OWN, ONEDNN = "steps", "sequence"
 SMALL = 0.05  # numbers for which a recurrence does not amplify rounding
+MANY = 16  # steps from which what is kept is calculated from shorter sequences
 KIND, LAYERS = 2, 1  # PyTorch's number of an LSTM, and how many run at once
 
 
 def applies(step: Step) -> bool:
-    """Whether a step may use it."""
+    """Whether a step may use it. PyTorch's compiler would check the size of what is kept, which is estimated."""
     has = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
-    return has and step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
+    plain = step.memory_limit is None and step.fusion is not Fusion.FIRST
+    return has and plain and step.device.type == "cpu" and step.chooses_kernels
 
 
 def supports(x: Array, lengths: Array | None) -> bool:
@@ -100,14 +102,22 @@ def run(*given: Any) -> tuple[Array, Array, Array, Array]:
 @lstm_onednn.register_fake
 def _(x: Array, input_weights: Array, hidden_weights: Array, *others: Any) -> tuple[Array, Array, Array, Array]:
     (steps, batch, inputs), hidden = x.shape, hidden_weights.shape[1]
-    kept = _kept(steps, batch, inputs, hidden, torch.get_num_threads()) if others[-1] else 0
+    kept = _kept(steps, batch, inputs, hidden) if others[-1] else 0
     output, h, c = (x.new_empty(shape) for shape in ((steps, batch, hidden), (batch, hidden), (batch, hidden)))
     return output, h, c, x.new_empty(kept, dtype=torch.uint8)
 
 
+def _kept(steps: int, batch: int, inputs: int, hidden: int) -> int:
+    """The bytes that oneDNN keeps for the gradient: so many for each step, which only calls show."""
+    sizes, threads = (batch, inputs, hidden), torch.get_num_threads()
+    if steps <= MANY:
+        return _seen(steps, *sizes, threads)
+    few, many = (_seen(count, *sizes, threads) for count in (MANY // 2, MANY))
+    return many + (many - few) * (steps - MANY) // (MANY - MANY // 2)
+
+
 @cache
-def _kept(steps: int, batch: int, inputs: int, hidden: int, threads: int) -> int:
-    """The bytes that oneDNN keeps for the gradient: only a call shows them."""
+def _seen(steps: int, batch: int, inputs: int, hidden: int, threads: int) -> int:
     with torch_private.disable_modes():
         given = (torch.zeros(shape) for shape in ((steps, batch, inputs), (4 * hidden, inputs), (4 * hidden, hidden)))
         return run(*given, None, None, None, False, True)[3].numel()
