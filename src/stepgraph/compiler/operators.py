@@ -171,7 +171,7 @@ TABLE: dict[Any, Operator] = {
     ours.lstm_gradient.default: Operator(out=Out(lstm_kernel.run_gradient), workspace=_like(1), is_costly=True),
     ours.lstm_onednn.default: Operator(is_costly=True, direct=lstm_onednn.run, workspace=lstm_onednn.workspace),
     ours.lstm_onednn_gradient.default: Operator(
-        is_costly=True, direct=lstm_onednn.run_gradient, workspace=lstm_onednn.workspace
+        is_costly=True, direct=lstm_onednn.run_gradient, workspace=lstm_onednn.workspace_of_gradient
     ),
     ours.gru.default: Operator(is_costly=True, direct=gru_kernel.run),
     # the states before all steps and three factors

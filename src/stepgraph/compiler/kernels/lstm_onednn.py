@@ -169,10 +169,16 @@ def _(x: Array, input_weights: Array, hidden_weights: Array, *others: Any) -> tu
 
 
 def workspace(given: Sequence[Any], _: int) -> int:
-    """What oneDNN needs while it runs, in either direction: the gates of all steps, and reordered weights."""
+    """What oneDNN needs while it runs, in either direction: the gates of all steps, reordered weights, and copies."""
     x, *weights = given[:3]
     gates = x.shape[0] * x.shape[1] * len(weights[0])
-    return x.itemsize * (gates + sum(one.numel() for one in weights))
+    return x.itemsize * (gates + sum(one.numel() for one in weights)) + (0 if x.is_contiguous() else x.nbytes)
+
+
+def workspace_of_gradient(given: Sequence[Any], _: int) -> int:
+    """The same, and for the gradient of the outputs a copy, or zeros if there is none."""
+    output, d_output = given[6], given[10]
+    return workspace(given, 0) + (0 if d_output is not None and d_output.is_contiguous() else output.nbytes)
 
 
 def _completed(
