@@ -112,6 +112,43 @@ def test_sums_by_convolution_are_for_transposed_weights() -> None:
     assert not offer.fits((biases, source, torch.empty(70, 60)))
 
 
+# Products
+
+
+@pytest.mark.skipif(torch_private.onednn_linear is None, reason="needs oneDNN")
+def test_products_by_onednn_leave_out_what_onednn_reads_wrong() -> None:
+    of_two, of_three = (
+        next(one for one in products_by_onednn.ROW.offers if one.operation is operation)
+        for operation in (aten.mm.default, aten.addmm.default)
+    )
+    a, b, c = torch.randn(60, 50), torch.randn(50, 40), torch.randn(40)
+    assert of_two.fits((a, b)) and of_two.fits((a[:, ::2], b[::2].contiguous())) and of_three.fits((c, a, b))
+    windows = torch.randn(89).unfold(0, 40, 1)
+    for second in (windows, b[:, ::2], torch.randn(1, 40).expand(50, 40)):
+        assert not of_two.fits((a, second)) and not of_three.fits((c[: second.shape[1]], a, second))
+    for vector in (torch.randn(1).expand(40), torch.randn(80)[::2], torch.randn(40, 40)[:, 3], c.double(), c[None]):
+        assert not of_three.fits((vector, a, b))
+    assert not of_two.fits((a.double(), b.double()))
+
+
+def test_large_products_are_measured_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_two, *_) = products_by_onednn.ROW.offers
+    a, b = (torch.empty(shape, device="meta") for shape in ((10**6, 4096), (4096, 10**5)))
+    assert [tuple(one.shape) for one in of_two.sample((a, b))] == [(256, 4096), (4096, 10**5)]
+    assert of_two.sample((a.t()[:, :8], b[:8, :8]))[0].stride() == (1, 4096)
+    assert measure.are_large((a, b)) and not measure.are_large((a[:4], b[:4], 5))
+
+
+def test_a_graph_that_does_not_fit_here_can_be_planned() -> None:
+    with sg.without_memory():
+        layer = sg.FullyConnectedLayer.create(10**6, 10**6)
+        graph, x, y = sg.Graph(), sg.Tensor((64, 10**6)), sg.Tensor((64, 10**6))
+        graph.node(layer, x)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    assert training.memory_plan_for(64, device="cpu").total > 7 << 40
+
+
 # Softmax
 
 

@@ -189,6 +189,18 @@ def test_long_sequences_are_planned_without_running_them(monkeypatch: pytest.Mon
     assert fake == pytest.approx(real, rel=0.01)
 
 
+def test_measuring_takes_a_part_of_long_sequences() -> None:
+    gates = [[torch.empty(16, width, device="meta") for _ in range(4)] for width in (12, 16)]
+    asked: list[Any] = []
+    for steps in (10, 10**7):
+        given = torch.empty(steps, 4, 12, device="meta"), *gates, None, None, None, None, False
+        assert lstm_onednn.is_faster(choosing("sequence", asked), given, trains=True)
+    assert [len(arguments[0]) for _, arguments in asked] == [10, lstm_onednn.ENOUGH]
+    wide = [[torch.empty(10**4, 10**4, device="meta") for _ in range(4)] for _ in range(2)]
+    given = torch.empty(4, 4, 10**4, device="meta"), *wide, None, None, None, None, False
+    assert not lstm_onednn.is_faster(lowering.fastest, given, trains=True)  # nothing of this size is made
+
+
 def given_weights() -> tuple[Array, Array]:
     return torch.zeros(256, 48), torch.zeros(256, 64)
 

@@ -13,6 +13,7 @@ import torch
 import stepgraph as sg
 from stepgraph.errors import DataError, DataTypeError, NumericsError, StepgraphError, UnknownNameError
 from stepgraph.graphs.repetition import Repetition
+from stepgraph.graphs.session import Session
 from stepgraph.graphs.training import TrainingGraph
 
 ROWS = 4
@@ -282,7 +283,7 @@ def test_whatever_happens_in_between_changes_nothing(
 ) -> None:
     found = story(Case(rows, kind), event, tmp_path)
     repeats = len(decided)
-    monkeypatch.setattr(Repetition, "run", lambda *_: None)
+    monkeypatch.setattr(Repetition, "run", lambda *_: (None, None))
     decided.clear()
     expected = story(Case(rows, kind), event, tmp_path)
     assert repeats < len(decided)
@@ -328,3 +329,50 @@ def test_what_is_not_finite_is_rolled_back_in_repeated_steps() -> None:
     for one, other in zip(case.state()[-4:], kept[-4:], strict=True):
         np.testing.assert_array_equal(one, other)
     assert np.isfinite([*before, case.step()]).all()
+
+
+class Noisy:
+    """Data that differs each time it is read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.reads = array, array.shape, 0
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.reads += 1
+        return self.array
+
+
+@pytest.mark.parametrize("rows", [ROWS, sg.BATCH])
+def test_data_is_read_once_whatever_its_rows(rows: Any) -> None:
+    case = Case(rows, "numpy")
+    for count in (4, 3, 4, 4, 3):
+        inputs, labels = case.batch(count if rows is sg.BATCH else ROWS)
+        noisy = Noisy(inputs["x"])
+        case.training.execute({**inputs, "x": noisy}, labels)
+        assert noisy.reads == 1
+
+
+@pytest.mark.parametrize("change", [freeze, bind_weights])
+def test_what_another_thread_changes_meanwhile_is_noticed(
+    change: Callable[[Case], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It happens while a step finds out what to do."""
+    case, bound = Case(), Session.bound
+
+    def changing(self: Session, *given: Any) -> Any:
+        found = bound(self, *given)
+        monkeypatch.setattr(Session, "bound", bound)
+        change(case)
+        return found
+
+    case.step()
+    case.training.compile("cpu")
+    monkeypatch.setattr(Session, "bound", changing)
+    case.step()
+    weights = case.first.weights.torch()
+    before = weights.clone()
+    case.step()
+    assert torch.equal(weights, before) == (change is freeze)

@@ -296,3 +296,40 @@ def test_what_is_fused_for_a_gpu_lies_as_recorded(monkeypatch: pytest.MonkeyPatc
     for found, expected, recorded in zip(results, part.module(*arrays), part.results.values(), strict=True):
         assert found.stride() == recorded.stride()
         torch.testing.assert_close(found, expected)
+
+
+NARROW = [  # images, filters, stride, padding, transposed
+    ((5, 2, 5, 1), (1, 2, 2, 3), 2, (1, 2), False),
+    ((2, 16, 1, 1), (20, 16, 3, 3), 2, (1, 1), False),
+    ((9, 1, 7, 1), (4, 1, 3, 1), 3, (0, 0), False),
+    ((9, 1, 7, 2), (4, 1, 1, 1), 3, (0, 0), False),
+    ((3, 4, 2, 1), (4, 3, 3, 3), 1, (1, 1), True),
+    ((3, 4, 8, 8), (5, 4, 3, 3), 2, (1, 1), False),
+]
+
+
+@pytest.mark.parametrize(("images", "filters", "stride", "padding", "transposed"), NARROW)
+def test_gradients_of_filters_that_read_only_padding_are_zero(
+    images: tuple[int, ...], filters: tuple[int, ...], stride: int, padding: tuple[int, int], transposed: bool
+) -> None:
+    """In bfloat16, processors that multiply in it leave them as they find them in memory."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in (images, filters))
+    settings = ([stride] * 2, [*padding], [1, 1], transposed, [0, 0], 1)
+    g = torch.randn(aten.convolution.default(x, w, None, *settings).shape, generator=generator)
+    for order in (torch.contiguous_format, torch.channels_last):
+        given = [one.bfloat16().contiguous(memory_format=order) for one in (g, x, w)]
+
+        def gradients(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return aten.convolution_backward.default(*arrays, None, *settings, [True, True, False])[:2]
+
+        with FakeTensorMode():
+            fakes = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in given]
+            module = make_fx(gradients)(*fakes)
+        corrections.correct(module.graph, torch.device("cpu"))
+        module.recompile()
+        poison = [torch.full((size,), torch.nan).bfloat16() for size in (64, 256, 1024, 4096) for _ in range(8)]
+        del poison
+        wanted = gradients(*(one.double() for one in given))
+        for found, right in zip(module(*given), wanted, strict=True):
+            torch.testing.assert_close(found.double(), right, rtol=0.02, atol=0.02 * right.abs().max().item() + 1e-3)

@@ -21,7 +21,7 @@ import stepgraph as sg
 from stepgraph.compiler import fusion
 from stepgraph.compiler.fusion import Fused
 from stepgraph.compiler.program import Part, PartName
-from stepgraph.errors import ExecutionError
+from stepgraph.errors import DataError, ExecutionError
 from stepgraph.runtime import switch
 from stepgraph.runtime.switch import Switch
 from stepgraph.system.surroundings import keeps_subnormals
@@ -346,3 +346,41 @@ def test_a_process_ends_while_the_compiler_works(first: int, mode: str, tmp_path
     assert (done.returncode, done.stdout.strip()) == (0, f"refused {mode}"), done.stderr
     others = [line for line in done.stderr.splitlines() if "PyTorch's compiler" not in line and "fused" not in line]
     assert others == []
+
+
+@needs_compiler
+def test_a_refused_call_of_a_fused_step_changes_nothing() -> None:
+    """The compiler may put the update of one loss before the operator that finds a label of another out of range."""
+    sg.set_seed(0)
+    index, x, y, v = sg.Tensor((4,), "int64"), sg.Tensor((4, 6)), sg.Tensor((4,), "int64"), sg.Tensor((4, 2))
+    graph = sg.Graph()
+    words, head = sg.EmbeddingLayer.create(7, 6), sg.FullyConnectedLayer.create(8, 2)
+    scores = graph.dense(graph.add(graph.node(words, index), x), 5)
+    prediction = graph.node(head, graph.relu(graph.dense(x, 8)))
+    graph.node(sg.LossLayer.mean_squared_error(), [prediction, v])
+    graph.node(sg.LossLayer.softmax_cross_entropy(), [scores, y])
+    training = sg.TrainingGraph([graph], None, sg.AdamOptimizer(0.01), average=0.5)
+    training.add_inputs({"i": index, "x": x}, {"y": y, "v": v})
+    training.compile("cpu", fuse=True)
+
+    def step(word: int = 0, label: int = 4) -> None:
+        inputs = {"i": np.array([1, 2, 3, word]), "x": np.ones((4, 6), np.float32)}
+        training.execute(inputs, {"y": np.array([0, 1, 2, label]), "v": np.ones((4, 2), np.float32)})
+
+    def state() -> list[np.ndarray]:
+        progress = training.progress()
+        buffers = [one.numpy().copy() for each in progress.buffers.values() for one in each]
+        parameters = [one.numpy().copy() for one in training.state_dict().values()]
+        averages = [one.numpy().copy() for one in training.averages.values()]
+        return [np.array(progress.time_step), *buffers, *parameters, *averages]
+
+    for _ in range(3):
+        step()
+    before = state()
+    for wrong in ({"word": 7}, {"label": 9}, {"word": -1}):
+        with pytest.raises(DataError):
+            step(**wrong)
+    for one, other in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    step()
+    assert training.progress().time_step == before[0] + 1

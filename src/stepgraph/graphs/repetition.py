@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 from stepgraph.graphs.compilation import Arrays
 from stepgraph.graphs.session import Answer, Session
@@ -19,19 +20,34 @@ from stepgraph.types import ExecutionOptions
 
 _NONE = ExecutionOptions.NONE  # looking up a member of an enumeration takes longer
 _current = attrgetter("current")
+Read = tuple[Arrays, int]  # the arrays of a call, and its rows
+
+
+class Before(NamedTuple):
+    """What a step depends on, as it was before the step found out what to do: other threads may change it meanwhile."""
+
+    session: Session
+    switches: int
+    memory: list[Any]
+
+    @classmethod
+    def of(cls, session: Session, switches: int) -> Before:
+        """As it is now. `switches` counts how often a parameter was frozen or unfrozen before the session was found."""
+        return cls(session, switches, [*map(_current, session.compilation.held)])
 
 
 class Repetition:
     """What a training step without options, outputs and completion has found out, for the next one.
 
     Args:
-        session: the state between calls.
+        before: what it depends on.
         batch: the rows of the step.
         binding: what ran, with the arrays that persist between calls.
         keep: stores what a step has computed.
     """
 
-    def __init__(self, session: Session, batch: int, binding: Binding, keep: Callable[[Arrays], Answer]) -> None:
+    def __init__(self, before: Before, batch: int, binding: Binding, keep: Callable[[Arrays], Answer]) -> None:
+        session, self._switches, self._memory = before
         assert session.state is not None
         self._session, self._batch, self._binding, self._keep = session, batch, binding, keep
         self._state, self._compilation = session.state, session.compilation
@@ -39,11 +55,12 @@ class Repetition:
         self._switch = self._programs.switches.get(batch)
         # A tiny step has nothing worth discarding before the next one.
         self._discard = None if binding.executable.runs_alone else session.discard_everything
-        self._switches, self._arrays, self._held = Tensor.switches, session.state.arrays, session.compilation.held
-        self._memory = [*map(_current, self._held)]
+        self._arrays, self._held = session.state.arrays, session.compilation.held
 
-    def run(self, passed: Passed, asked: int | None) -> Execution | None:
-        """Runs a step that reads data of as many rows, if nothing else has changed either; otherwise None.
+    def run(self, passed: Passed, asked: int | None) -> tuple[Execution | None, Read | None]:
+        """Runs a step that reads data of as many rows, if nothing else has changed either.
+
+        Otherwise there is no execution, but the data may have been read: it must not be read again.
 
         Args:
             passed: the data of the call.
@@ -51,18 +68,18 @@ class Repetition:
         """
         session, state, binding, batch = self._session, self._state, self._binding, self._batch
         if session.compilation is not self._compilation or self._programs.last_batch != batch:
-            return None
+            return None, None
         if Tensor.switches != self._switches or state.is_averaged:
-            return None
+            return None, None
         state.refresh()
-        feeds, rows = session.read(passed, asked, _NONE)
-        if rows != batch:
-            return None
         if self._switch is not None and self._switch.at(state.next_update) is not binding.executable:
-            return None
+            return None, None
         if state.arrays is not self._arrays or not all(map(is_, self._memory, map(_current, self._held))):
-            return None
+            return None, None
+        read = feeds, rows = session.read(passed, asked, _NONE)
+        if rows != batch:
+            return None, read
         if state.rounded:
             state.round()
         session.accept(feeds, batch, _NONE)
-        return session.launch(binding, feeds, _NONE, None, self._keep, self._discard)
+        return session.launch(binding, feeds, _NONE, None, self._keep, self._discard), None

@@ -325,6 +325,8 @@ class Session:
     ) -> Arrays:
         """Runs an executable once and returns its results."""
         executable = binding.executable
+        if executable.is_fused and executable.runs_alone:  # a fused kernel raises after others have changed something
+            self.require_indices(executable.step.batch[1], arrays)
         noted = writes.note() if executable.writes_tensors else None
         if self._runs_plainly and not options:
             found = executable(binding, arrays)

@@ -27,7 +27,7 @@ from stepgraph.graphs.compilation import Arrays, Compilation
 from stepgraph.graphs.compiled import CompiledGraph, require_completion
 from stepgraph.graphs.inference import InferenceGraph, inference_of
 from stepgraph.graphs.planning import Plans
-from stepgraph.graphs.repetition import Repetition
+from stepgraph.graphs.repetition import Before, Read, Repetition
 from stepgraph.graphs.session import NOTHING, Answer, Session, announced, results_of
 from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
@@ -502,19 +502,20 @@ class TrainingGraph(CompiledGraph):
         if session is None:
             session = self.require_session("execute")
         is_plain = options is _NONE and completion is None and outputs_data is None
-        repetition = self._repetition
+        repetition, read = self._repetition, None
         if is_plain and repetition is not None:
             with turn(session.device):
-                execution = repetition.run(data, batch_size) if repetition is self._repetition else None
-            if execution is not None:
-                return execution
+                if repetition is self._repetition:
+                    execution, read = repetition.run(data, batch_size)
+                    if execution is not None:
+                        return execution
         if completion is not None:
             require_completion(completion)
         if options:
             require_options(options, ExecutionOptions)
         evaluating = bool(options) and ExecutionOptions.FORWARD_FOR_INFERENCE in options
         if self._shards is None or evaluating:
-            return self._executed(data, outputs_data, batch_size, options, completion, evaluating)
+            return self._executed(data, outputs_data, batch_size, options, completion, evaluating, read)
         with self.telling_failures(is_update=True):
             return self._executed(data, outputs_data, batch_size, options, completion, evaluating)
 
@@ -526,11 +527,14 @@ class TrainingGraph(CompiledGraph):
         options: ExecutionOptions,
         completion: Completion | None,
         evaluating: bool,
+        read: Read | None = None,
     ) -> Execution:
-        """One whole call."""
+        """One whole call, with data that may have been read."""
         with turn(self.require_session("execute").device):
+            switches = Tensor.switches
             session = self.refreshed("execute", updates=not evaluating)
-            feeds, batch = session.read(data, batch_size, options)
+            before = Before.of(session, switches)
+            feeds, batch = session.read(data, batch_size, options) if read is None else read
             is_plain = options is _NONE and completion is None and outputs_data is None
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
@@ -566,7 +570,7 @@ class TrainingGraph(CompiledGraph):
             session.accept(feeds, batch, options)
             arrays = feeds | seeds if seeds else feeds
             if is_plain and learning and session.starts_at_losses:
-                self._repetition = Repetition(session, batch, binding, keep)
+                self._repetition = Repetition(before, batch, binding, keep)
             discard = session.discard_results if evaluating else session.discard_everything
             execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)

@@ -82,6 +82,8 @@ def within(array: torch.Tensor, limit: Limit) -> bool:
             return not bool(_outside(array, limit).any())
         least, most = torch.stack(torch.aminmax(array)).tolist()
         return bool(least >= 0 and most < limit.extent)
+    if array.numel() == 1 and 0 <= int(array) < limit.extent:
+        return True
     numbers = array.numpy()  # NumPy is much faster for few numbers
     unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative becomes large
     if np.max(unsigned) < limit.extent:

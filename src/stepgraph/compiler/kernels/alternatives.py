@@ -24,6 +24,7 @@ class Alternative:
         takes_out: whether it writes into the memory that is passed as `out`.
         gain: the share of PyTorch's time that it must stay below to be chosen.
         scales: whether its time is proportional to the number of images, so that some of them suffice to measure it.
+        sample: smaller arguments to measure with, for the same choice.
         deviation: the standard deviation of the numbers it is measured with.
     """
 
@@ -35,4 +36,5 @@ class Alternative:
     takes_out: bool = False
     gain: float = GAIN
     scales: bool = False
+    sample: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
     deviation: float = 1.0

@@ -14,7 +14,8 @@ from torch import fx
 from stepgraph.compiler.kernels import normalization_by_rows as by_rows
 from stepgraph.compiler.kernels import short_rows
 from stepgraph.compiler.kernels.alternatives import Alternative
-from stepgraph.compiler.kernels.measure import Pick, fastest, fewer
+from stepgraph.compiler.kernels.measure import Pick, are_large, fastest, fewer
+from stepgraph.compiler.kernels.preferences import preferred
 from stepgraph.compiler.program import fake, note
 from stepgraph.system import torch_private
 
@@ -39,9 +40,14 @@ def choose(node: fx.Node, offered: Sequence[Alternative], pick: Pick | None = No
     if not found:
         return
     known = {"pytorch": operator} | {one.name: one.function for one in found}
-    arguments = fewer(arguments) if all(one.scales for one in found) else arguments
+    if all(one.scales for one in found):
+        arguments = fewer(arguments)
+    elif found[0].sample is not None:
+        arguments = found[0].sample(arguments)
     rules = {"gain": max(one.gain for one in found), "deviation": min(one.deviation for one in found)}
-    name = (pick or fastest)(str(operator), known, arguments, **rules)
+    if pick is None:
+        pick = preferred if are_large(arguments) else fastest
+    name = pick(str(operator), known, arguments, **rules)
     note(node, implementation=(str(operator).split(".")[1], name))
     node.target = known[name]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import Implementations, Pick
+from stepgraph.compiler.kernels.measure import Implementations, Pick, are_large, fastest
 from stepgraph.compiler.program import note
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.layers import lstm_kernel
@@ -26,6 +26,8 @@ Array = torch.Tensor
 OPERATOR = "lstm"  # as the file of choices calls it
 OWN, ONEDNN = "steps", "sequence"
 SMALL = 0.05  # numbers for which a recurrence does not amplify rounding
+WIDEST = 1 << 24  # weights of a gate from which what is kept is estimated without a call
+ENOUGH = 64  # steps to measure with
 MANY = 16  # steps from which what is kept is calculated from shorter sequences
 KIND, LAYERS = 2, 1  # PyTorch's number of an LSTM, and how many run at once
 
@@ -47,7 +49,9 @@ def is_faster(pick: Pick, given: Sequence[Any], *, trains: bool) -> bool:
     x, input_weights, hidden_weights, biases, h0, c0, _, reverse = given
     joined = [torch.empty(4 * len(one[0]), *one[0].shape[1:], device="meta") for one in (input_weights, hidden_weights)]
     added = None if biases is None else torch.empty(len(joined[0]), device="meta")
-    arguments = (x, *joined, added, h0, c0, reverse, trains)
+    arguments = (x[:ENOUGH], *joined, added, h0, c0, reverse, trains)
+    if pick is fastest and are_large(arguments):
+        return False
     return pick(OPERATOR, IMPLEMENTATIONS, arguments, deviation=SMALL, warm=True) == ONEDNN
 
 
@@ -110,6 +114,8 @@ def _(x: Array, input_weights: Array, hidden_weights: Array, *others: Any) -> tu
 def _kept(steps: int, batch: int, inputs: int, hidden: int) -> int:
     """The bytes that oneDNN keeps for the gradient: so many for each step, which only calls show."""
     sizes, threads = (batch, inputs, hidden), torch.get_num_threads()
+    if hidden * (inputs + hidden) > WIDEST:
+        return 4 * steps * batch * (16 * hidden + 3 * inputs)
     if steps <= MANY:
         return _seen(steps, *sizes, threads)
     few, many = (_seen(count, *sizes, threads) for count in (MANY // 2, MANY))
@@ -169,16 +175,28 @@ def _(x: Array, input_weights: Array, hidden_weights: Array, *others: Any) -> tu
 
 
 def workspace(given: Sequence[Any], _: int) -> int:
-    """What oneDNN needs while it runs, in either direction: the gates of all steps, reordered weights, and copies."""
-    x, *weights = given[:3]
-    gates = x.shape[0] * x.shape[1] * len(weights[0])
-    return x.itemsize * (gates + sum(one.numel() for one in weights)) + (0 if x.is_contiguous() else x.nbytes)
+    """What oneDNN was seen to need while it runs: the gates of all steps, reordered weights, and copies.
+
+    Without gradients, nothing is kept that could serve as memory.
+    """
+    x, input_weights, keeps = given[0], given[1], given[-1]
+    copies = (0 if x.is_contiguous() else 1) + (0 if keeps else 1 + (len(input_weights) <= x.shape[2]))
+    return _of_both(given) + copies * int(x.nbytes)
 
 
 def workspace_of_gradient(given: Sequence[Any], _: int) -> int:
-    """The same, and for the gradient of the outputs a copy, or zeros if there is none."""
+    """The same for the gradient: weights are reordered in both directions, and its source is copied, or is zeros."""
+    x, *weights = given[:3]
     output, d_output = given[6], given[10]
-    return workspace(given, 0) + (0 if d_output is not None and d_output.is_contiguous() else output.nbytes)
+    copied: list[Any] = [] if x.is_contiguous() else [x]
+    copied += [] if d_output is not None and d_output.is_contiguous() else [output]
+    return _of_both(given) + sum(int(one.nbytes) for one in (*weights, *copied))
+
+
+def _of_both(given: Sequence[Any]) -> int:
+    x, *weights = given[:3]
+    gates = x.shape[0] * x.shape[1] * len(weights[0])
+    return int(x.itemsize * (gates + sum(one.numel() for one in weights)))
 
 
 def _completed(

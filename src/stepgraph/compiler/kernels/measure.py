@@ -30,6 +30,7 @@ LONG, SLOW = 0.01, 1.3  # an implementation whose first run took this long, and 
 LOST = 0.1  # share of a run that the thread may spend waiting before the run counts as disturbed
 SPREAD, ENOUGH = 0.25, 3  # share by which the second fastest run may be slower, and the runs from which this counts
 FEWEST = 8  # images
+LARGEST = 1 << 28  # bytes
 DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
@@ -150,6 +151,11 @@ def _question(operator: str, implementations: Iterable[str], arguments: Sequence
     described = [_described(a) if isinstance(a, torch.Tensor) else a for a in arguments]
     plain = tuple(json.loads(json.dumps(described, default=str)))
     return Question(operator, tuple(implementations), plain, torch.get_num_threads())
+
+
+def are_large(arguments: Sequence[Any]) -> bool:
+    """Whether arrays are too large to be made for a measurement: a plan may be of a graph that does not fit here."""
+    return sum(one.nbytes for one in arguments if isinstance(one, torch.Tensor)) > LARGEST
 
 
 def fewer(arguments: Sequence[Any], enough: int = 1 << 18) -> tuple[Any, ...]:

@@ -36,6 +36,8 @@ def correct(graph: fx.Graph, device: torch.device) -> None:
             _correct_groups(node)
         elif node.target in PRODUCTS and device.type == "cpu":
             _correct_product(node)
+        elif node.target is aten.convolution_backward.default and device.type == "cpu":
+            _correct_filters(node)
 
 
 def _correct_average(node: fx.Node) -> None:
@@ -84,6 +86,37 @@ def _correct_product(node: fx.Node) -> None:
     kind = fakes(node)[0].dtype
     if kind in half.HALF and emulated.fails(kind):
         half.compute_in_float32(node)
+
+
+def _correct_filters(node: fx.Node) -> None:
+    """x86 processors with bfloat16, PyTorch 2.13: where filters read only padding, their gradient is not written.
+
+    The same happens for images of one channel that are narrower than the stride.
+    """
+    gradient, images, filters = (fake(one) for one in node.args[:3] if isinstance(one, fx.Node))
+    strides, paddings, dilations, transposed = node.args[4:8]
+    if images.dtype is not torch.bfloat16:
+        return
+    small, large = (images, gradient) if transposed else (gradient, images)
+    settings = zip(strides, paddings, dilations, strict=True)  # type: ignore[arg-type]
+    unread = any(map(_reads_only_padding, large.shape[2:], small.shape[2:], filters.shape[2:], settings))
+    narrow = images.shape[1] == 1 and any(map(int.__lt__, images.shape[2:], strides))  # type: ignore[arg-type]
+    if unread or narrow:
+        half.compute_in_float32(node)
+
+
+def _reads_only_padding(extent: int, count: int, taps: int, settings: tuple[int, int, int]) -> bool:
+    """Whether one of the taps of a filter along an axis is never at a pixel.
+
+    Args:
+        extent: the pixels.
+        count: the places of the filter.
+        taps: the numbers of the filter.
+        settings: its stride, padding and dilation.
+    """
+    stride, padding, dilation = settings
+    starts = range(-padding, -padding + count * stride, stride)
+    return any(all(not 0 <= start + tap * dilation < extent for start in starts) for tap in range(taps))
 
 
 def _divide_loss(node: fx.Node) -> None:

@@ -18,6 +18,7 @@ from stepgraph.system import torch_private
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 Array = torch.Tensor
 NAME = "onednn"
+ROWS, MULTIPLIED = 1 << 8, 1 << 31  # rows and multiplications that suffice to measure a product
 SMALL = 0.05  # numbers for which recurrent layers do not amplify rounding
 
 
@@ -60,13 +61,25 @@ def _product(a: Array, b: Array, added: Array | None, out: Array | None) -> Arra
 
 
 def _fits(given: Sequence[Any]) -> bool:
+    """Whether all numbers are float32, and there is oneDNN."""
     kinds = {one.dtype for one in given if isinstance(one, torch.Tensor)}
     return torch_private.onednn_linear is not None and kinds - {torch.int64} == {torch.float32}  # lengths are integers
 
 
+def _fits_product(given: Sequence[Any]) -> bool:
+    second = given[-1]  # oneDNN refuses columns that overlap in memory
+    return _fits(given) and (second.is_contiguous() or second.t().is_contiguous())
+
+
 def _fits_vector(given: Sequence[Any]) -> bool:
-    c, _, b = given
-    return _fits(given) and c.shape == b.shape[1:]
+    c, _, b = given  # oneDNN reads the vector as if it had no strides
+    return _fits_product(given) and c.shape == b.shape[1:] and c.is_contiguous()
+
+
+def _fewer_rows(given: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with fewer rows of the first factor: the time is proportional to them."""
+    *added, a, b = given
+    return (*added, a[: max(ROWS, MULTIPLIED // b.numel())], b)
 
 
 def _copied(given: Sequence[Any], _: int) -> int:
@@ -83,10 +96,17 @@ ROW = Tuned(
     results="rent-amd",
     condition=on_x86,
     offers=(
-        Alternative(aten.mm.default, NAME, product, fits=_fits, workspace=_copied),
-        Alternative(aten.addmm.default, NAME, product_with_vector, fits=_fits_vector, workspace=_copied),
+        Alternative(aten.mm.default, NAME, product, fits=_fits_product, workspace=_copied, sample=_fewer_rows),
+        Alternative(
+            aten.addmm.default,
+            NAME,
+            product_with_vector,
+            fits=_fits_vector,
+            workspace=_copied,
+            sample=_fewer_rows,
+        ),
         *(
-            Alternative(operation, NAME, function, fits=_fits, workspace=workspace, deviation=SMALL)
+            Alternative(operation, NAME, function, fits=_fits, workspace=workspace, scales=True, deviation=SMALL)
             for operation, function, workspace in (
                 (ours.lstm.default, lstm, lambda given, _: given[2].nbytes),
                 (ours.lstm_gradient.default, lstm_gradient, lambda given, _: given[1].nbytes),
