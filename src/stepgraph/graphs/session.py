@@ -326,7 +326,8 @@ class Session:
         """Runs an executable once and returns its results."""
         executable = binding.executable
         if executable.is_fused and executable.runs_alone:  # a fused kernel raises after others have changed something
-            self.require_indices(executable.step.batch[1], arrays)
+            batch = executable.step.batch[1]
+            (self._indices.get(batch) or self._indices_of(batch)).require_all(arrays)
         noted = writes.note() if executable.writes_tensors else None
         if self._runs_plainly and not options:
             found = executable(binding, arrays)

@@ -51,9 +51,11 @@ class Indices:
 
     def require_all(self, arrays: Mapping[Key, torch.Tensor]) -> None:
         """The same for all feeds."""
-        for key in self.limits:
-            if key in arrays:
-                self.require(key, arrays[key])
+        for key, limit in self.limits.items():
+            array = arrays.get(key)
+            if array is None or (array.numel() == 1 and array.is_cpu and 0 <= array.item() < limit.extent):
+                continue  # a tiny step takes only some microseconds
+            self.require(key, array)
 
     def _is_part_of_known(self, key: Key, array: torch.Tensor) -> bool:
         known = self._seen.get(key)
@@ -82,8 +84,6 @@ def within(array: torch.Tensor, limit: Limit) -> bool:
             return not bool(_outside(array, limit).any())
         least, most = torch.stack(torch.aminmax(array)).tolist()
         return bool(least >= 0 and most < limit.extent)
-    if array.numel() == 1 and 0 <= int(array) < limit.extent:
-        return True
     numbers = array.numpy()  # NumPy is much faster for few numbers
     unsigned = numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers  # negative becomes large
     if np.max(unsigned) < limit.extent:
