@@ -128,7 +128,7 @@ def test_products_by_onednn_leave_out_what_onednn_reads_wrong() -> None:
         assert not of_two.fits((a, second)) and not of_three.fits((c[: second.shape[1]], a, second))
     for vector in (torch.randn(1).expand(40), torch.randn(80)[::2], torch.randn(40, 40)[:, 3], c.double(), c[None]):
         assert not of_three.fits((vector, a, b))
-    assert not of_two.fits((a.double(), b.double()))
+    assert not of_two.fits((a.double(), b.double())) and not of_two.fits((torch.randn(20_000, 1), torch.randn(1, 0)))
 
 
 def test_large_products_are_measured_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,8 @@ WIDEST = 8  # rows and columns of a kernel that NNPACK transforms in small tiles
 MANY, ENOUGH = 64, 32  # outputs and inputs from which Winograd's filtering of weight gradients pays
 LARGE = 1 << 17  # numbers from which normalization row by row pays
 WIDE = 1 << 8  # pixels of a gray image from which rows of them are faster to multiply than windows
-MULTIPLIED, ACROSS = (
-    1 << 21,
-    1 << 7,
-)  # multiplications and columns from which oneDNN's products pay, if factors are copied
+MULTIPLIED = 1 << 21  # multiplications from which oneDNN's products pay
+ACROSS = 1 << 7  # columns from which they pay if the first factor is copied
 
 
 def preferred(operator: str, implementations: Implementations, arguments: Arguments, **_: Any) -> str:

@@ -61,9 +61,10 @@ def _product(a: Array, b: Array, added: Array | None, out: Array | None) -> Arra
 
 
 def _fits(given: Sequence[Any]) -> bool:
-    """Whether all numbers are float32, and there is oneDNN."""
-    kinds = {one.dtype for one in given if isinstance(one, torch.Tensor)}
-    return torch_private.onednn_linear is not None and kinds - {torch.int64} == {torch.float32}  # lengths are integers
+    """Whether all arrays but lengths hold float32, none is empty, and there is oneDNN."""
+    arrays = [one for one in given if isinstance(one, torch.Tensor)]
+    kinds = {one.dtype for one in arrays} - {torch.int64}
+    return torch_private.onednn_linear is not None and kinds == {torch.float32} and all(one.numel() for one in arrays)
 
 
 def _fits_product(given: Sequence[Any]) -> bool:
