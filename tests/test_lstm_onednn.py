@@ -12,7 +12,7 @@ from test_memory import measured_peak
 
 import stepgraph as sg
 from stepgraph.compiler import lowering
-from stepgraph.compiler.kernels import lstm_onednn
+from stepgraph.compiler.kernels import lstm_onednn, measure
 from stepgraph.compiler.kernels.choices import CHOICES
 from stepgraph.compiler.step import Fusion
 
@@ -153,7 +153,7 @@ def test_measuring_compares_the_same_numbers(trains: bool, tmp_path: Path, monke
     CHOICES.forget()
     gates = [[torch.empty(16, width) for _ in range(4)] for width in (12, 16)]
     given = torch.empty(20, 4, 12), *gates, [torch.empty(16)] * 4, None, torch.empty(4, 16), None, True
-    lstm_onednn.is_faster(lowering.fastest, given, trains=trains)
+    lstm_onednn.is_faster(lowering.fastest, lstm_onednn.compared(given, trains=trains))
     (found,) = CHOICES.stored()
     assert set(found.seconds) == {"steps", "sequence"}  # what computes other numbers is left out
     CHOICES.forget()
@@ -194,11 +194,11 @@ def test_measuring_takes_a_part_of_long_sequences() -> None:
     asked: list[Any] = []
     for steps in (10, 10**7):
         given = torch.empty(steps, 4, 12, device="meta"), *gates, None, None, None, None, False
-        assert lstm_onednn.is_faster(choosing("sequence", asked), given, trains=True)
+        assert lstm_onednn.is_faster(choosing("sequence", asked), lstm_onednn.compared(given, trains=True))
     assert [len(arguments[0]) for _, arguments in asked] == [10, lstm_onednn.ENOUGH]
     wide = [[torch.empty(10**4, 10**4, device="meta") for _ in range(4)] for _ in range(2)]
     given = torch.empty(4, 4, 10**4, device="meta"), *wide, None, None, None, None, False
-    assert not lstm_onednn.is_faster(lowering.fastest, given, trains=True)  # nothing of this size is made
+    assert measure.are_large(lstm_onednn.compared(given, trains=True))  # nothing of this size is made
 
 
 def given_weights() -> tuple[Array, Array]:

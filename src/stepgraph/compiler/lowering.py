@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.compiler.filters import LAST, are_laid_out, laid_out
 from stepgraph.compiler.kernels import label_losses, lstm_onednn, preferred
-from stepgraph.compiler.kernels.measure import Pick, fastest
+from stepgraph.compiler.kernels.measure import are_large, fastest
 from stepgraph.compiler.rnn_cudnn import gru_by_cudnn, lstm_by_cudnn, supports
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.tuned import MANIFEST
+from stepgraph.compiler.tuned.row import on_x86
 from stepgraph.layers.attending import attention_weights, position_mask, repeat_heads, weighted
 from stepgraph.layers.attention import MultiheadAttentionLayer
 from stepgraph.layers.convolution import ConvolutionLayer
@@ -51,7 +52,7 @@ def lowered(step: Step, layer: Layer, forward: Forward, computed: Sequence[torch
         return _under(_Attention(step), forward)
     if step.device.type == "cuda" and isinstance(layer, LSTMLayer | GRULayer | TorchLayer):
         return _under(_ByCudnn(), forward)
-    if isinstance(layer, LSTMLayer | TorchLayer) and lstm_onednn.applies(step):
+    if on_x86(step) and isinstance(layer, LSTMLayer | TorchLayer) and lstm_onednn.applies(step):
         return _under(_ByOnednn(step), forward)
     return forward
 
@@ -121,16 +122,18 @@ class _ByOnednn(TorchFunctionMode):
 
     def __init__(self, step: Step) -> None:
         super().__init__()
-        self._trains = step.differentiates
-        self._pick: Pick = fastest if step.measures_kernels else preferred
+        self._trains, self._measures = step.differentiates, step.measures_kernels
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is one_direction and lstm_onednn.supports(args[0], lengths=args[6]):
-            with torch_private.disable_modes():
-                is_faster = lstm_onednn.is_faster(self._pick, args, trains=self._trains)
-            if is_faster:
-                return lstm_onednn.lstm_by_onednn(*args, keeps=self._trains)
+        if function is one_direction and lstm_onednn.supports(args[0], lengths=args[6]) and self._is_faster(args):
+            return lstm_onednn.lstm_by_onednn(*args, keeps=self._trains)
         return function(*args, **(kwargs or {}))
+
+    def _is_faster(self, given: Sequence[Any]) -> bool:
+        with torch_private.disable_modes():
+            arguments = lstm_onednn.compared(given, trains=self._trains)
+            pick = fastest if self._measures and not are_large(arguments) else preferred
+            return lstm_onednn.is_faster(pick, arguments)
 
 
 class _Attention(TorchFunctionMode):

@@ -325,7 +325,7 @@ class Session:
     ) -> Arrays:
         """Runs an executable once and returns its results."""
         executable = binding.executable
-        if executable.is_fused and executable.runs_alone:  # a fused kernel raises after others have changed something
+        if executable.is_fused and executable.runs_alone:  # such operators were not looked at when data was read
             batch = executable.step.batch[1]
             (self._indices.get(batch) or self._indices_of(batch)).require_all(arrays)
         noted = writes.note() if executable.writes_tensors else None

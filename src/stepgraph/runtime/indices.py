@@ -1,7 +1,8 @@
 """Range checks of fed indices (class indices of a loss, rows of an embedding).
 
-The CPU's operators raise an error before anything has changed. A GPU would lose its context, and a fused loop with
-several threads would end the process, so there indices are checked before the call. Those that are already on a GPU
+The CPU's operators raise an error before anything has changed. Fused ones raise it after other kernels may have changed
+something, a fused loop with several threads would end the process, and a GPU would lose its context, so there indices
+are checked before the call. Those that are already on a GPU
 are left to the step, if it checks them itself (`compiler/guard.py`).
 """
 

@@ -7,7 +7,6 @@ a memory limit leave it out.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.kernels.measure import Implementations, Pick, are_large, fastest
+from stepgraph.compiler.kernels.measure import Implementations, Pick
 from stepgraph.compiler.program import note
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.layers import lstm_kernel
@@ -34,9 +33,8 @@ KIND, LAYERS = 2, 1  # PyTorch's number of an LSTM, and how many run at once
 
 def applies(step: Step) -> bool:
     """Whether a step may use it. PyTorch's compiler would check the size of what is kept, which is estimated."""
-    has = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
     plain = step.memory_limit is None and step.fusion is not Fusion.FIRST
-    return has and plain and step.device.type == "cpu" and step.chooses_kernels
+    return torch.backends.mkldnn.is_available() and plain and step.chooses_kernels
 
 
 def supports(x: Array, lengths: Array | None) -> bool:
@@ -44,14 +42,16 @@ def supports(x: Array, lengths: Array | None) -> bool:
     return x.dtype is torch.float32 and x.numel() > 0 and lengths is None
 
 
-def is_faster(pick: Pick, given: Sequence[Any], *, trains: bool) -> bool:
-    """Whether it is chosen for the arguments of `lstm_kernel.one_direction`, which may have no memory."""
+def compared(given: Sequence[Any], *, trains: bool) -> tuple[Any, ...]:
+    """What to choose for: the arguments of `lstm_kernel.one_direction`, which may have no memory, with fewer steps."""
     x, input_weights, hidden_weights, biases, h0, c0, _, reverse = given
     joined = [torch.empty(4 * len(one[0]), *one[0].shape[1:], device="meta") for one in (input_weights, hidden_weights)]
     added = None if biases is None else torch.empty(len(joined[0]), device="meta")
-    arguments = (x[:ENOUGH], *joined, added, h0, c0, reverse, trains)
-    if pick is fastest and are_large(arguments):
-        return False
+    return x[:ENOUGH], *joined, added, h0, c0, reverse, trains
+
+
+def is_faster(pick: Pick, arguments: Sequence[Any]) -> bool:
+    """Whether it is chosen for what is `compared`."""
     return pick(OPERATOR, IMPLEMENTATIONS, arguments, deviation=SMALL, warm=True) == ONEDNN
 
 

@@ -34,13 +34,8 @@ LARGEST = 1 << 28  # bytes
 DRAWN = 65521  # numbers, repeated if necessary: drawing all would take as long as measuring; a prime, so that
 # no two rows are equal
 GAIN = 0.9  # share of the reference's time that an alternative must stay below
-RULES = (
-    "below",
-    "gain",
-    "tolerance",
-    "deviation",
-    "warm",
-)  # how to compare, as `measure` takes them and a choice keeps them
+# How to compare, as `measure` takes it and a choice keeps it.
+RULES = ("below", "gain", "tolerance", "deviation", "warm")
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation]  # by name; the first is the reference
 Pick = Callable[..., str]  # chooses one by its name, a function like `fastest`

@@ -5,6 +5,8 @@ Each entry describes the bug and where it was seen; remove it when every support
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -94,13 +96,13 @@ def _correct_filters(node: fx.Node) -> None:
     The same happens for images of one channel that are narrower than the stride.
     """
     gradient, images, filters = (fake(one) for one in node.args[:3] if isinstance(one, fx.Node))
-    strides, paddings, dilations, transposed = node.args[4:8]
+    strides, paddings, dilations, transposed = cast(Any, node.args[4:8])
     if images.dtype is not torch.bfloat16:
         return
     small, large = (images, gradient) if transposed else (gradient, images)
-    settings = zip(strides, paddings, dilations, strict=True)  # type: ignore[arg-type]
+    settings = zip(strides, paddings, dilations, strict=True)
     unread = any(map(_reads_only_padding, large.shape[2:], small.shape[2:], filters.shape[2:], settings))
-    narrow = images.shape[1] == 1 and any(map(int.__lt__, images.shape[2:], strides))  # type: ignore[arg-type]
+    narrow = images.shape[1] == 1 and any(map(int.__lt__, images.shape[2:], strides))
     if unread or narrow:
         half.compute_in_float32(node)
 
