@@ -1,5 +1,7 @@
 """Random numbers in layers: several draws of one layer, numbers beside masks, and PyTorch's own operators refused."""
 
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +159,31 @@ def test_random_operators_of_pytorch_are_refused_by_name(draws: Callable[[torch.
     assert "PyTorch's random operator aten." in message
     assert "scope.random(shape)" in message
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("draws", "name"),
+    [(random.random, "Python's random"), (lambda: float(np.random.rand()), "numpy.random")],
+)
+def test_random_numbers_of_python_are_refused_by_name(draws: Callable[[], float], name: str) -> None:
+    with pytest.raises(sg.ArgumentError, match=f"draws from {name}, and every step would repeat"):
+        network(lambda x, scope: x * draws())
+
+
+def test_what_another_thread_draws_meanwhile_is_not_the_layers() -> None:
+    """The call is repeated, and only what it draws itself is refused."""
+    calls = 0
+
+    def interrupted(x: torch.Tensor, scope: sg.Scope) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            other = threading.Thread(target=random.random)
+            other.start()
+            other.join()
+        return x
+
+    network(interrupted)
 
 
 def test_a_random_operator_in_inference_only_is_refused_when_that_is_traced() -> None:

@@ -6,18 +6,21 @@ one would have drawn, every device draws the same, and PyTorch's global generato
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from stepgraph.errors import ArgumentError, MemoryLimitError
 from stepgraph.system.torch_private import OpOverload, schema
 from stepgraph.types import RandomInitializerType
 
+_Result = TypeVar("_Result")
 _generator = torch.Generator()
 _generator.seed()
 _seed: int | None = None
@@ -186,6 +189,32 @@ def draws_from_generator(operator: Any, args: Sequence[Any], kwargs: Mapping[str
     switched_off = any(given.get(name) is False for name in _SWITCHES)
     drops_nothing = any(isinstance(given.get(name), int | float) and given[name] == 0 for name in _SHARES)
     return not (switched_off or drops_nothing)
+
+
+def require_no_python_draws(where: str, record: Callable[[], _Result]) -> _Result:
+    """What a function returns; an error if it draws from the generators of Python or NumPy.
+
+    A recording would keep such a number for good. Other threads may draw at the same time, so a call during which a
+    generator moved is repeated before it is refused.
+    """
+    drew = ""
+    for _ in range(2):
+        states = _python_states()
+        found = record()
+        drew = next((name for name, state in _python_states().items() if state != states[name]), "")
+        if not drew:
+            return found
+    raise ArgumentError(
+        where,
+        f"its forward draws from {drew}, and every step would repeat the numbers of the first call",
+        fix="draw from the graph's stream: torch.rand, torch.randint or torch.randperm in a PyTorch module, "
+        "scope.random(shape) in a layer",
+    )
+
+
+def _python_states() -> dict[str, Any]:
+    kind, keys, *others = np.random.get_state()
+    return {"Python's random": random.getstate(), "numpy.random": (kind, np.asarray(keys).tobytes(), *others)}
 
 
 def _mix(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,6 +186,27 @@ def by_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def odd_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.a(x)) * (1.0 / x.shape[0]) + torch.zeros(x.shape[0] + 1).sum()
+
+
+def replaced_where_masked(self: Any, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    y = self.a(x).clone()
+    y[hidden] = self.start
+    return self.b(y)
+
+
+def zero_where_masked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    y[x > 0] = 0.0
+    y[x[:, 0] < -0.5, :] = y.new_ones(1, 6)
+    return self.b(y)
+
+
+def collecting(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not self.known:
+        self.known, self.seen = True, []
+        self.a.register_forward_hook(lambda _, __, output: self.seen.append(output))
+    self.seen.clear()
+    return self.b(self.a(x)) + self.seen[0]
 
 
 def data_dependent(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -407,6 +429,7 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     # name: model, example, path of the result and how some paths are imported
     "plain": (lambda: model(lambda self, x: self.b(self.a(x))), X, {"a": "native", "b": "native"}),
     "hooks": (hooked, X, {"a": "wrapped"}),
+    "hooks that the first call registers": (lambda: model(collecting, known=[False]), X, {"a": "native"}),
     "a replaced forward": (replaced, X, {"a": "wrapped"}),
     "parametrizations": (parametrized, X, {"a": "wrapped"}),
     "tied weights": (tied, X, {"a": "native"}),
@@ -485,6 +508,22 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
         lambda: model(lambda self, x: self.b(self.a(x) * self.mask), mask=torch.tensor([1.0, 0, 1, 1, 0, 1])),
         X,
         {"a": "native"},
+    ),
+    "a parameter where a mask is": (
+        lambda: model(replaced_where_masked, start=nn.Parameter(torch.randn(6))),
+        {"x": X, "hidden": torch.tensor([True, False, True, False])},
+        {"a": "native"},
+    ),
+    "a number where a mask is": (lambda: model(zero_where_masked), X, {"a": "native"}),
+    "indices with sparse gradients": (
+        lambda: model(lambda self, x, i: self.b(self.a(x)) + self.rows(i), rows=nn.Embedding(5, 6, sparse=True)),
+        {"x": X, "i": torch.tensor([0, 3, 3, 1])},
+        {"rows": "native"},
+    ),
+    "bags with sparse gradients": (
+        lambda: model(lambda self, x, i: self.b(self.a(x)) + self.bags(i), bags=nn.EmbeddingBag(5, 6, sparse=True)),
+        {"x": X, "i": torch.tensor([[0, 3], [3, 1], [1, 1], [2, 4]])},
+        {"bags": "wrapped"},
     ),
     "numbers that follow the batch": (lambda: model(by_rows), X, {"a": "native"}),
     "numbers that follow the batch in another way": (lambda: model(odd_rows), X, {"": "wrapped"}),
@@ -673,6 +712,14 @@ def tolist(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.a(x)) * x.sum(1).tolist()[0]
 
 
+def shaken(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.b(self.a(x)) * (random.random() if self.training else 1)
+
+
+def mixed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x) * float(np.random.beta(0.5, 0.5))
+
+
 def drop_layers(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.a(x)) if not self.training or torch.rand([]) < 0.5 else self.a(x)
 
@@ -704,6 +751,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception]
     "nonzero": (lambda: model(lambda self, x: x.nonzero().float()), X, {}, sg.StateError, "depends on the data"),
     "if, in a module": (lambda: nested(data_dependent_inner), X, {}, sg.StateError, "test_odd_models.py"),
     "layers dropped at random": (lambda: model(drop_layers), X, {}, sg.StateError, "depends on the data"),
+    "Python's random numbers": (lambda: model(shaken), X, {}, sg.ArgumentError, "Python's random"),
+    "NumPy's random numbers, in a module": (lambda: nested(mixed), X, {}, sg.ArgumentError, "numpy.random"),
     "a factor that grows": (lambda: model(warming_up, calls=[0]), X, {}, sg.StateError, "assigned   calls"),
     "a state between calls": (lambda: model(going_on, last=[None]), X, {}, sg.StateError, "assigned   last"),
     "a complex buffer": (

@@ -46,6 +46,37 @@ def joined(first: Capture, second: Capture) -> Capture:
     return replace(first, events=events, known=known)
 
 
+def require_calls(joined: Capture, other: Capture) -> None:
+    """Raises `Differs` if a joined recording does not say what was recorded with another number of rows."""
+    for both, one in zip(joined.events, other.events, strict=False):
+        if both.called is not one.called and both.called != one.called:
+            raise Differs(common_path(both.path, one.path), _calls_others(other))
+        if _at(both.arguments, other.rows) != one.arguments:
+            raise Differs(both.path.rpartition(".")[0] if both.is_module else both.path, _depends(both))
+    if len(joined.events) != len(other.events):
+        raise Differs("", _calls_others(other))
+
+
+def _calls_others(other: Capture) -> str:
+    return f"calls other functions for {other.rows} row{'s' * (other.rows > 1)}"
+
+
+def _depends(event: Event) -> str:
+    called = event.called if isinstance(event.called, str) else type(event.called).__name__
+    return f"{called} takes numbers that depend on the number of rows in another way than as multiples"
+
+
+def _at(tree: Any, rows: int) -> Any:
+    """Arguments for a number of rows."""
+    if isinstance(tree, BatchExtent):
+        return tree.at(rows)
+    if isinstance(tree, list | tuple):
+        return type(tree)(_at(one, rows) for one in tree)
+    if isinstance(tree, dict):
+        return {name: _at(one, rows) for name, one in tree.items()}
+    return Slice(*(_at(one, rows) for one in (tree.start, tree.stop, tree.step))) if isinstance(tree, Slice) else tree
+
+
 def _shape(one: Known, two: Known, rows: tuple[int, int]) -> tuple[int, ...]:
     """A shape with the extents that follow the batch."""
     return tuple(a if a == b else _extent(a, b, rows) for a, b in zip(one.shape, two.shape, strict=True))

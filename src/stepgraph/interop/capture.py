@@ -26,6 +26,7 @@ from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
 from stepgraph.layers.torch_grouped import grouped_product
 from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, names_of, noting_assigned
+from stepgraph.random import require_no_python_draws
 from stepgraph.system import surroundings, torch_private
 
 _capturing = threading.RLock()
@@ -129,6 +130,11 @@ def capture(model: nn.Module, example: Example, rows: int, is_node: Callable[[st
         rows: the batch size.
         is_node: whether the module with a path becomes one node.
     """
+    where = f"{WHERE} ({type(model).__name__})"
+    return require_no_python_draws(where, lambda: _captured(model, example, rows, is_node))
+
+
+def _captured(model: nn.Module, example: Example, rows: int, is_node: Callable[[str, nn.Module], bool]) -> Capture:
     mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with (
         _capturing,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from stepgraph.interop.example import WHERE, Example
 from stepgraph.interop.imported import Imported
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.torch_answers import Answers
-from stepgraph.layers.torch_state import Assigned, Role, entries, flattened, holding, noting_assigned
+from stepgraph.layers.torch_state import Role, entries, flattened, holding
 from stepgraph.system import surroundings, torch_private
 from stepgraph.tensors.tensor import Tensor
 
@@ -23,18 +25,55 @@ FEW_ROWS = 2
 
 def compare(model: nn.Module, example: Example, imported: Imported) -> None:
     """Raises an error that names the first layer whose result differs from the module's."""
+    found = _computed(model, example, imported, _few(example))
+    for path, tensor in imported.outputs.items():
+        apart = _apart(found.expected[path], found.results[tensor])
+        if apart is not None:
+            raise _error(model, imported, found, path, apart)
+
+
+def _few(example: Example) -> tuple[int, int]:
+    """A small number of rows, and all of the example's."""
+    return (min(example.rows, FEW_ROWS) if example.is_open else example.rows), example.rows
+
+
+def agree_on_one_row(model: nn.Module, example: Example, imported: Imported) -> bool:
+    """Whether the graph computes what the model does for a single row, if the model takes one."""
+    try:
+        found = _computed(model, example, imported, (1,))
+    except ArgumentError:
+        return True
+    except StateError:
+        return False
+    return all(_apart(found.expected[one], found.results[imported.outputs[one]]) is None for one in imported.outputs)
+
+
+class _Computed(NamedTuple):
+    """What both computed: the model's results, those of its modules that are layers, and those of the graph."""
+
+    expected: dict[str, torch.Tensor]
+    modules: dict[str, list[Any]]
+    results: dict[Tensor, torch.Tensor]
+
+
+def _computed(model: nn.Module, example: Example, imported: Imported, sizes: Sequence[int]) -> _Computed:
+    """Both on the first of the numbers of rows that the model takes."""
     with surroundings.tracing(), torch_private.nothing_compiled():  # with gradients, since a model may use its own
         rows, values, (expected, modules) = _on_few_rows(
-            model, example, lambda given: _run(model, example, given, imported)
+            model, example, sizes, lambda given: _run(model, example, given, imported)
         )
-        results, drew = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+        try:
+            results, drew = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+        except Exception as error:
+            raise StateError(
+                f"{WHERE} ({type(model).__name__})",
+                f"the model runs on {rows} row{'s' * (rows > 1)}, but the graph does not: {reason(error)[:300]}",
+                fix="import the module whose code depends on the number of rows as one node: depth=, or whole=True",
+            ) from error
         if drew:  # the model with the graph's random numbers; otherwise it answers all calls itself
             with Answers(_SameDraws({}, batch=(rows, rows))):
                 expected, modules = _run(model, example, values, imported)
-    for path, tensor in imported.outputs.items():
-        apart = _apart(expected[path], results[tensor])
-        if apart is not None:
-            raise _error(model, imported, modules, results, path, apart)
+    return _Computed(expected, modules, results)
 
 
 class _SameDraws(Scope):
@@ -64,16 +103,8 @@ def require_repeatable(
     """
     for training in (one for one in assigned if assigned[one]):
         modes = {one: {"training": training and path not in fixed} for path, one in model.named_modules()}
-
-        def twice(values: Mapping[str, torch.Tensor], modes: Any = modes) -> list[dict[str, torch.Tensor]]:
-            first, kept = _seen(model, example, values, modes)
-            return [
-                first,
-                _seen(model, example, values, {one: {**modes[one], **kept.get(one, {})} for one in modes})[0],
-            ]
-
         with surroundings.tracing(), torch_private.nothing_compiled():
-            _, _, (first, second) = _on_few_rows(model, example, twice)
+            _, _, (first, second) = _on_few_rows(model, example, _few(example), partial(_twice, model, example, modes))
         if first.keys() != second.keys() or any(_apart(first[path], second[path]) is not None for path in first):
             raise StateError(
                 f"{WHERE} ({type(model).__name__})",
@@ -83,31 +114,35 @@ def require_repeatable(
             )
 
 
-def _seen(
-    model: nn.Module, example: Example, values: Mapping[str, torch.Tensor], settings: Mapping[nn.Module, Any]
-) -> tuple[dict[str, torch.Tensor], Assigned]:
-    """The results of a call with the same random numbers each time, and what it assigned."""
+def _twice(
+    model: nn.Module, example: Example, settings: Mapping[nn.Module, Any], values: Mapping[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """The results of two calls with the same random numbers and buffers; the second sees what the first one left."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    arguments, named = example.call({name: value.clone().to(device) for name, value in values.items()})
-    own = {id(one.array): one.array.clone() for one in entries(model) if one.role is not Role.PARAMETER}
-    with torch.random.fork_rng(devices=[]), holding(model, own, settings):
-        torch.manual_seed(0)
-        with noting_assigned(model) as assigned:
-            output = model(*arguments, **named)
-    return {path: array.detach().cpu() for path, array in flattened(output).items()}, assigned
+    own = {one.name: one.array for one in entries(model) if one.role is not Role.PARAMETER}
+    found = []
+    with ExitStack() as stack:
+        for modes in (settings, {}):
+            arguments, named = example.call({name: value.clone().to(device) for name, value in values.items()})
+            again = {id(one.array): own[one.name].clone() for one in entries(model) if one.name in own}
+            stack.enter_context(holding(model, again, modes))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                output = model(*arguments, **named)
+            found.append({path: array.detach().cpu() for path, array in flattened(output).items()})
+    return found
 
 
 def _on_few_rows(
-    model: nn.Module, example: Example, run: Callable[[Mapping[str, torch.Tensor]], Any]
+    model: nn.Module, example: Example, sizes: Sequence[int], run: Callable[[Mapping[str, torch.Tensor]], Any]
 ) -> tuple[int, dict[str, torch.Tensor], Any]:
-    """What a function of the inputs returns: for few rows, or for all where indices in the example need them.
+    """What a function of the inputs returns for the first number of rows: indices in an example may need all of them.
 
     Models may refuse numbers below 0 or above 1, as a cross entropy with images as targets does. They get such numbers
     next and, if they refuse these, too, the example's own.
     """
-    few = min(example.rows, FEW_ROWS) if example.is_open else example.rows
     for draw in (torch.randn, torch.rand, None):
-        for rows in dict.fromkeys((few, example.rows)):
+        for rows in dict.fromkeys(sizes):
             values = {name: _values(example, name, rows, draw) for name in example.descriptors}
             try:
                 return rows, values, run(values)
@@ -189,21 +224,21 @@ def _apart(expected: torch.Tensor, found: torch.Tensor) -> float | None:
 def _error(
     model: nn.Module,
     imported: Imported,
-    modules: Mapping[str, list[Any]],
-    results: Mapping[Tensor, torch.Tensor],
+    found: _Computed,
     path: str,
     apart: float,
 ) -> StateError:
     calls: dict[str, int] = {}
-    by_layer = {row.layer: row.path for row in imported.rows if row.path in modules and row.how != "glue"}
+    by_layer = {row.layer: row.path for row in imported.rows if row.path in found.modules and row.how != "glue"}
     first = "a function between modules"
     for node in imported.graph.nodes:
         name = by_layer.get(node.layer)
         if name is None:
             continue
         call = calls[name] = calls.get(name, -1) + 1
-        expected = modules[name][call] if call < len(modules[name]) else []
-        if any(_apart(a, results[b]) is not None for a, b in zip(expected, node.results, strict=False)):
+        outputs = found.modules[name]
+        expected = outputs[call] if call < len(outputs) else []
+        if any(_apart(a, found.results[b]) is not None for a, b in zip(expected, node.results, strict=False)):
             first = f"'{name}'" if name else "the model as one node"
             break
     return StateError(

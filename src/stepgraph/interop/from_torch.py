@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from stepgraph.errors import ArgumentError, DataTypeError, StateError, StepgraphError, UnknownNameError
-from stepgraph.interop.batch import Differs, joined, transferred
+from stepgraph.interop.batch import Differs, joined, require_calls, transferred
 from stepgraph.interop.capture import Capture, capture, enclosing, state_of
-from stepgraph.interop.check import compare, require_repeatable
+from stepgraph.interop.check import agree_on_one_row, compare, require_repeatable
 from stepgraph.interop.example import WHERE, Example, read_example
 from stepgraph.interop.imported import Imported
 from stepgraph.interop.masks import without_constant_masks
@@ -71,22 +71,32 @@ def from_torch(
         fixed = evaluating(model) if model.training else ()
         cut = _Cut(model, {"": "whole=True"} if whole else {}, depth)
         recorded = _recorded(model, found, outputs, cut, fixed)
-        tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
-        rows = BATCH if recorded.example.is_open else recorded.example.rows
-        reached = _reached(recorded, tensors, model)
-        frozen = {tensors[id(one)] for one in model.parameters() if id(one) in tensors}.difference(*reached.values())
-        wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozenset(frozen))
-        inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
-        wired = wiring.wire(recorded.plan, inputs)
-        names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
-        wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
-        used = _used(inputs, wired)
-        imported = Imported(wired.graph, used, wired.outputs, names, tuple(wired.rows), model, reached)
+        imported = _wired(model, recorded, every, cut, fixed, native)
         if check:
+            while recorded.for_one_row is not None and not agree_on_one_row(model, recorded.example, imported):
+                cut.widen(dict([recorded.for_one_row.args]))
+                recorded = _recorded(model, found, outputs, cut, fixed)
+                imported = _wired(model, recorded, every, cut, fixed, native)
             compare(model, recorded.example, imported)
             assigned = {True: recorded.training.assigned, False: recorded.inference.assigned}
             require_repeatable(model, recorded.example, assigned, fixed)
     return imported
+
+
+def _wired(
+    model: nn.Module, recorded: _Recorded, every: TorchLayer, cut: _Cut, fixed: tuple[str, ...], native: bool
+) -> Imported:
+    """The graph of a plan, with the tensors of a layer that holds all of the model's."""
+    tensors = {id(one.array): every.tensors[one.name] for one in entries(model) if one.name in every.tensors}
+    rows = BATCH if recorded.example.is_open else recorded.example.rows
+    reached = _reached(recorded, tensors, model)
+    frozen = {tensors[id(one)] for one in model.parameters() if id(one) in tensors}.difference(*reached.values())
+    wiring = Wiring(model, tensors, recorded.training.held, fixed, cut.forced, native, rows, frozenset(frozen))
+    inputs = {name: Tensor(one, label=name) for name, one in recorded.example.descriptors.items()}
+    wired = wiring.wire(recorded.plan, inputs)
+    names = {name: tensors[id(array)] for name, array in state_of(model).items() if id(array) in tensors}
+    wired.graph.set_origin({name: names[name] for name in model.state_dict() if name in names})
+    return Imported(wired.graph, _used(inputs, wired), wired.outputs, names, tuple(wired.rows), model, reached)
 
 
 @dataclass
@@ -127,6 +137,15 @@ def _is_called(module: nn.Module | None) -> bool:
     return module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
+class _Modes(NamedTuple):
+    """A model's recordings in both modes, and how the calls for a single row differ from them."""
+
+    example: Example
+    training: Capture
+    inference: Capture
+    for_one_row: Differs | None = None
+
+
 @dataclass
 class _Recorded:
     """A model's recordings in both modes, as a plan."""
@@ -136,6 +155,7 @@ class _Recorded:
     inference: Capture
     plan: Plan
     wanted: Sequence[str]
+    for_one_row: Differs | None
 
 
 def _recorded(
@@ -145,7 +165,7 @@ def _recorded(
     start = dict(cut.forced)
     while True:
         try:
-            example, training, inference = _both(model, example, cut, fixed)
+            example, training, inference, for_one_row = _both(model, example, cut, fixed)
         except Differs as differs:
             path, why = differs.args
             if "" in cut.forced:  # not even the whole model takes another number of rows
@@ -157,34 +177,55 @@ def _recorded(
         training, inference = without_constant_masks(training), without_constant_masks(inference)
         made = plan(training, inference, wanted)
         if not made.problems:
-            return _Recorded(example, training, inference, made, wanted)
+            return _Recorded(example, training, inference, made, wanted, for_one_row)
         cut.widen(made.problems)
 
 
-def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> tuple[Example, Capture, Capture]:
+def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...]) -> _Modes:
     """The recordings in training and in inference, with numbers that follow the batch, and which inputs do."""
     with _mode(model, True, fixed):
         example, first, more = _of_two_sizes(model, example, cut)
         training = first if more is None else joined(first, more)
+        in_training = None if more is None else _for_one_row(model, example, cut, training)
     with _mode(model, False, fixed):
         second = capture(model, example, first.rows, cut)
-        inference = second if more is None else transferred(training, first, second)
+        if more is None:
+            return _Modes(example, training, second)
+        inference = transferred(training, first, second)
         if inference is None:
-            inference = joined(second, capture(model, example, 2 * first.rows, cut))
-    return example, training, inference
+            inference = joined(second, capture(model, example, more.rows, cut))
+        in_inference = _for_one_row(model, example, cut, inference)
+    if in_training is not None and in_inference is None:  # a comparison, in inference mode, would not see it
+        raise in_training
+    return _Modes(example, training, inference, in_inference)
 
 
 def _of_two_sizes(model: nn.Module, example: Example, cut: _Cut) -> tuple[Example, Capture, Capture | None]:
-    """A recording, and one with twice the rows, in all inputs or in the first; None for a fixed number of rows.
+    """A recording, and one with more rows, in all inputs or in the first; None for a fixed number of rows.
 
-    Models often treat a single row apart, so an example of one row is recorded with two.
+    Models often treat a single row apart, so an example of one row is recorded with two. The other number is odd and
+    far from the first, so that what Python rounds or limits shows, unless the model only takes multiples.
     """
     rows = max(example.rows, 2)
     for one in (example, example.only_first()) if example.is_open else ():
         with suppress(StepgraphError):
-            return one, capture(model, one, rows, cut), capture(model, one, 2 * rows, cut)
+            first = capture(model, one, rows, cut)
+            for more in (16 * rows + 1, 2 * rows):
+                with suppress(StepgraphError):
+                    return one, first, capture(model, one, more, cut)
     example = example.fixed()
     return example, capture(model, example, example.rows, cut), None
+
+
+def _for_one_row(model: nn.Module, example: Example, cut: _Cut, found: Capture) -> Differs | None:
+    """How the calls for a single row differ from what a joined recording says; None if the model refuses one."""
+    try:
+        require_calls(found, capture(model, example, 1, cut))
+    except Differs as differs:
+        return differs
+    except StepgraphError:
+        pass
+    return None
 
 
 def _wanted(model: nn.Module, outputs: Sequence[str] | None, training: Capture, inference: Capture) -> list[str]:

@@ -92,8 +92,8 @@ def _convolution(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) 
 
 
 def _embedding(module: Any, tensors: Tensors, x: Tensor, label: str, _: bool) -> Layer | str:
-    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-        return "it changes its rows, or has sparse or scaled gradients"
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        return "it changes its rows, or has scaled gradients"
     if module.padding_idx is not None:
         return "its row of padding_idx may hold numbers"
     if x.data_type.is_floating or len(x.shape) > 4:

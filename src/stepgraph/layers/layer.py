@@ -32,7 +32,7 @@ from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphErr
 from stepgraph.layers.failures import explained
 from stepgraph.layers.likeness import likeness
 from stepgraph.layers.over_ranks import sum_over_ranks
-from stepgraph.random import keep_mask, uniform
+from stepgraph.random import keep_mask, require_no_python_draws, uniform
 from stepgraph.system import surroundings
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
@@ -385,7 +385,8 @@ class Layer:
                 own = {tensor: array(tensor.descriptor) for tensor in tensors}
                 stream = array(TensorDescriptor((2,), DataType.INT64))
                 scope = Scope(own, training=training, stream=stream, batch=batch)
-                results = self.forward(*map(array, sources), scope=scope)
+                arrays = [*map(array, sources)]
+                results = require_no_python_draws(self.where, lambda: self.forward(*arrays, scope=scope))
         except StepgraphError:
             raise
         except Exception as error:  # whatever a layer's torch code raises, the error names the layer

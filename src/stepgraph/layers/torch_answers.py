@@ -454,6 +454,40 @@ def _move(self: Answers, momentum: float, *pairs: tuple[torch.Tensor, torch.Tens
             self.moved[id(running)] = before * (1 - momentum) + found.to(running.dtype) * momentum
 
 
+# What PyTorch computes for some rows only: a step needs arrays of known shapes
+
+
+def _dense(position: int) -> Callable[..., Any]:
+    """Rows whose gradient is dense, with the same numbers; `position` is that of the argument `sparse`."""
+
+    def answer(_: Answers, function: Any, *given: Any, **settings: Any) -> Any:
+        given = tuple(False if n == position else one for n, one in enumerate(given))
+        return function(*given, **{name: one for name, one in settings.items() if name != "sparse"})
+
+    return answer
+
+
+def _set(_: Answers, function: Any, array: torch.Tensor, index: Any, value: Any) -> None:
+    """`array[mask] = value`, without finding the positions if the value is the same for all of them."""
+    mask = _mask(index)
+    if mask is None:
+        return function(array, index, value)
+    new = torch.as_tensor(value, dtype=array.dtype, device=array.device)
+    further = array.ndim - mask.ndim
+    if new.ndim == further + 1 and new.shape[0] == 1:
+        new = new[0]
+    if new.ndim > further:
+        return function(array, index, value)
+    array.copy_(torch.where(mask.reshape(*mask.shape, *(1 for _ in range(further))), new, array))
+
+
+def _mask(index: Any) -> torch.Tensor | None:
+    """The mask that an index is, alone or followed by all of the further dimensions."""
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    is_mask = isinstance(first, torch.Tensor) and first.dtype is torch.bool
+    return first if is_mask and all(one is ... or one == slice(None) for one in others) else None
+
+
 def _assigned(*_: Any) -> None:
     raise RuntimeError("an array's .data is assigned")  # `failures` knows it
 
@@ -505,6 +539,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.gru: _recurrent,
     torch.rnn_tanh: _recurrent,
     torch.rnn_relu: _recurrent,
+    torch.embedding: _dense(position=4),
+    torch.embedding_bag: _dense(position=5),
+    torch.Tensor.__setitem__: _set,
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
 }
