@@ -26,14 +26,12 @@ class Case:
         inputs: returns the arrays of one batch by name.
         output: the path of the result that is trained.
         classes: the number of classes of the labels, or None for a mean squared error.
-        same_bits: whether all numbers are PyTorch's, bit for bit; otherwise within 1e-6.
     """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, torch.Tensor]]
     output: str = "logits"
     classes: int | None = None
-    same_bits: bool = True
 
 
 def _hf(name: str) -> Any:
@@ -307,22 +305,20 @@ def both_texts() -> dict[str, torch.Tensor]:
 
 CASES = {
     "gpt2": Case(gpt2, tokens, classes=50),
-    "llama": Case(llama, tokens, classes=50, same_bits=False),
-    "bert": Case(bert, padded, classes=3, same_bits=False),
-    "vit": Case(vit, images, classes=3, same_bits=False),
-    "resnet": Case(resnet, images, classes=3, same_bits=False),
-    "t5": Case(t5, both_texts, classes=50, same_bits=False),
-    "mamba": Case(mamba, tokens, classes=50, same_bits=False),
-    "whisper": Case(
-        whisper_encoder, lambda: {"input_features": torch.randn(ROWS, 8, 12)}, "last_hidden_state", same_bits=False
-    ),
-    "convnext": Case(convnext, images, classes=3, same_bits=False),
-    "swin": Case(swin, images, classes=3, same_bits=False),
-    "mobilenet": Case(MobileNet, images, classes=3, same_bits=False),
-    "unet": Case(UNet, images, "output", same_bits=False),
-    "encoder": Case(Encoder, tokens, "0", classes=50, same_bits=False),
-    "lstm": Case(Recurrent, tokens, "output", classes=3, same_bits=False),
-    "generator": Case(generator, noise, "output", same_bits=False),
-    "discriminator": Case(discriminator, lambda: images(name="input"), "output", same_bits=False),
+    "llama": Case(llama, tokens, classes=50),
+    "bert": Case(bert, padded, classes=3),
+    "vit": Case(vit, images, classes=3),
+    "resnet": Case(resnet, images, classes=3),
+    "t5": Case(t5, both_texts, classes=50),
+    "mamba": Case(mamba, tokens, classes=50),
+    "whisper": Case(whisper_encoder, lambda: {"input_features": torch.randn(ROWS, 8, 12)}, "last_hidden_state"),
+    "convnext": Case(convnext, images, classes=3),
+    "swin": Case(swin, images, classes=3),
+    "mobilenet": Case(MobileNet, images, classes=3),
+    "unet": Case(UNet, images, "output"),
+    "encoder": Case(Encoder, tokens, "0", classes=50),
+    "lstm": Case(Recurrent, tokens, "output", classes=3),
+    "generator": Case(generator, noise, "output"),
+    "discriminator": Case(discriminator, lambda: images(name="input"), "output"),
     "lora": Case(lora, tokens, classes=50),
 }

@@ -70,7 +70,11 @@ class _Recorder(torch_private.DispatchMode):
                 return operator.decompose(*args, **kwargs)
         given = self._argument(args), {key: self._argument(one) for key, one in kwargs.items()}
         node = self.graph.create_node("call_function", operator, *given, name=_name(operator))
-        result = self._known.result(operator, args, kwargs)
+        try:
+            result = self._known.result(operator, args, kwargs)
+        except Exception:  # a layer may try another operator
+            self.graph.erase_node(node)
+            raise
         self._keep(node, result)
         return result
 

@@ -84,8 +84,17 @@ def _operators(function: Callable[..., list[torch.Tensor]], fakes: Sequence[torc
     except Unsupported as reason:
         logger.debug("recording with make_fx: %s", reason)
     recorded = make_fx(function, tracing_mode="fake")(*fakes)
+    for node in reversed(recorded.graph.nodes):
+        if _has_failed(node):
+            recorded.graph.erase_node(node)
     forget_source(recorded)
     return recorded
+
+
+def _has_failed(node: fx.Node) -> bool:
+    """Whether an operator has no result, as where a layer tried another one after that."""
+    returns = isinstance(node.target, torch_private.OpOverload) and torch_private.schema(node.target).returns
+    return bool(returns) and not node.users and "val" not in node.meta
 
 
 def _require_gradients(program: Program) -> None:

@@ -147,7 +147,9 @@ class _Walk:
             forward = lowered(step, node.layer, partial(_called, node), sources)
             with shown_as(node.layer.label, partial(step.name, node.layer)):
                 results = forward([_as(source, computed) for source in sources], scope)
-            results = results if node.is_loss else tuple(_as(result, step.compute_type) for result in results)
+            results = tuple(
+                one if node.is_loss or node.layer.keeps_type(one) else _as(one, step.compute_type) for one in results
+            )
             self.drew |= scope.drew
             for tensor, new in scope.updates.items():
                 self.values[tensor] = self.updates[tensor] = new.reshape(tensor.shape)

@@ -50,12 +50,14 @@ class Wired:
         outputs: the tensors of the model's results.
         rows: one per node.
         values: the tensor of each wire.
+        early: inputs, and what functions make of them and of buffers alone.
     """
 
     graph: Graph
     outputs: dict[str, Tensor] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     values: dict[Wire, Tensor] = field(default_factory=dict)
+    early: set[Wire] = field(default_factory=set)
 
 
 class Wiring:
@@ -92,7 +94,8 @@ class Wiring:
 
     def wire(self, plan: Plan, inputs: Mapping[str, Tensor]) -> Wired:
         """The graph of a plan."""
-        found = Wired(Graph(), values={Wire("input", name): tensor for name, tensor in inputs.items()})
+        values = {Wire("input", name): tensor for name, tensor in inputs.items()}
+        found = Wired(Graph(), values=values, early=set(values))
         for wire, node in plan.nodes.items():
             if isinstance(node, ModuleNode):
                 self._module(found, wire, node)
@@ -113,17 +116,21 @@ class Wiring:
             found.values[Wire(wire.kind, wire.owner, position)] = result
 
     def _glue(self, found: Wired, wire: Wire, node: GlueNode) -> None:
-        own = [(name, self._tensors[id(self._state[name])]) for name in node.tensors]
-        parameters = [tensor for name, tensor in own if id(self._state[name]) in self._parameters]
-        buffers = [tensor for name, tensor in own if id(self._state[name]) not in self._parameters]
+        named = [(name, self._tensors[id(self._state[name])]) for name in node.tensors]
+        parameters = [tensor for name, tensor in named if id(self._state[name]) in self._parameters]
+        buffers = [tensor for name, tensor in named if id(self._state[name]) not in self._parameters]
         buffers += [self._held_tensor(number) for number in node.held]
         order = self._order(node, len(node.sources))
         programs = [one if one is None else _reordered(one, order) for one in (node.training, node.inference)]
         assert programs[0] is not None
         label = node.path or type(self._model).__name__
         exact = any(one is not None and is_exact(one) for one in programs)
-        layer = GlueLayer(programs[0], programs[1], tuple(parameters), tuple(buffers), self._rows, exact, label=label)
+        early = not parameters and found.early.issuperset(node.sources)
+        own = tuple(parameters), tuple(buffers)
+        layer = GlueLayer(programs[0], programs[1], *own, self._rows, exact, early, label=label)
         self._node(found, wire, layer, node)
+        if early:
+            found.early.update(Wire(wire.kind, wire.owner, position) for position in range(len(node.results)))
         called = dict.fromkeys(call.function.rpartition(".")[2].strip("_") for call in node.training.calls)
         found.rows.append(Row(layer, node.path, ", ".join(called), GLUE, _why_glue(node)))
 

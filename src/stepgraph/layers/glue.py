@@ -6,7 +6,7 @@ tensors, then what the calls return. Everything in it is a plain value, so a glu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -176,7 +176,9 @@ class GlueLayer(Layer):
         tensors: parameters that the functions read; they follow the sources in the numbering.
         buffers: the same for tensors that do not change; they follow the parameters.
         rows: the batch size where a call does not say; `BATCH` if every size is possible.
-        exact: compute in float32 also in mixed precision.
+        exact: compute in float32 also in mixed precision. Otherwise PyTorch's autocast decides, as in a `TorchLayer`;
+            parameters have the type of layers' results.
+        early: whether no layer computes anything it reads: then its results are not rounded.
 
     Example:
         >>> double = Program((Call("torch.mul", (Value(0), 2), results=(1,)),), (1,))
@@ -190,6 +192,7 @@ class GlueLayer(Layer):
     buffers: tuple[Tensor, ...] = constant(default=())
     rows: int = 1
     exact: bool = False
+    early: bool = False
 
     source_counts: ClassVar[tuple[int, int | None]] = (0, None)
     default_label: ClassVar[str] = "Glue"
@@ -200,6 +203,15 @@ class GlueLayer(Layer):
         """Whether it computes in float32 even in mixed precision."""
         return self.exact
 
+    @property
+    def own_precision(self) -> bool:  # type: ignore[override]
+        """Whether sources keep their types in mixed precision: what no layer computed has not been rounded."""
+        return not self.exact
+
+    def keeps_type(self, result: torch.Tensor) -> bool:
+        """Whether a result is not rounded in mixed precision: angles from positions, a loss."""
+        return self.early or result.numel() == 1
+
     def check(self, *sources: TensorDescriptor) -> None:
         """Accepts sources of every type: the functions were recorded with them."""
 
@@ -209,17 +221,38 @@ class GlueLayer(Layer):
 
     def forward(self, *arrays: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, ...]:
         """Calls the functions of this mode in order."""
-        own = [scope.array(tensor) for tensor in (*self.tensors, *self.buffers)]
-        device = next((array.device for array in (*arrays, *own)), None) or _device(scope)
+        draws = dict(scope.draws)
+        try:
+            results = self._run(arrays, scope, None if self.exact else scope.compute_type)
+        except RuntimeError:
+            if self.exact or scope.compute_type is None:
+                raise
+            # Some functions refuse arrays of several types, which autocast lets pass to most of them.
+            scope.draws.clear()
+            scope.draws.update(draws)
+            results = self._run([_single(array) for array in arrays], scope, None)
+        return tuple(result.reshape(1) if result.ndim == 0 else result for result in results)
+
+    def _run(
+        self, arrays: Sequence[torch.Tensor], scope: Scope, compute_type: torch.dtype | None
+    ) -> tuple[torch.Tensor, ...]:
+        parameters, buffers = ([scope.array(one) for one in own] for own in (self.tensors, self.buffers))
+        if compute_type is not None and not self.early:
+            parameters = [one.to(compute_type) if one.dtype is torch.float32 else one for one in parameters]
+        every = [*arrays, *parameters, *buffers]
+        device = next((array.device for array in every), None) or _device(scope)
         rows = scope.batched(self.rows) if scope.batch[1] else int(self.rows)
         try:
-            with Answers(scope), Refusals(), torch.device(device):
-                results = self.program(scope.training).run([*arrays, *own], rows, device)
+            with ExitStack() as stack:
+                for mode in (Answers(scope), Refusals(), torch.device(device)):
+                    stack.enter_context(mode)
+                if compute_type is not None:
+                    stack.enter_context(torch.autocast(device.type, compute_type, cache_enabled=False))
+                return self.program(scope.training).run(every, rows, device)
         except Drawn as error:
             problem = f"it calls PyTorch's random operator {error}, which a step cannot reproduce"
             fix = "use torch.rand, torch.randn or F.dropout, which draw from the graph's stream"
             raise ArgumentError(self.where, problem, fix=fix) from error
-        return tuple(result.reshape(1) if result.ndim == 0 else result for result in results)
 
     def infer(
         self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
@@ -238,6 +271,10 @@ class GlueLayer(Layer):
         """Fake arrays, which allow more functions than those on the meta device."""
         with torch_private.nothing_logged(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda one: torch.empty(tuple(map(int, one.shape)), dtype=one.data_type.torch)
+
+
+def _single(array: torch.Tensor) -> torch.Tensor:
+    return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
 
 
 def _device(scope: Scope) -> torch.device:

@@ -334,6 +334,10 @@ class Layer:
         """Whether sources of this type are accepted; the answer is the same on every device."""
         return data_type.is_floating
 
+    def keeps_type(self, result: torch.Tensor) -> bool:
+        """Whether, in mixed precision, a result keeps the type that `forward` gave it instead of the compute type."""
+        return False
+
     def infer(
         self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
     ) -> tuple[TensorDescriptor, ...]:

@@ -127,6 +127,10 @@ class TorchLayer(Layer):
             problem = f"its call uses the sources {used}, but the node has {len(sources)}"
             raise ArgumentError(self.where, problem, fix="use Source(0), Source(1), …, one for every source")
 
+    def keeps_type(self, result: torch.Tensor) -> bool:
+        """Whether a result is not rounded in mixed precision: one number may be a loss."""
+        return result.numel() == 1
+
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:
         """Fake arrays: a module cannot tell them from others, as it can those on the meta device."""
