@@ -47,6 +47,13 @@ def listed(capsys: Capture, *given: str) -> dict:
 # Listing
 
 
+def test_a_selection_of_nothing_is_said(folder: Path, capsys: Capture) -> None:
+    for given, words in ((["sums*"], "No choice of an operator like 'sums*'."), (["--disturbed"], "No disturbed")):
+        called = Called(capsys, "cache", *given)
+        assert called.code == 0 and words in called.out
+    assert "No choice" not in Called(capsys, "cache").out
+
+
 @pytest.mark.parametrize(("kind", "shapes"), [(torch.float32, "64×3"), (torch.bfloat16, "64×3 in bfloat16")])
 def test_other_types_than_float32_are_named(folder: Path, capsys: Capture, kind: torch.dtype, shapes: str) -> None:
     CHOICES.keep(choice(kind=kind))

@@ -177,6 +177,52 @@ def test_drawn_numbers_are_valid() -> None:
     assert training.execute({"words": found["words"]}, {"label": found["label"]}, batch_size=300).loss > 0
 
 
+def test_drawn_lengths_leave_something_to_compare() -> None:
+    x, lengths = sg.Tensor((sg.BATCH, 6, 4), label="x"), sg.Tensor((sg.BATCH,), "int64", label="lengths")
+    graph = sg.Graph()
+    graph.lstm(x, 5, others=[lengths])
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x, "lengths": lengths})
+    inference.compile(CPU)
+    found = batch.drawn([inference], 200, seed=0)["lengths"]
+    assert (int(found.min()), int(found.max())) == (1, 6)
+
+
+def onnx_file(saved: Path, path: Path) -> Path:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    return sg.load(saved, inference=True).save_onnx(path)
+
+
+def test_a_file_for_training_also_serves_onnx(capsys: Capture, tmp_path: Path) -> None:
+    """Labels are left out; other names still are errors."""
+    saved = saved_dense(tmp_path / "dense")
+    onnx, path = onnx_file(saved, tmp_path / "dense.onnx"), tmp_path / "batch.npz"
+    arrays = {"x": np.ones((4, 3), np.float32), "y": np.zeros((4, 2), np.float32)}
+    np.savez(path, **arrays)
+    assert Called(capsys, "compare", saved, onnx, "--data", path).code == 0
+    np.savez(path, **arrays, z=np.zeros(3))
+    called = Called(capsys, "compare", saved, onnx, "--data", path)
+    assert called.code == 1 and "no input or label 'z'" in called.err
+
+
+def test_another_onnx_file_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    saved = saved_dense(tmp_path / "dense")
+    called = Called(capsys, "compare", saved, tmp_path / "missing.onnx")
+    assert called.code == 1 and "missing.onnx: there is no such file.\nFix: check the path" in called.err
+    other = onnx_file(saved_inference(tmp_path / "words"), tmp_path / "words.onnx")
+    called = Called(capsys, "compare", saved, other)
+    assert called.code == 1 and "words.onnx: it has an input 'words', but the graph has none" in called.err
+    assert "pass the file that was written from this graph" in called.err
+
+
+@pytest.mark.parametrize("seed", ["-1", "x", "1.5"])
+@pytest.mark.parametrize("command", [("demo",), ("compare", "run", "--devices", "cpu,cpu")])
+def test_a_seed_is_a_number(command: tuple[str, ...], seed: str, capsys: Capture) -> None:
+    called = Called(capsys, *command, f"--seed={seed}")
+    assert called.code == 2 and "is not a seed: use a number ≥ 0" in called.err
+
+
 @pytest.mark.parametrize(
     "arrays, words",
     [

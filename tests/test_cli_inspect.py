@@ -36,6 +36,15 @@ def inspected(capsys: Capture, *given: str | Path) -> dict[str, Any]:
     return json.loads(called.out)
 
 
+def test_rows_that_are_left_to_the_data(capsys: Capture, tmp_path: Path) -> None:
+    x = sg.Tensor((sg.BATCH, 3), label="x")
+    graph = sg.Graph()
+    graph.dense(x, 2)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    assert inspected(capsys, inference.save(tmp_path / "open"))["inputs"] == {"x": "[BATCH, 3] float32"}
+
+
 def test_everything_is_told(saved: Path, capsys: Capture) -> None:
     called = Called(capsys, "inspect", saved, "--device", "cpu", "--batch-sizes", "1,8")
     assert called.code == 0 and called.err == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 
 from stepgraph.errors import DataError, DataTypeError, StorageError, UnknownNameError, reason
 from stepgraph.graphs.compiled import CompiledGraph
-from stepgraph.layers.embedding import EmbeddingLayer
+from stepgraph.layers.integers import accepted
 from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor
-from stepgraph.types import DataType
 
 Batch = dict[str, np.ndarray | torch.Tensor]
 
@@ -32,35 +31,20 @@ def feeds(graphs: Sequence[CompiledGraph]) -> Iterator[tuple[str, str, Tensor]]:
 def drawn(graphs: Sequence[CompiledGraph], rows: int, seed: int) -> Batch:
     """Inputs from a normal distribution, labels and weights from [0, 1), integers within the range of their readers."""
     generator = np.random.default_rng(seed)
+    nodes = [node for graph in graphs for node in graph.shown_nodes()]
     found: Batch = {}
     for kind, name, tensor in feeds(graphs):
         shape = shape_at(tensor.shape, graphs[0].declaration.feeds.batch, rows)
         if not tensor.data_type.is_floating:
-            numbers: np.ndarray = generator.integers(0, _bound(tensor, graphs), shape)
+            numbers: np.ndarray = generator.integers(*accepted(tensor, nodes), shape)
         else:
             numbers = generator.standard_normal(shape) if kind == "input" else generator.random(shape)
         found[name] = torch.from_numpy(np.asarray(numbers)).to(tensor.data_type.torch)
     return found
 
 
-def _bound(tensor: Tensor, graphs: Sequence[CompiledGraph]) -> int:
-    """One more than the largest integer that every reader of a tensor accepts; 0 is always valid."""
-    bounds = [2] if tensor.data_type is DataType.BOOLEAN else []
-    for node in (node for graph in graphs for node in graph.shown_nodes() if tensor in node.arguments):
-        if isinstance(node.layer, EmbeddingLayer):
-            bounds.append(node.layer.descriptor.embedding_count)
-        elif node.is_loss and tensor in node.labels:
-            prediction = node.sources[0].shape
-            limits = node.layer.index_limits(*(one.descriptor for one in node.arguments))
-            known = prediction[1] if len(prediction) > 1 else 2
-            bounds.append(limits.get(node.arguments.index(tensor), known))
-        elif tensor.data_type is not DataType.BOOLEAN:
-            bounds.append(1)
-    return min(bounds, default=1)
-
-
-def read(path: Path, graphs: Sequence[CompiledGraph]) -> Batch:
-    """The arrays of an `.npz` file, which must have one per name."""
+def read(path: Path, graphs: Sequence[CompiledGraph], unused: Collection[str] = ()) -> Batch:
+    """The arrays of an `.npz` file, which must have one per name, and may have some of the `unused` names."""
     try:
         with path.open("rb") as stream:
             file = np.load(stream, allow_pickle=False)
@@ -71,7 +55,9 @@ def read(path: Path, graphs: Sequence[CompiledGraph]) -> Batch:
         raise StorageError(f"{path}", problem, fix="write it with numpy.savez") from None
     if found is None:
         raise DataTypeError(f"{path}", "it holds one array without a name", fix="write it with numpy.savez")
-    _check_names(path, found, {name: tensor for _, name, tensor in feeds(graphs)})
+    wanted = {name: tensor for _, name, tensor in feeds(graphs)}
+    found = {name: array for name, array in found.items() if name in wanted or name not in unused}
+    _check_names(path, found, wanted)
     return found
 
 

@@ -85,11 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         screen.show_json(done | found | {"choices": [kept.described(one) for one in found["choices"]]})
     else:
-        screen.show(*_text(done, found))
+        screen.show(*_text(done, found, chosen.words))
     return 0
 
 
-def _text(done: dict[str, Any], found: dict[str, Any]) -> list[Any]:
+def _text(done: dict[str, Any], found: dict[str, Any], selection: str) -> list[Any]:
     parts: list[Any] = []
     if "cleared" in done:
         cleared = done["cleared"]
@@ -97,7 +97,10 @@ def _text(done: dict[str, Any], found: dict[str, Any]) -> list[Any]:
     if "measured" in done:
         parts = [*_measured(done["measured"]), ""]
     parts += ["Kernels chosen by measurement", _facts(found)]
-    parts += ["", _table(found["choices"])] if found["choices"] else []
+    if found["choices"]:
+        parts += ["", _table(found["choices"])]
+    elif selection:
+        parts += ["", f"No {selection}."]
     return [*parts, "", DISTURBED] if any(one.disturbed for one in found["choices"]) else parts
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.cli import device_argument, opening
-from stepgraph.errors import ArgumentError
+from stepgraph.errors import ArgumentError, StorageError
 
 if TYPE_CHECKING:
     from stepgraph.cli.differences import Difference, What
@@ -64,7 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", metavar="FILE", type=Path, help="arrays by name in an .npz file; by default random")
     parser.add_argument("--batch-size", metavar="ROWS", type=_rows, help="rows of the random batch (as declared)")
-    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of random numbers (0)")
+    parser.add_argument("--seed", metavar="NUMBER", type=opening.seed, default=0, help="the seed of random numbers (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(refuse=parser.error)
 
@@ -103,12 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _numbers(arguments: argparse.Namespace) -> list[Any]:
     """What the graph computes in each place, from the same batch and the same random numbers."""
     from stepgraph import set_seed
-    from stepgraph.cli import differences
+    from stepgraph.cli import differences, saved
 
     if arguments.data is not None and arguments.batch_size is not None:
         raise ArgumentError("compare", "--data has its own rows", fix="leave out --batch-size")
     if arguments.onnx is None and arguments.devices is None:
         arguments.refuse("there is nothing to compare with: pass --devices A,B or an ONNX file")
+    if arguments.onnx is not None and not arguments.onnx.is_file():
+        fix = "check the path; inference.save_onnx(path) writes such a file"
+        raise StorageError(f"{arguments.onnx}", "there is no such file", fix=fix)
     devices = _devices(arguments)
     content, custom = opening.read(arguments.file), opening.classes(arguments.custom)
     for device in devices:
@@ -119,7 +122,7 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
         graphs = opening.load(content, custom, device, inference=arguments.onnx is not None).linked_graphs
         if data is None:
             asked = None if arguments.onnx is None else differences.prediction(graphs)
-            data, rows = _batch(arguments, graphs)
+            data, rows = _batch(arguments, graphs, saved.labels(content))
         found.append(differences.run(graphs, data, rows, arguments.seed))
     if asked is None:
         return found
@@ -127,12 +130,12 @@ def _numbers(arguments: argparse.Namespace) -> list[Any]:
     return [{what: one[what] for what in there} for one in (*found, there)]
 
 
-def _batch(arguments: argparse.Namespace, graphs: Sequence[Any]) -> tuple[Any, int]:
-    """The data to run, and its rows."""
+def _batch(arguments: argparse.Namespace, graphs: Sequence[Any], unused: Collection[str]) -> tuple[Any, int]:
+    """The data to run, and its rows; a file may also hold arrays with the `unused` names."""
     from stepgraph.cli import batch
 
     if arguments.data is not None:
-        data = batch.read(arguments.data, graphs)
+        data = batch.read(arguments.data, graphs, unused)
         return data, batch.rows_of(data, graphs)
     rows = arguments.batch_size or int(graphs[0].declaration.feeds.batch)
     return batch.drawn(graphs, rows, arguments.seed), rows

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepgraph.cli import device_argument
+from stepgraph.cli import device_argument, opening
 from stepgraph.errors import StorageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="where to train (any)",
     )
     parser.add_argument("--epochs", metavar="NUMBER", type=_count, default=5, help="passes over all pictures (5)")
-    parser.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="the seed of all random numbers (0)")
+    parser.add_argument(
+        "--seed", metavar="NUMBER", type=opening.seed, default=0, help="the seed of all random numbers (0)"
+    )
     parser.add_argument(
         "--save",
         metavar="FOLDER",

@@ -35,6 +35,14 @@ class Selection:
     pattern: str | None
     disturbed: bool
 
+    @property
+    def words(self) -> str:
+        """What it selects, in words; empty if that is everything."""
+        kind = "disturbed choice" if self.disturbed else "choice"
+        if self.pattern is not None:
+            return f"{kind} of an operator like {self.pattern!r}"
+        return kind if self.disturbed else ""
+
     def __call__(self, choice: Choice) -> bool:
         """Whether it selects a choice."""
         named = self.pattern is None or fnmatchcase(choice.question.operator, self.pattern)

@@ -31,6 +31,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def seed(text: str) -> int:
+    """A seed of random numbers, as `argparse` reads it."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: use a number ≥ 0")
+    return int(text)
+
+
 def read(path: Path) -> Content:
     """A checkpoint with every byte verified; for anything else, the error says what it is."""
     from stepgraph.checkpoint import files

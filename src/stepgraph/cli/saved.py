@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.checkpoint.codec import of_kind
+from stepgraph.checkpoint.codec import of_kind, read_extent
 from stepgraph.checkpoint.graph_json import read_notes
 from stepgraph.types import GraphCompilationOptions
 
@@ -33,6 +33,12 @@ def header(content: Content) -> dict[str, Any]:
     }
 
 
+def labels(content: Content) -> frozenset[str]:
+    """The names of labels and their weights, which inference does not read."""
+    kinds = ("loss_labels", "loss_label_weights")
+    return frozenset(name for kind in kinds for name in _named(content.description, kind))
+
+
 def _named(saved: Mapping[str, Any], kind: str) -> dict[str, str]:
     """Shapes and types by name, over all graphs; an output may be a gradient."""
     found = {}
@@ -44,7 +50,7 @@ def _named(saved: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _described(tensor: Mapping[str, Any]) -> str:
-    return f"{tensor['shape']} {tensor['data_type']}"
+    return f"[{', '.join(str(read_extent(one)) for one in tensor['shape'])}] {tensor['data_type']}"
 
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,10 @@ from stepgraph.errors import ExecutionError, StateError, reason
 from stepgraph.interop.difference import Difference, largest_of
 from stepgraph.interop.module import Prediction, module_of
 from stepgraph.interop.onnx_names import result_names, value_names
-from stepgraph.layers.gru import GRULayer
-from stepgraph.layers.node import Node
-from stepgraph.layers.recurrent import LSTMLayer
+from stepgraph.layers.integers import accepted
 from stepgraph.system import surroundings
 from stepgraph.tensors.extents import PROBES, BatchExtent, shape_at
 from stepgraph.tensors.tensor import Tensor
-from stepgraph.types import DataType
 
 logger = logging.getLogger("stepgraph")
 
@@ -99,6 +96,7 @@ def layer_values(prediction: Prediction, path: Path, batch: Batch) -> dict[Tenso
     ir = _package("onnx_ir", "onnx")
     model = ir.load(path)
     names = value_names(prediction)
+    _require_inputs(path, [one.name for one in model.graph.inputs], prediction)
     there = {value.name: value for node in model.graph for value in node.outputs}
     wanted = {tensor: name for tensor, name in names.items() if name in there}
     returned = {value.name for value in model.graph.outputs}
@@ -113,6 +111,13 @@ def layer_values(prediction: Prediction, path: Path, batch: Batch) -> dict[Tenso
         with suppress(OSError):
             with_all.unlink(missing_ok=True)
     return {tensor: found[name] for tensor, name in wanted.items()}
+
+
+def _require_inputs(path: Path, found: Sequence[str], prediction: Prediction) -> None:
+    unknown = [name for name in found if name not in prediction.inputs]
+    if unknown:
+        wanted, problem = ", ".join(prediction.inputs), f"it has an input {unknown[0]!r}, but the graph has none"
+        raise ExecutionError(f"{path}", problem, graph=wanted, fix="pass the file that was written from this graph")
 
 
 def run(path: Path, outputs: Mapping[str, Any], batch: Batch) -> dict[str, torch.Tensor]:
@@ -158,20 +163,6 @@ def drawn(prediction: Prediction, rows: int, seed: int) -> dict[str, torch.Tenso
         if tensor.data_type.is_floating:
             numbers: np.ndarray = generator.standard_normal(shape)
         else:
-            numbers = generator.integers(*_range(tensor, prediction.nodes), shape)
+            numbers = generator.integers(*accepted(tensor, prediction.nodes), shape)
         found[name] = torch.from_numpy(np.asarray(numbers)).to(tensor.data_type.torch)
     return found
-
-
-def _range(tensor: Tensor, nodes: Sequence[Node]) -> tuple[int, int]:
-    """The integers that every reader of a tensor accepts: from, and up to but without."""
-    if tensor.data_type is DataType.BOOLEAN:
-        return 0, 2
-    limits = []
-    for node in (node for node in nodes if tensor in node.arguments):
-        if isinstance(node.layer, LSTMLayer | GRULayer):  # lengths of sequences
-            steps = node.sources[0].shape[1 if node.layer.descriptor.batch_first else 0]
-            return 1, int(steps) + 1
-        known = node.layer.index_limits(*(one.descriptor for one in node.arguments))
-        limits += [limit for position, limit in known.items() if node.arguments[position] is tensor]
-    return 0, int(min(limits, default=2))
