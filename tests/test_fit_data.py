@@ -67,6 +67,8 @@ KINDS: dict[str, Any] = {
     "torch": torch_arrays,
     "lists": lambda: (X.tolist(), Y.tolist()),
     "read-only": lambda: (np.frombuffer(X.tobytes(), np.float32).reshape(X.shape), Y),
+    "reversed": lambda: (X[::-1].copy()[::-1], Y[::-1].copy()[::-1]),
+    "big endian": lambda: (X.astype(">f4"), Y),
     "batches": batches,
     "batches by name": lambda: [{"x": x, "y": y} for x, y in batches()],
     "lists of arrays": lambda: [[x, y] for x, y in batches()],

@@ -130,7 +130,10 @@ def read(
     elif kind is np.ndarray and data.shape == shape and data.dtype == data_type.numpy:
         flags = data.flags
         if flags.c_contiguous and flags.writeable:
-            return torch.from_numpy(data)
+            try:
+                return torch.from_numpy(data)
+            except ValueError:  # one row of an array in reverse order counts as contiguous; it is copied
+                pass
     if isinstance(data, TensorData | bytes | bytearray) or (isinstance(data, memoryview) and data.format == "B"):
         raw = data if isinstance(data, TensorData) else TensorData(np.frombuffer(data, np.uint8))
         return _take(raw.array(data_type.torch), shape, data_type, where, given=f"{raw.length} bytes")
