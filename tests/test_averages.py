@@ -122,6 +122,47 @@ def test_saved_restored_and_loaded(tmp_path: Path) -> None:
         assert all((a == b).all() for a, b in zip(found, kept, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_averages_come_with_restored_parameters(compiled: bool, tmp_path: Path) -> None:
+    """Where only parameters are restored; the optimizer and the step count stay as they are."""
+    net = Net()
+    training = averaging(net)
+    for number in range(3):
+        step(training, net, number)
+    training.save(tmp_path)
+    wanted = [array.numpy().copy() for array in training.averages.values()]
+    if compiled:
+        for number in range(3, 6):
+            step(training, net, number)
+        training.restore(tmp_path, only_parameters=True)
+        assert training.optimizer.time_step == 7
+    else:
+        net = Net(seed=5)
+        averaging(net)
+        loss, optimizer = sg.LossLayer.mean_squared_error(), sg.AdamOptimizer(0.05)
+        training = sg.TrainingGraph([net.wired], loss, optimizer, average=DECAY)
+        training.add_inputs({"x": net.inputs}, {"y": net.labels})
+        training.restore(tmp_path, only_parameters=True)
+        training.compile("cpu")
+        assert training.optimizer.time_step == 1
+    assert_averages(training, net, wanted)
+    before = [array.numpy().copy() for array in training.averages.values()]
+    step(training, net, 7)
+    moved = [DECAY * a + (1 - DECAY) * t.numpy() for a, t in zip(before, net.tensors, strict=True)]
+    assert_averages(training, net, moved)
+
+
+def test_averages_start_from_parameters_that_come_without(tmp_path: Path) -> None:
+    plain, net = Net(seed=9), Net()
+    plain.graph(sg.SGDOptimizer(0.1)).save(tmp_path)
+    training = averaging(net)
+    for number in range(3):
+        step(training, net, number)
+    training.restore(tmp_path, only_parameters=True)
+    assert_averages(training, net, [tensor.numpy() for tensor in plain.tensors])
+    assert_averages(training, net, expected_averages(training, net, 2))
+
+
 def test_averages_start_from_what_is_restored(tmp_path: Path) -> None:
     net, again = Net(), Net(seed=9)
     plain = net.graph(sg.AdamOptimizer(0.05))

@@ -50,11 +50,13 @@ class Found:
         report: what matches and what does not.
         arrays: new values of tensors.
         taken: the training state of each graph; None if it has none, or keeps its own.
+        averages: those of each graph's parameters, where only parameters are restored.
     """
 
     report: RestoreReport
     arrays: Mapping[Tensor, torch.Tensor]
     taken: Sequence[Taken | None]
+    averages: Sequence[Mapping[Tensor, torch.Tensor]]
 
     def write_tensors(self) -> None:
         """Writes the new values."""
@@ -70,6 +72,7 @@ def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool,
     with understood(content.path):
         tensors, report = _match(declared, content)
         taken, problems = (taken, []) if only_parameters else _states(declared, content, tensors)
+        averages = _averages(declared, content, tensors)
         changed = [*_changed(declared, content.description), *(one for each in taken if each for one in each.changed)]
         report = replace(report, state=tuple(problems), changed=tuple(changed))
         described = content.description["tensors"]
@@ -83,7 +86,7 @@ def read(group: Sequence[Kept], path: Any, partial: bool, only_parameters: bool,
             **report.facts,
             fix="build the graph that was saved, or restore what fits: restore(path, partial=True)",
         )
-    return Found(report, arrays, taken)
+    return Found(report, arrays, taken, averages)
 
 
 @contextmanager
@@ -138,6 +141,17 @@ def _states(
         taken.append(one)
         problems += problem
     return taken, problems
+
+
+def _averages(
+    group: Sequence[Declaration], content: files.Content, tensors: Mapping[int, Tensor]
+) -> list[Mapping[Tensor, torch.Tensor]]:
+    """The averages that a checkpoint has for each graph's parameters."""
+    theirs = content.description["graphs"]
+    if len(theirs) != len(group):
+        return [{}] * len(group)
+    pairs = zip(group, (read_progress(one["progress"], tensors, content.arrays) for one in theirs), strict=True)
+    return [progress.averages if graph.trains else {} for graph, progress in pairs]  # type: ignore[misc]
 
 
 def _state(

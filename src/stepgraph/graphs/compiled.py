@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -273,15 +273,18 @@ class CompiledGraph(Graph):
         Args:
             path: a checkpoint, or a folder with a series of them, of which the latest is used.
             partial: restore what fits; the report lists the rest.
-            only_parameters: leave the optimizer, step counts and random numbers unchanged.
+            only_parameters: leave the optimizer, step counts and random numbers unchanged. Averages come with their
+                parameters, and start from them if the checkpoint has none.
         """
         group = [graph.kept() for graph in self.linked]
         found = restoring.read(group, path, partial, only_parameters, self.trains)
         with nullcontext() if self.device is None else turn(self.device), surroundings.tracing(), Uninterrupted():
             found.write_tensors()
-            for graph, taken in zip(self.linked, found.taken, strict=True):
+            for graph, taken, averages in zip(self.linked, found.taken, found.averages, strict=True):
                 if taken is not None:
                     graph.resume(taken.progress, taken.optimizer)
+                elif only_parameters:
+                    graph.average_from(found.arrays, averages)
         return found.report
 
     def kept(self) -> Kept:
@@ -299,6 +302,9 @@ class CompiledGraph(Graph):
 
     def resume(self, progress: Progress, optimizer: Optimizer | None = None) -> None:
         """Continues from `progress`, with the hyperparameters of an optimizer."""
+
+    def average_from(self, restored: Collection[Tensor], averages: Mapping[Tensor, torch.Tensor]) -> None:
+        """Continues the averages of restored parameters from other arrays, or from the parameters."""
 
     def hold_constants(self, tensors: Sequence[Tensor]) -> None:
         """Makes inputs constant, with their current data, when the graph is compiled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -836,6 +836,14 @@ class TrainingGraph(CompiledGraph):
             if progress.gradients:
                 device = session.device.torch
                 self.gradients.replace({gradient(t): a.to(device) for t, a in progress.gradients.items()})
+
+    def average_from(self, restored: Collection[Tensor], averages: Mapping[Tensor, torch.Tensor]) -> None:
+        """Continues the averages of restored parameters from other arrays, or from the parameters."""
+        if self._state is not None:
+            self._state.average_from(restored, averages)
+        elif self.declaration.average is not None:
+            kept = {t: one for t, one in self.progress().averages.items() if t not in restored}
+            self._pending = replace(self.progress(), averages={**kept, **averages})
 
     @property
     def _state(self) -> TrainingState | None:

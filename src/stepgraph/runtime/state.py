@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 
@@ -440,6 +440,16 @@ class TrainingState:
             self._resume_averages(progress.averages)
         elif SHARE in self.arrays:  # saved without averages: they start again
             self._unaveraged = tuple(self._slots)
+
+    @torch.inference_mode()
+    def average_from(self, restored: Collection[Tensor], averages: Mapping[Tensor, Buffer]) -> None:
+        """Continues the averages of restored parameters from other arrays, or from the parameters."""
+        if SHARE not in self.arrays:
+            return
+        self._first = None
+        self._resume_averages(averages)
+        alone = (t for t in self._averaged if t in restored and t not in averages and t not in self._unaveraged)
+        self._unaveraged = (*self._unaveraged, *alone)
 
     def _note_given(self, tensor: Tensor, buffers: Iterable[Buffer], first: int = 0) -> None:
         """Lets ranks compare what each of them was given as a whole, before it keeps a part."""
