@@ -224,6 +224,18 @@ def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
     assert len(longer.epochs) == 4 and longer.stopped == "finished"
 
 
+def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoints": tmp_path, "watch": "loss", "progress": "quiet"}
+    sg.fit(network(), arrays(), epochs=3, **settings)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    training = network()
+    untouched = parameters(training)
+    with pytest.raises(sg.ArgumentError, match=r"already checkpoints in .*\n.*pass resume=True"):
+        sg.fit(training, arrays(), epochs=1, **settings)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert parameters(training) == untouched
+
+
 def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     training = network()
     training.save(tmp_path / "other", keep=1)

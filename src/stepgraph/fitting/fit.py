@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from stepgraph.checkpoint.files import as_path, check_keep
+from stepgraph.checkpoint.files import as_path, check_keep, latest
 from stepgraph.errors import ArgumentError
 from stepgraph.fitting.callbacks import Callback, Callbacks, EarlyStopping, checked, watcher
 from stepgraph.fitting.data import Source, source
@@ -90,8 +90,8 @@ def fit(
         memory_limit: bytes, text such as `"4 GiB"`, or `"auto"` for what the device has free. Batches that need more
             run in as few parts as fit by the memory plan, and make one update as if they had run whole.
         run: a folder for everything about the run: the record, `report.html`, and the checkpoints.
-        checkpoints: a folder for a series of the newest `keep` checkpoints, and the best epoch in `best`. With `run`,
-            the default is the folder `checkpoints` in it.
+        checkpoints: a folder without any for a series of the newest `keep` checkpoints, and the best epoch in `best`.
+            With `run`, the default is the folder `checkpoints` in it.
         keep: how many checkpoints of the series to keep.
         save_every: also save after this many updates, not only after each epoch.
         resume: continue from the latest checkpoint of the folder, if there is one.
@@ -152,6 +152,9 @@ def _prepare(loop: Loop, resume: bool, remarks: Sequence[str]) -> None:
         loop.go_on()
         place = {"epoch": loop.position.epoch, "batch": loop.position.batch, "step": loop.position.step}
         require_alike(world, "checkpoints", place, fix="use a folder that all ranks can read")
+    elif folder is not None and world.is_first and latest(folder) is not None:
+        fix = "pass resume=True to continue from the latest, or another folder"
+        raise ArgumentError("fit", f"there are already checkpoints in {folder}", fix=fix)
     if folder is not None and world.is_first:
         require_writable(folder)  # fail now, not after the first epoch
     loop.remark(remarks)
