@@ -62,9 +62,9 @@ def test_parts_give_the_numbers_of_whole_batches(reduction: sg.ReductionType, ac
     settings |= {"validation": (X[:260], Y[:260]), **QUIET}  # 256, 256 and 88 rows; validation with 256 and 4
     expected = sg.fit(whole, (X, Y), **settings)
     sizes: list[int] = []
-    execute, forward = parts.execute, parts.execute_forward
+    execute, add = parts.execute, parts.add_gradients
     parts.execute = lambda *a, batch_size, **k: sizes.append(batch_size) or execute(*a, batch_size=batch_size, **k)  # type: ignore[method-assign]
-    parts.execute_forward = lambda rows: sizes.append(rows) or forward(rows)  # type: ignore[method-assign]
+    parts.add_gradients = lambda *a, batch_size, **k: sizes.append(batch_size) or add(*a, batch_size=batch_size, **k)  # type: ignore[method-assign]
     history = sg.fit(parts, (X, Y), memory_limit=limit, **settings)
     assert max(sizes) < 256 and history["step"] == expected["step"]
     for name in ("loss", "accuracy", "validation loss", "validation accuracy"):
@@ -89,6 +89,16 @@ def test_the_parts_are_the_largest_that_fit() -> None:
         assert tight.needed(part, part == 256 and not accumulates) <= limit  # it fits, and in fewer parts it would not
         assert count == 1 or tight.needed(-(-256 // (count - 1)), False) > limit
         assert count <= -(-256 // rows)
+
+
+def test_batches_of_one_update_need_the_memory_of_one() -> None:
+    """And the sums of the gradients, as the plan says before and after."""
+    training = renewed(0, network)
+    whole = training.memory_plan_for(64)
+    sums = sum(tensor.descriptor.tensor_allocation_size_in_bytes for tensor in training.declaration.parameter_names)
+    planned = Portions(Trained(training), [source(training, (X, Y), 64)], 10**12, True).needed(64, False)
+    sg.fit(training, (X[:256], Y[:256]), batch_size=64, accumulate=4, epochs=1, **QUIET)
+    assert whole.total < planned == training.memory_plan.total <= whole.total + sums
 
 
 def test_one_row_that_does_not_fit_is_refused() -> None:

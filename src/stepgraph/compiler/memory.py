@@ -119,6 +119,19 @@ def plan_passes(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
     return max(found, key=lambda one: one.total)
 
 
+def plan_accumulating(step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
+    """The plan of an update of several batches: of the forward and gradient pass of one, or of the update.
+
+    Meanwhile the sums of the gradients are kept.
+    """
+    sums = sum(t.descriptor.tensor_allocation_size_in_bytes for t in step.trainable)
+    found = []
+    for name, part in parts.items():
+        own, earlier = plan(step, part), left_behind(parts[PartName.SHARD]) if name == PartName.UPDATE else 0
+        found.append(replace(own, gradients=own.gradients + sums + earlier))
+    return max(found, key=lambda one: one.total)
+
+
 def left_behind(part: Part) -> int:
     """Bytes of what is still alive when a part has run."""
     (births, deaths), last = lifetimes(part), len(part.module.graph.nodes) - 1

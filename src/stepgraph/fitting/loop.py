@@ -242,7 +242,6 @@ class Loop:
             self._tell_end(moment)
         finally:
             self.parts.screen.end()
-            self.graph.release()
             self._report(lambda: self.parts.recorder.end(self.position.step, stopped, self.stopping.who))
             problems = [*self.parts.screen.problems, *self.parts.recorder.problems]
             self.history.notes += [one for one in problems if one not in self.history.notes]

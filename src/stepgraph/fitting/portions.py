@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from stepgraph import draw
-from stepgraph.compiler import memory
 from stepgraph.compiler.program import PartName
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError, DataTypeError, MemoryLimitError, StateError
@@ -144,16 +143,12 @@ class Portions:
         """Bytes for batches in parts of some rows; `whole` batches make their updates in one call."""
         captures = self.graph.device.torch.type == "cuda"
         plans = []
-        for part in (PartName.STEP if whole else PartName.FORWARD, *[PartName.EVALUATION] * self.evaluates):
-            step, parts = self.programs.settled(part, rows)
-            if len(parts) == 1 or captures:
-                plans += [memory.plan(step, one) for one in parts.values()]
-            else:
-                plans.append(memory.plan_passes(step, parts))
+        for part in (PartName.STEP if whole else PartName.SHARD, *[PartName.EVALUATION] * self.evaluates):
+            plans.append(self.programs.plan_for(part, rows))
         lasting = plans[0].total - plans[0].intermediates
         if not captures:
             return lasting + max(plan.intermediates for plan in plans)
-        # Each captured graph keeps its memory, and there is one for each part and number of rows.
+        # Each captured graph keeps its memory, and there is one for each part and number of rows; updates need little.
         together = sum(plan.intermediates for plan in plans) * self._shapes(rows)
         return lasting + together + 2 * rows * self._row_bytes()
 

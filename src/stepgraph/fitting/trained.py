@@ -53,7 +53,6 @@ class Trained:
             raise StateError("fit", "the graph has no loss", fix="pass a loss layer to TrainingGraph")
         if learns and training.optimizer is None:
             raise StateError("fit", "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
-        self._bound: set[Tensor] = set()
         self._owners: dict[str, TrainedLoss] = {}  # the loss of each metric
 
     @property
@@ -140,11 +139,10 @@ class Trained:
             for parts in divided:
                 found.append([])
                 for part in parts:
-                    found[-1].append(self._measured(self._forward(part), part))
-                    self._compare(part, tally)
                     with weighted(index):
-                        adding = ExecutionOptions.ACCUMULATE_GRADIENTS if index else ExecutionOptions.NONE
-                        self.training.execute_gradient(options=adding)
+                        execution = self.training.add_gradients(*part.parts, batch_size=part.rows, adding=index > 0)
+                    found[-1].append(self._measured(execution, part))
+                    self._compare(part, tally)
                     index += 1
         self.training.execute_optimizer_update()
         return found
@@ -282,19 +280,6 @@ class Trained:
         """The losses of a call, on the device; reading the numbers would synchronize."""
         amounts = (loss.amount(batch.rows, partial(self._given, batch)) for loss in self.losses)
         return Measured(execution.losses_on_device, tuple(amounts), batch.rows)
-
-    def release(self) -> None:
-        """Releases data that was bound for an update, so that a later call does not use it."""
-        for tensor in self._bound:
-            tensor.hold(None, "it was bound for one update of fit")
-        self._bound.clear()
-
-    def _forward(self, batch: Batch) -> Execution:
-        for names, part in zip(self._names(), batch.parts, strict=True):
-            tensors = {name: names[name] for name in part}
-            self._bound.update(tensors.values())
-            self.training.bind_and_write_data(part, tensors, self.device, batch_size=batch.rows, synchronous=False)
-        return self.training.execute_forward(batch.rows)
 
     @torch.inference_mode()
     def _scale_gradients(self, factor: torch.Tensor | float) -> None:

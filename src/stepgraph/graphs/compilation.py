@@ -461,8 +461,9 @@ class Compilation:
         persistent = f"{needed - plan.intermediates:,} bytes of parameters, statistics and optimizer state"
         if part == PartName.SHARD:
             where = f"{self.declaration.kind}.{call}"
-            problem = f"a shard of {batch} rows needs {needed:,} bytes even with recomputation; the limit is {limit:,}"
-            fix = "use more shards or smaller batches, or raise the limit"
+            kind = "a shard" if self.is_divided else "one of the batches of an update,"
+            problem = f"{kind} of {batch} rows needs {needed:,} bytes even with recomputation; the limit is {limit:,}"
+            fix = f"use {'more shards or ' * self.is_divided}smaller batches, or raise the limit"
         elif part != PartName.STEP:
             problem = f"'{part}' needs {needed:,} bytes, the limit is {limit:,}"
             whole = "run whole steps with execute, which can recompute results, or raise the limit"

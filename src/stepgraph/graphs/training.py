@@ -539,12 +539,8 @@ class TrainingGraph(CompiledGraph):
             learning = not evaluating and (bool(session.compilation.losses) or session.has_seed(batch))
             if learning and session.state is not None and session.state.is_averaged:
                 require_own(session.state, "execute")
-            if learning and len(self.linked) > 1 and session.compilation.exchanges:
-                raise StateError(
-                    "TrainingGraph.execute",
-                    "a linked graph would not receive the gradients of this one",
-                    fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
-                )
+            if learning:
+                self._require_no_exchange(session)
             if learning and self._shards is not None:
                 self._shards.world.place.step += 1
                 return self._shards.execute(feeds, batch, options, outputs_data, completion)
@@ -574,6 +570,44 @@ class TrainingGraph(CompiledGraph):
             discard = session.discard_results if evaluating else session.discard_everything
             execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)
+
+    def add_gradients(self, *data: Data, batch_size: int, adding: bool) -> Execution:
+        """Runs a batch forward and back as one program, for an update of several batches.
+
+        Unlike after separate passes, only what a whole call keeps is readable, besides the gradients.
+
+        Args:
+            data: inputs, labels and label weights, by name.
+            batch_size: rows of the batch.
+            adding: whether its gradients are added to those of the batches before it.
+        """
+        with turn(self.require_session("execute").device):
+            session = self.refreshed("execute")
+            self._require_no_exchange(session)
+            feeds, batch = session.read(data, batch_size, _NONE)  # type: ignore[arg-type]
+            binding = session.bound(PartName.SHARD, batch)
+            kept = session.gradients.to_add_to([gradient(t) for t in session.compilation.trainable]) if adding else {}
+
+            def keep(found: Arrays) -> Answer:
+                session.hold(binding.executable.results, found)
+                session.has_drawn()
+                session.saved, session.forward_batch = {}, None
+                new = {key: array for key, array in found.items() if key.kind is KeyKind.GRADIENT}
+                session.gradients.replace(added(kept, new))
+                return session.answer(binding.executable, found)
+
+            session.accept(feeds, batch, _NONE)
+            arrays = feeds | session.seeds(batch)
+            return session.launch(binding, arrays, _NONE, None, keep, session.discard_results)
+
+    def _require_no_exchange(self, session: Session) -> None:
+        """Rejects a whole call of a graph whose gradients a linked one needs."""
+        if len(self.linked) > 1 and session.compilation.exchanges:
+            raise StateError(
+                "TrainingGraph.execute",
+                "a linked graph would not receive the gradients of this one",
+                fix="run execute_forward, execute_gradient and execute_optimizer_update on each linked graph",
+            )
 
     @overload
     def execute_forward(

@@ -127,6 +127,8 @@ class Programs:
     def _plan(self, part: PartName, step: Step, parts: Mapping[PartName, Part]) -> MemoryPlan:
         if part in PASSES:
             return memory.plan_passes(step, parts)
+        if part == PartName.SHARD and not step.shards:  # one of the batches of an update
+            return memory.plan_accumulating(step, parts)
         return own_plan(step, parts) if PartName.LAST in parts else memory.plan(step, parts[part])
 
     def settled(self, part: PartName, batch: int) -> tuple[Step, dict[PartName, Part]]:
