@@ -223,6 +223,8 @@ def test_partial_loading_takes_what_fits_and_tells_the_rest(tmp_path: Path) -> N
     report = new.restore(tmp_path, partial=True)
     assert report.missing == ("more.weights", "more.biases") and not report.unexpected and not report.is_complete
     assert [one.name for one in report.mismatched] == ["out.weights", "out.biases"]
+    names = "out.weights, out.biases, more.weights, more.biases"
+    assert report.state == (f"no optimizer state of {names} in the checkpoint, which is at update 3",)
     assert "8 of 12 tensors restored" in str(report) and shapes in str(report)
     after, wanted = state(new), state(old)
     assert all(after[name] == wanted[name] for name in wanted if name[0] in "01" or name == "time_step")

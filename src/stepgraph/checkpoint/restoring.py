@@ -175,7 +175,16 @@ def _state(
         changed.append("the parameter groups of the optimizer, which keep their own numbers")
     if graph.average != described.get("average"):
         changed.append(f"average is {graph.average}, was {described.get('average')}")
-    return Taken(progress, optimizer, tuple(changed)), []
+    return Taken(progress, optimizer, tuple(changed)), _beginning(graph, progress, tensors)
+
+
+def _beginning(graph: Declaration, progress: Progress, tensors: Mapping[int, Tensor]) -> list[str]:
+    """What the report says about parameters that are new to an optimizer which has made updates."""
+    restored = {*tensors.values()}
+    new = [names[0] for t, names in graph.parameter_names.items() if t not in restored and graph.slots(t)]
+    if not new or progress.time_step is None or progress.time_step <= 1:
+        return []
+    return [f"no optimizer state of {', '.join(new)} in the checkpoint, which is at update {progress.time_step:,}"]
 
 
 def _members(optimizer: Optimizer, graph: Declaration) -> list[tuple[set[Tensor], tuple[str, ...]]]:
