@@ -159,6 +159,12 @@ TENSORS = [
 
 OPTIMIZERS = [
     R("rate NaN", lambda k: D(NAN), sg.ArgumentError, "learning_rate.*nan"),
+    R(
+        "rate beyond float32",
+        lambda k: S(1e39),
+        sg.ArgumentError,
+        "learning_rate is 1e.39, beyond .* float32",
+    ),
     R("rate infinite", lambda k: S(math.inf), sg.ArgumentError, "learning_rate.*inf"),
     R("rate text", lambda k: A("0.1"), sg.DataTypeError, r"learning_rate.*'0\.1'"),
     R("no rate", lambda k: S(), sg.ArgumentError, "SGDOptimizer.*learning rate"),

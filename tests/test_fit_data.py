@@ -237,6 +237,8 @@ def test_several_inputs_and_constants() -> None:
     training.compile(sg.Device.cpu(), input_tensors={"c": c}, input_tensors_data={"c": X[:BATCH]})
     sg.fit(training, {"a": X[:16], "b": X[:16], "y": X[:16]}, progress="quiet")
     sg.fit(training, ({"a": X[:16], "b": X[:16]}, X[:16]), accumulate=2, progress="quiet")
+    with pytest.raises(ValueError, match="a tuple was passed as input, but the graph has 2"):
+        sg.fit(training, [((X, X), Y)], progress="quiet")
     with pytest.raises(ValueError, match="one array was passed as input, but the graph has 2"):
         sg.fit(training, (X, X))
 

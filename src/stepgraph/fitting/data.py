@@ -120,7 +120,8 @@ class BatchReader:
             known = ", ".join(f"'{name}'" for name in names) or "none"
             raise DataError(
                 self.what,
-                f"one array was passed as {KINDS[kind]}, but the graph has {len(names)}",
+                f"{'a tuple' if isinstance(part, tuple) else 'one array'} was passed as {KINDS[kind]}, "
+                f"but the graph has {len(names)}",
                 names=known,
                 fix="pass a dictionary by name",
             )

@@ -8,8 +8,12 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from stepgraph.errors import ArgumentError, DataTypeError
 from stepgraph.types import RawEnum
+
+LARGEST = float(np.finfo(np.float32).max)  # updates compute in float32
 
 
 class GradientClippingType(RawEnum):
@@ -194,4 +198,6 @@ def number(where: str, name: str, value: Any) -> Any:
         finite = False
     if not finite:
         raise ArgumentError(where, f"{name} is {value}, not a finite number", fix="check where the value comes from")
+    if abs(float(value)) > LARGEST:
+        raise ArgumentError(where, f"{name} is {value}, beyond the range of float32", fix="pass a smaller number")
     return value
