@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.compiler import filters, kernels
 from stepgraph.compiler.modules import Module, forget_source
-from stepgraph.compiler.program import Program, adopt_tags, reached
+from stepgraph.compiler.program import Program, adopt_tags, fake, reached
 from stepgraph.compiler.randomness import refuse_random
 from stepgraph.compiler.recorder import Unsupported, record
 from stepgraph.compiler.step import (
@@ -94,7 +94,7 @@ def _operators(function: Callable[..., list[torch.Tensor]], fakes: Sequence[torc
 def _has_failed(node: fx.Node) -> bool:
     """Whether an operator has no result, as where a layer tried another one after that."""
     returns = isinstance(node.target, torch_private.OpOverload) and torch_private.schema(node.target).returns
-    return bool(returns) and not node.users and "val" not in node.meta
+    return bool(returns) and not node.users and fake(node) is None
 
 
 def _require_gradients(program: Program) -> None:
