@@ -247,6 +247,8 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     before = parameters(training)
     with pytest.raises(sg.CheckpointError, match="other batches"):
         sg.fit(training, arrays(), batch_size=4, **kept)
+    with pytest.raises(sg.CheckpointError, match="other batches"):
+        sg.fit(training, tuple(one[:-1] for one in arrays()), **kept)
     assert parameters(training) == before
 
 

@@ -179,6 +179,11 @@ class Rows:
         size = min(self.batch_size, self.count)
         return {size, self.count % size or size}
 
+    @property
+    def division(self) -> dict[str, Any]:
+        """What decides which rows are in which batch, besides a seed."""
+        return {"rows": self.count, "batch_size": self.batch_size, "shuffle": bool(self.shuffle)}
+
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; their order depends only on `seed` and `number`."""
         order = np.random.default_rng((*seed, number)).permutation(self.count) if self.shuffle else None
@@ -227,6 +232,11 @@ class Stream:
         """The numbers of rows of batches, as far as they are known beforehand."""
         known = {self.reader.batch(item).rows for item in self.items} | {self.rows}
         return {rows for rows in known if rows is not None}
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """What is known beforehand of which rows are in which batch."""
+        return {"batches": self.known, "batch_size": self.rows}
 
     def epoch(self, number: int, seed: tuple[int, ...], skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from `skip` on; those before are read and discarded."""

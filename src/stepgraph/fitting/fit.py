@@ -137,7 +137,7 @@ def fit(
         recorder = Recorder(training, folder, resume) if folder is not None and first else Unrecorded()
         screen = display(progress if first else "quiet", epochs, graph.device)
         parts = Parts(graph, train, test, given, stopper, Callbacks(others), screen, recorder)
-        loop = Loop(parts, settings, {"batch_size": batch_size, "shuffle": bool(shuffle), "accumulate": accumulate})
+        loop = Loop(parts, settings, {**train.division, "accumulate": accumulate})
         _prepare(loop, resume, remarks)
     _run(loop)
     return loop.history

@@ -414,7 +414,7 @@ class Loop:
                 f"{folder}",
                 f"it was saved within an epoch, which cannot continue with other batches: {shape}",
                 saved=position.shape,
-                fix="pass the same batch_size, shuffle and accumulate",
+                fix="pass the same data, batch_size, shuffle and accumulate",
             )
         self.graph.training.restore(folder)
         self.seed, _ = self.graph.stream
