@@ -72,7 +72,34 @@ class Indexed(Times):
         return x * scope[self.scale]  # type: ignore[index]
 
 
-READS = "its forward reads numbers"
+class Adds(sg.Layer):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        x += 1
+        return x
+
+
+class Doubles(sg.Layer):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        x[:2].mul_(2)  # a view
+        return x
+
+
+class Grows(Times):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * scope.array(self.scale).mul_(1.01)
+
+
+class Rectifies(sg.LossLayer):
+    def forward(self, x: torch.Tensor, *labels: torch.Tensor, scope: sg.Scope) -> torch.Tensor:
+        return super().forward(torch.relu_(x), *labels, scope=scope)
+
+
+class Noise(sg.Layer):
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x + torch.rand(3)
+
+
+READS, WRITES = "its forward reads numbers", "its forward changes source 1 in place"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +108,26 @@ READS = "its forward reads numbers"
         (Unscoped, sg.DataTypeError, "its forward does not take scope", "def forward(self, x, *, scope)"),
         *((one, sg.StateError, READS, "torch.where instead of if") for one in (Item, Branch, ByNumpy, Listed, Masked)),
         (Elsewhere, sg.DeviceError, "an array that is on another device", "device=x.device"),
+        *((one, sg.ArgumentError, WRITES, "as in x + 1 or torch.relu(x)") for one in (Adds, Doubles)),
+        (Noise, sg.ArgumentError, "random operator aten.rand", "scope.random(shape)"),
     ],
 )
 def test_a_forward_that_cannot_be_recorded_names_the_fix(layer: Any, kind: Any, problem: str, fix: str) -> None:
     with pytest.raises(kind) as caught:
         sg.Graph().node(layer(), sg.Tensor((4, 3)))
     assert problem in str(caught.value) and fix in str(caught.value) and f"'{layer.__name__}'" in str(caught.value)
+
+
+def test_a_forward_that_changes_a_parameter_or_a_prediction_is_refused() -> None:
+    with pytest.raises(sg.ArgumentError, match="its forward changes 'scale' in place"):
+        sg.Graph().node(Grows(sg.Tensor((3,), fill=1.0)), sg.Tensor((4, 3)))
+    graph, loss = sg.Graph(), Rectifies(sg.LossDescriptor(sg.LossType.MEAN_SQUARED_ERROR))
+    x = sg.Tensor((4, 3))
+    graph.node(sg.FullyConnectedLayer.create(3, 3), x)
+    training = sg.TrainingGraph([graph], loss)
+    training.add_inputs({"x": x}, {"y": sg.Tensor((4, 3))})
+    with pytest.raises(sg.ArgumentError, match=WRITES):
+        training.compile("cpu")
 
 
 @pytest.mark.parametrize("layer", [Times, Before, Linear, Indexed])

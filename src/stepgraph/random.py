@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stepgraph.errors import ArgumentError, MemoryLimitError
-from stepgraph.system.torch_private import OpOverload, schema
+from stepgraph.system.torch_private import DispatchMode, OpOverload, schema
 from stepgraph.types import RandomInitializerType
 
 _Result = TypeVar("_Result")
@@ -189,6 +189,28 @@ def draws_from_generator(operator: Any, args: Sequence[Any], kwargs: Mapping[str
     switched_off = any(given.get(name) is False for name in _SWITCHES)
     drops_nothing = any(isinstance(given.get(name), int | float) and given[name] == 0 for name in _SHARES)
     return not (switched_off or drops_nothing)
+
+
+class Drawn(Exception):
+    """An operator drew from PyTorch's generator; its name is the argument."""
+
+
+class Refusals(DispatchMode):
+    """Raises `Drawn` at the first operator that draws from PyTorch's generator."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if draws_from_generator(operator, args, kwargs or {}):
+            raise Drawn(str(operator).rpartition(".")[0])
+        return operator(*args, **(kwargs or {}))
+
+
+def refusal(where: str, operator: Any) -> ArgumentError:
+    """The error for a layer whose forward calls a random operator of PyTorch."""
+    return ArgumentError(
+        where,
+        f"its forward calls PyTorch's random operator {operator}, which a step cannot reproduce",
+        fix="draw from the graph's stream: scope.keep_mask(x, rate), or scope.random(shape) for [0, 1)",
+    )
 
 
 def require_no_python_draws(where: str, record: Callable[[], _Result]) -> _Result:

@@ -845,3 +845,10 @@ def test_random_numbers_come_from_the_graphs_stream(name: str) -> None:
     sg.set_seed(3)
     assert losses() == first and len(set(first)) == 3
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_operator_without_an_answer_is_named(whole: bool) -> None:
+    made = model(lambda self, x: self.b(torch.poisson(self.a(x).abs())))
+    with pytest.raises(sg.ArgumentError, match=r"random operator aten\.poisson.*[\s\S]*\n.*torch\.rand"):
+        sg.from_torch(made, X, whole=whole)

@@ -12,8 +12,7 @@ from torch import fx
 
 from stepgraph.compiler.program import notes
 from stepgraph.compiler.step import Step
-from stepgraph.errors import ArgumentError
-from stepgraph.random import draws_from_generator
+from stepgraph.random import draws_from_generator, refusal
 
 
 def refuse_random(graph: fx.Graph, step: Step) -> None:
@@ -22,11 +21,7 @@ def refuse_random(graph: fx.Graph, step: Step) -> None:
         if is_random(node):
             name = notes(node).layer
             where = next((one.where for one in step.nodes if step.names.get(one.layer, one.layer.label) == name), name)
-            raise ArgumentError(
-                where,
-                f"its forward calls PyTorch's random operator {_name(node.target)}, which a step cannot reproduce",
-                fix="draw from the graph's stream: scope.keep_mask(x, rate), or scope.random(shape) for [0, 1)",
-            )
+            raise refusal(where, _name(node.target))
 
 
 def is_random(node: fx.Node) -> bool:

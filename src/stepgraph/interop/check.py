@@ -64,6 +64,8 @@ def _computed(model: nn.Module, example: Example, imported: Imported, sizes: Seq
         )
         try:
             results, drew = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
+        except ArgumentError:
+            raise
         except Exception as error:
             raise StateError(
                 f"{WHERE} ({type(model).__name__})",

@@ -18,7 +18,7 @@ from stepgraph.interop.arguments import extents_in, held_in, makes, numbers_in
 from stepgraph.interop.capture import Capture, Event, Held
 from stepgraph.interop.rows import are_alike
 from stepgraph.layers.glue import Call, Program, Value
-from stepgraph.layers.torch_answers import Drawn, Refusals
+from stepgraph.random import Drawn, Refusals
 from stepgraph.system import surroundings
 from stepgraph.tensors.extents import BatchExtent
 

@@ -15,8 +15,9 @@ import torch
 
 from stepgraph.errors import ArgumentError
 from stepgraph.layers.layer import Layer, Scope, constant
-from stepgraph.layers.torch_answers import Answers, Drawn, Refusals
+from stepgraph.layers.torch_answers import Answers
 from stepgraph.layers.torch_functions import function
+from stepgraph.random import Drawn, Refusals
 from stepgraph.system import torch_private
 from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -196,6 +197,7 @@ class GlueLayer(Layer):
 
     source_counts: ClassVar[tuple[int, int | None]] = (0, None)
     default_label: ClassVar[str] = "Glue"
+    copies_what_it_changes: ClassVar[bool] = True
     may_stop_gradients: ClassVar[bool] = True
 
     @property

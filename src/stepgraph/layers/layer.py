@@ -28,12 +28,12 @@ from typing import Any, ClassVar, Self, dataclass_transform
 
 import torch
 
-from stepgraph.errors import DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, StateError, StepgraphError, reason, user_line
 from stepgraph.layers.failures import explained
 from stepgraph.layers.likeness import likeness
 from stepgraph.layers.over_ranks import sum_over_ranks
-from stepgraph.random import keep_mask, require_no_python_draws, uniform
-from stepgraph.system import surroundings
+from stepgraph.random import Drawn, Refusals, keep_mask, refusal, require_no_python_draws, uniform
+from stepgraph.system import surroundings, torch_private
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor, TensorParameter
@@ -184,6 +184,7 @@ class Layer:
     full_precision: ClassVar[bool] = False  # compute in float32 even in mixed precision
     own_precision: ClassVar[bool] = False  # in mixed precision, read sources and tensors in the types they declare
     moves: ClassVar[bool] = False  # returns elements of its sources unchanged
+    copies_what_it_changes: ClassVar[bool] = False  # once its forward was seen to change an array in place
     may_stop_gradients: ClassVar[bool] = False  # its forward may detach what depends on a parameter, as it was written
     layer_id: ClassVar[int] = 0  # an instance gets its 1-based position when it joins a graph
     device_type: ClassVar[DeviceType | None] = None  # an instance gets its device when its graph is compiled
@@ -383,16 +384,20 @@ class Layer:
         self, sources: Sequence[TensorDescriptor], batch: tuple[int, int], training: bool
     ) -> tuple[TensorDescriptor, ...]:
         """What `forward` returns for arrays without memory."""
-        tensors = {**self.parameters, **self.statistics, **self.constants}.values()
+        tensors = {**self.parameters, **self.statistics, **self.constants}
         try:
             with surroundings.tracing(), Uninterrupted(), torch.no_grad(), self.without_memory() as array:
-                own = {tensor: array(tensor.descriptor) for tensor in tensors}
+                own = {tensor: array(tensor.descriptor) for tensor in tensors.values()}
                 stream = array(TensorDescriptor((2,), DataType.INT64))
                 scope = Scope(own, training=training, stream=stream, batch=batch)
                 arrays = [*map(array, sources)]
-                results = require_no_python_draws(self.where, lambda: self.forward(*arrays, scope=scope))
+                given = {f"source {number}": one for number, one in enumerate(arrays, 1)}
+                with self._unchanged(given | {f"'{name}'": own[tensor] for name, tensor in tensors.items()}):
+                    results = require_no_python_draws(self.where, lambda: self._called(arrays, scope))
         except StepgraphError:
             raise
+        except Drawn as error:
+            raise refusal(self.where, error) from error
         except Exception as error:  # whatever a layer's torch code raises, the error names the layer
             known = explained(self.where, self.forward, error)
             if known is not None:
@@ -418,6 +423,29 @@ class Layer:
                 fix="keep one dimension, as in x.mean().reshape(1)",
             )
         return tuple(TensorDescriptor(tuple(array.shape), DataType.of(array.dtype)) for array in found)
+
+    def _called(self, arrays: Sequence[torch.Tensor], scope: Scope) -> Any:
+        try:
+            return self.forward(*arrays, scope=scope)
+        except StepgraphError:
+            raise
+        except Exception:
+            with Refusals():  # the reason may be random numbers, which have memory
+                self.forward(*arrays, scope=scope)
+            raise
+
+    @contextmanager
+    def _unchanged(self, arrays: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Rejects a change in place meanwhile: others read these arrays too, and they may be the user's own."""
+        before = {name: torch_private.version(array) for name, array in arrays.items()}
+        yield
+        for name, array in arrays.items():
+            if torch_private.version(array) != before[name] and not self.copies_what_it_changes:
+                raise ArgumentError(
+                    self.where,
+                    f"its forward changes {name} in place",
+                    fix="compute a new array, as in x + 1 or torch.relu(x); pass a new statistic to scope.update",
+                )
 
     @contextmanager
     def without_memory(self) -> Iterator[Callable[[TensorDescriptor], torch.Tensor]]:

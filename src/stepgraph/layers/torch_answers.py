@@ -1,7 +1,7 @@
 """What a PyTorch module calls, answered as a graph needs it: random numbers from its stream, batch norm as a function.
 
 PyTorch's own answers read its global generator, or write running statistics in place where no one sees it. `Answers`
-replaces them while a module runs; `Refusals` stops at whatever still draws from PyTorch's generator.
+replaces them while a module runs; `stepgraph.random.Refusals` stops at whatever still draws from its generator.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
 from stepgraph.layers.torch_grouped import grouped_product
 from stepgraph.layers.torch_recurrent import in_type, is_packed, recurrent
-from stepgraph.random import draws_from_generator
 from stepgraph.system import torch_private
-from stepgraph.system.torch_private import DispatchMode
 
 # Constants of SELU, from which alpha dropout keeps mean and variance.
 _SELU = 1.7580993408473766
@@ -545,16 +543,3 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
 }
-
-
-class Drawn(Exception):
-    """An operator drew from PyTorch's generator; its name is the argument."""
-
-
-class Refusals(DispatchMode):
-    """Raises `Drawn` at the first operator that draws from PyTorch's generator."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws_from_generator(operator, args, kwargs or {}):
-            raise Drawn(str(operator).rpartition(".")[0])
-        return operator(*args, **(kwargs or {}))

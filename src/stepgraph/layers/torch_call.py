@@ -27,8 +27,9 @@ from stepgraph.errors import (
 )
 from stepgraph.layers.failures import explained
 from stepgraph.layers.layer import Scope
-from stepgraph.layers.torch_answers import Answers, Drawn, Refusals
+from stepgraph.layers.torch_answers import Answers
 from stepgraph.layers.torch_state import Entry, Role, entries, flattened, holding, is_supported, kind_of, type_names
+from stepgraph.random import Drawn, Refusals
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import MAX_DIMENSIONS
 

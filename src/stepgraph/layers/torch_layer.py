@@ -67,6 +67,7 @@ class TorchLayer(Layer):
 
     source_counts = (0, None)
     own_precision = True  # in mixed precision, PyTorch's autocast decides
+    copies_what_it_changes = True
     may_stop_gradients = True
 
     def __post_init__(self) -> None:
