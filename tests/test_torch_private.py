@@ -35,6 +35,11 @@ PRIVATE = {
     "torch._C._cuda_releasePool": ("end_allocations", "capture a step again after another thread broke it"),
     "torch.Tensor._version": ("version", "know whether fed indices have changed since they were checked"),
     "torch.Tensor._base": ("base", "know the array that fed indices are a part of"),
+    "torch.Tensor._backward_hooks": ("gradient_hooks", "refuse modules whose hooks a step would not call"),
+    "torch.Tensor._post_accumulate_grad_hooks": (
+        "later_gradient_hooks",
+        "refuse modules whose hooks a step would not call",
+    ),
     "torch._grouped_mm": ("grouped_mm", "record mixtures of experts"),
     "torch._foreach_add_": ("foreach_add_", "accumulate gradients"),
     "torch._foreach_copy_": ("foreach_copy_", "copy a batch into the memory of a CUDA graph"),

@@ -369,6 +369,19 @@ def averaging(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) - self.b(x)
 
 
+class Scaled(nn.Module):
+    """A product with normalized weights, which an attribute holds; at first it is a view of the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.effective = self.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.effective = self.weight / self.weight.norm()
+        return F.linear(x, self.effective)
+
+
 class Repeated(nn.Module):
     """Learned rows, as many as it is told."""
 
@@ -455,6 +468,21 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Any, Outcome]] = {
     ),
     "an array that is changed through its data": (lambda: model(zeros_through_data), X, {"a": "native"}),
     "a result that is changed through its data": (lambda: model(result_through_data), X, {"a": "native"}),
+    "an attribute that begins as a view of a parameter": (
+        lambda: model(lambda self, x: self.b(self.scaled(x)), scaled=Scaled()),
+        X,
+        {"b": "native"},
+    ),
+    "spectral_norm of a new layer": (
+        lambda: model(lambda self, x: self.b(self.last(x)), last=nn.utils.spectral_norm(nn.Linear(6, 6))),
+        X,
+        {"b": "native"},
+    ),
+    "a parameter without elements": (
+        lambda: model(lambda self, x: self.b(self.a(x)) + self.none.sum(), none=nn.Parameter(torch.zeros(0, 6))),
+        X,
+        {"": "wrapped"},
+    ),
     "experts": (lambda: model(lambda self, x: self.last(self.a(x)), last=Experts()), X, {"last": "wrapped"}),
     "experts between modules": (
         lambda: model(lambda self, x: experts(self, self.a(x)), weight=nn.Parameter(torch.randn(3, 8, 8))),
@@ -845,6 +873,74 @@ def test_random_numbers_come_from_the_graphs_stream(name: str) -> None:
     sg.set_seed(3)
     assert losses() == first and len(set(first)) == 3
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_only_the_optimizer_changes_parameters_that_share_memory(frozen: bool) -> None:
+    made = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), Scaled())
+    made.requires_grad_(not frozen)
+    before = {name: one.detach().clone() for name, one in made.named_parameters()}
+    imported = sg.from_torch(nn.Sequential(made, nn.Linear(6, 6)), X)
+    labels = sg.Tensor((sg.BATCH, 6))
+    training = imported.training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1 if frozen else 0.0), labels)
+    training.compile("cpu")
+    for _ in range(2):
+        training.execute({"input": X}, {"labels": X})
+    assert all(torch.equal(one, before[name]) for name, one in made.named_parameters())
+
+
+def in_place_through_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.view.mul_(0.9)
+    return self.a(x) + self.b(x)
+
+
+def test_a_parameter_that_is_changed_under_another_name_is_refused() -> None:
+    made = model(in_place_through_attribute)
+    made.view = made.a.weight.data
+    with pytest.raises(sg.StateError, match=r"changes the parameter 'a.weight' in place, as 'view'"):
+        sg.from_torch(made, X)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused_by_name(hook: str, whole: bool) -> None:
+    made = model(lambda self, x: self.b(self.a(x)))
+    handle = getattr(made.a.weight, hook)(lambda gradient: None)
+    with pytest.raises(sg.StateError, match=r"parameter 'a\.weight' has a hook on its gradient"):
+        sg.from_torch(made, X, whole=whole)
+    handle.remove()
+    sg.from_torch(made, X, whole=whole)
+
+
+def projected(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.b(x @ torch.randn(6, 6, generator=torch.Generator().manual_seed(7)))
+
+
+def seeded(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return self.b(self.a(x)[:, torch.randperm(6)])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("forward", [projected, seeded])
+def test_numbers_of_a_seed_in_the_model_are_refused(forward: Any, whole: bool) -> None:
+    """PyTorch draws the same ones in every call; the graph's stream would draw others."""
+    with pytest.raises(sg.StateError, match=r"generator with a seed of its own[\s\S]*register a buffer"):
+        sg.from_torch(model(forward), X, whole=whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_only_training_draws_is_named_then(whole: bool) -> None:
+    def mixed(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x * torch.distributions.Beta(0.4, 0.4).sample() if self.training else x)
+
+    imported = sg.from_torch(model(mixed), X, whole=whole)
+    training = imported.training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), sg.Tensor((sg.BATCH, 6)))
+    with pytest.raises(sg.ArgumentError, match=r"random operator aten\._sample_dirichlet[\s\S]*use torch\.rand"):
+        training.compile("cpu")
+        training.execute({"x": X}, {"labels": X})
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -15,6 +15,7 @@ from stepgraph.errors import ShapeError, StateError, StepgraphError, shown_as
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer
+from stepgraph.random import Drawn
 from stepgraph.system.surroundings import FULL, Precision
 from stepgraph.tensors.extents import BatchExtent, shape_at
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
@@ -426,7 +427,8 @@ class Step:
                     sources = (found[t] for t in node.arguments)
                     results = node.layer.infer(*sources, batch=self.batch, training=self.training)
             except StepgraphError as error:
-                if self.batch[0] == self.batch[1] or isinstance(error, StateError):  # not because of its rows
+                because_of_rows = not isinstance(error, StateError) and not isinstance(error.__cause__, Drawn)
+                if self.batch[0] == self.batch[1] or not because_of_rows:
                     raise
                 where = node.where.replace(f"'{node.layer.label}'", f"'{self.name(node.layer)}'", 1)
                 if isinstance(self.batch[0], BatchExtent):

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph.errors import ArgumentError, StateError, StepgraphError, raised_line, reason
 from stepgraph.interop.example import WHERE, Example
-from stepgraph.layers.failures import explained
+from stepgraph.layers.failures import OWN_SEED, explained
 from stepgraph.layers.glue import OFF, Named, Place, Rest, Slice, Value
 from stepgraph.layers.torch_functions import name_of
 from stepgraph.layers.torch_grouped import grouped_product
@@ -184,6 +184,7 @@ class _Recorder(TorchFunctionMode):
         self._modes = {module: module.training for module in model.modules()}
         self._own = set[int]()  # identities of all arrays that the model's modules hold themselves
         self._uniform = set[int]()  # identities of random numbers in [0, 1)
+        self._seed = torch.initial_seed()
 
     # Arrays
 
@@ -262,6 +263,8 @@ class _Recorder(TorchFunctionMode):
 
     def _described_array(self, array: torch.Tensor) -> Any:
         if id(array) in self._numbers:
+            if self._numbers[id(array)] in self._state and not array.numel():
+                self._problem("uses a parameter or a buffer without elements")
             return Value(self._numbers[id(array)])
         if not isinstance(array, torch_private.FakeTensor):
             position = next((n for n, one in enumerate(self._found.held) if one is array), len(self._found.held))
@@ -284,6 +287,8 @@ class _Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         if called in _UNSEEN:
             self._problem(_UNSEEN[called])
+        if torch.initial_seed() != self._seed:
+            raise RuntimeError(OWN_SEED)
         certain = self._certain(called, args)
         if certain is not None:
             return torch.tensor(certain)
@@ -530,6 +535,9 @@ def _explained(model: nn.Module, error: Exception) -> StepgraphError:
     where, line = f"{WHERE} ({type(model).__name__})", raised_line(error, "torch")
     place = {"line": line} if line else {}
     known = explained(where, _with_scope, error)
+    if known is not None and OWN_SEED in str(error):
+        known.facts.update(place)
+        return known
     if known is not None:
         return StateError(
             where,

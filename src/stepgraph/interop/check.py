@@ -64,7 +64,7 @@ def _computed(model: nn.Module, example: Example, imported: Imported, sizes: Seq
         )
         try:
             results, drew = _results(imported, {imported.inputs[n]: values[n] for n in imported.inputs}, rows, example)
-        except ArgumentError:
+        except (ArgumentError, StateError):  # rows have no part in it
             raise
         except Exception as error:
             raise StateError(

@@ -18,6 +18,8 @@ class _Known(NamedTuple):
     fix: str
 
 
+OWN_SEED = "a forward seeds a generator"
+
 _READS_NUMBERS = _Known(
     (
         "item() cannot be called on",
@@ -54,7 +56,14 @@ _ASSIGNS_DATA = _Known(
     "its forward assigns the .data of an array, which a recording does not see",
     "assign the buffer itself, or write into it: with torch.no_grad(): self.mean.copy_(new)",
 )
-KNOWN = (_READS_NUMBERS, _OTHER_DEVICE, _DECLARATION, _ASSIGNS_DATA)
+_OWN_SEED = _Known(
+    (OWN_SEED,),
+    StateError,
+    "its forward draws from a generator with a seed of its own, but a step draws from the graph's stream",
+    "leave out generator= and manual_seed for new numbers in every step; for numbers that stay the same, draw them in "
+    "__init__ and register a buffer",
+)
+KNOWN = (_OWN_SEED, _READS_NUMBERS, _OTHER_DEVICE, _DECLARATION, _ASSIGNS_DATA)
 
 
 def explained(where: str, forward: Callable[..., Any], error: Exception) -> StepgraphError | None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from stepgraph.layers.failures import OWN_SEED
 from stepgraph.layers.layer import Scope
 from stepgraph.layers.normalization import batch_normalize
 from stepgraph.layers.torch_grouped import grouped_product
@@ -45,7 +46,7 @@ class Answers(TorchFunctionMode):
         super().__init__()
         self.draws = start
         self.moved: dict[int, torch.Tensor] = {}
-        self._scope = scope
+        self._scope, self._seed = scope, torch.initial_seed()
         self.single: dict[int, torch.Tensor] = {}  # single draws of `torch.rand`, by id
         self._opened: list[Any] = []
 
@@ -59,6 +60,8 @@ class Answers(TorchFunctionMode):
         if out is not None:
             given = {name: value for name, value in given.items() if name != "out"}
         answer = _ANSWERS.get(function)
+        if given.get("generator") is not None:
+            raise RuntimeError(OWN_SEED)
         found = function(*args, **given) if answer is None else answer(self, function, *args, **given)
         return found if out is None else _written(out, found)
 
@@ -76,7 +79,7 @@ class Answers(TorchFunctionMode):
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         """Numbers in `[0, 1)`, float32."""
-        self.draws += 1
+        self._count()
         return self._scope.random(shape)
 
     def positive(self, shape: Sequence[int]) -> torch.Tensor:
@@ -103,8 +106,13 @@ class Answers(TorchFunctionMode):
 
     def keep(self, x: torch.Tensor, shape: Sequence[int], rate: float) -> torch.Tensor:
         """1 with probability `1 - rate`, else 0, in the type of `x`."""
-        self.draws += 1
+        self._count()
         return self._scope.keep_mask(x.new_empty(tuple(shape)), rate).to(x.dtype)
+
+    def _count(self) -> None:
+        if torch.initial_seed() != self._seed:
+            raise RuntimeError(OWN_SEED)
+        self.draws += 1
 
 
 def _written(out: Any, found: Any) -> Any:

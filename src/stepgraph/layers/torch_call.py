@@ -109,6 +109,10 @@ class ModuleCall:
         self.moving |= moved.keys()
         return Ran(_results(where, output, held.values(), self._returned), moved)
 
+    def writes_into(self, name: str) -> bool:
+        """Whether a call changed an array in place, as opposed to assigning another one."""
+        return name in self._in_place
+
     def places(self) -> list[int] | None:
         """The sources that the call has places for; None if it takes any number."""
         return None if self._call is None else sorted(set(_places(self._call)))

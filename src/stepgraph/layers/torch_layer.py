@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, UnknownNameError
+from stepgraph.errors import ArgumentError, DataTypeError, ShapeError, StateError, UnknownNameError
 from stepgraph.layers.layer import Layer, Scope
 from stepgraph.layers.torch_call import ModuleCall
-from stepgraph.layers.torch_state import Entry, Role, evaluating, require_usable
+from stepgraph.layers.torch_state import Entry, Role, evaluating, overlap, require_usable
 from stepgraph.system import torch_private
 from stepgraph.tensors.tensor import MAX_DIMENSIONS, Tensor, TensorDescriptor
 from stepgraph.types import DataType
@@ -147,6 +147,15 @@ class TorchLayer(Layer):
                 scope.update(self.tensors[name], array.reshape(self.tensors[name].shape))
         return results
 
+    def infer(
+        self, *sources: TensorDescriptor, batch: tuple[int, int] = (0, 0), training: bool = True
+    ) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of the results; what the module assigns gets memory of its own."""
+        found = super().infer(*sources, batch=batch, training=training)
+        for name in self.code.moving:
+            _part_from_parameters(self, name)
+        return found
+
     def copy_to_module(self) -> None:
         """Copies the current values into the module: after training on a GPU, or with `share=False`."""
         with torch.no_grad():
@@ -156,6 +165,17 @@ class TorchLayer(Layer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r}, {type(self.module).__name__})"
+
+
+def _part_from_parameters(layer: TorchLayer, name: str) -> None:
+    """Gives an array its own memory if it lies in that of a parameter, as `self.scaled = self.weight.data` does."""
+    tensor = layer.tensors[name]
+    for other, parameter in layer.parameters.items():
+        if overlap(tensor.array(), parameter.array()):
+            if layer.code.writes_into(name):
+                problem = f"its module changes the parameter '{other}' in place, as '{name}'"
+                raise StateError(layer.where, problem, fix="let the attribute hold a copy: weight.detach().clone()")
+            tensor.hold(tensor.array().clone())
 
 
 class _Made(NamedTuple):

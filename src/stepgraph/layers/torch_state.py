@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stepgraph.errors import ArgumentError, DataTypeError, StateError
+from stepgraph.system import torch_private
 from stepgraph.types import DataType
 
 _EMPTY = CellType()
@@ -242,6 +243,13 @@ def require_usable(where: str, module: nn.Module) -> None:
         raise DataTypeError(where, problem, fix="pass the module that it was made from")
     for one in entries(module):
         _require_array(where, f"{one.role.value} '{one.name}'", one.array)
+        hooks = torch_private.gradient_hooks(one.array), torch_private.later_gradient_hooks(one.array)
+        if one.role is Role.PARAMETER and any(hooks):
+            raise StateError(
+                where,
+                f"its parameter '{one.name}' has a hook on its gradient, which a step would not call",
+                fix="remove the hook; gradients can be changed between execute_gradient and execute_optimizer_update",
+            )
     for path, part in module.named_modules():
         if getattr(part, "track_running_stats", False) and getattr(part, "momentum", 0.1) is None:
             name = f"'{path}' ({type(part).__name__})" if path else type(part).__name__
@@ -259,6 +267,14 @@ def _require_array(where: str, name: str, array: torch.Tensor) -> None:
         fix = "hold torch.view_as_real of it, and call torch.view_as_complex in forward"
         fix = fix if array.is_complex() else f"convert it to one of {type_names()}"
         raise DataTypeError(where, f"its {name} is {kind_of(array)}", fix=fix)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous arrays have memory in common."""
+    if one.device != other.device:
+        return False
+    ends = one.data_ptr() + one.nbytes, other.data_ptr() + other.nbytes
+    return max(one.data_ptr(), other.data_ptr()) < min(ends)
 
 
 def is_supported(array: torch.Tensor) -> bool:

@@ -53,6 +53,12 @@ version: Callable[[torch.Tensor], int] = attrgetter("_version")
 base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The array that a view is a part of, or None; no public name provides it."""
 
+gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""What `backward` calls with the gradient of a parameter; no public name provides it."""
+
+later_gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""What `backward` calls when it has added that gradient; no public name provides it."""
+
 grouped_mm = torch._grouped_mm
 """Products of groups of rows; the public `grouped_mm` calls it, and only it is seen by a mode."""
 
