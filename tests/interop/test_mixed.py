@@ -30,6 +30,33 @@ def turning_later(self: Any, x: torch.Tensor, times: torch.Tensor) -> torch.Tens
     return self.b(y) + torch.cat([angles.sin(), angles.cos()], 1)
 
 
+def turning_beside(self: Any, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """One stretch makes angles and what a layer's result goes into."""
+    h = self.a(x) * 2
+    angles = times[:, None] * self.rates
+    return self.b(h) + torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def turning_by_parameters(self: Any, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    angles = times[:, None] * (self.learned * 2)
+    y = self.b(self.a(x) + angles.sum(1, keepdim=True) * 0)
+    return y + torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def attending(self: Any, x: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """No key is known of the first row: the mean of all, not 0 / 0."""
+    h = self.a(x) + x
+    bias = torch.where(known[:, None, :], 0.0, torch.finfo(torch.float32).min)
+    q, k = self.b(h).view(-1, 3, 2), self.a(h).view(-1, 3, 2)
+    return ((q @ k.transpose(1, 2) + bias).softmax(-1) @ h.view(-1, 3, 2)).flatten(1)
+
+
+def attending_with_its_type(self: Any, x: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    q, k = self.a(x).view(-1, 3, 2), self.b(x).view(-1, 3, 2)
+    scores = (q @ k.transpose(1, 2)).masked_fill(~known[:, None, :], torch.finfo(q.dtype).min)
+    return (scores.softmax(-1) @ q).flatten(1)
+
+
 def with_loss(self: Any, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(self.b(self.a(x)), classes)
 
@@ -47,10 +74,20 @@ def sampled(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 RATES = torch.tensor([1.0, 17.3, 301.7])
 TIMES = torch.arange(8) * 11.7 + 3.1
+KNOWN = torch.arange(24).view(8, 3) % 5 > 1
+KNOWN[0] = False
 MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]] = {
     # name: forward, parts, inputs
     "angles": (turning, {"rates": RATES}, {"x": X, "times": TIMES}),
     "angles of another stretch": (turning_later, {"rates": RATES}, {"x": X, "times": TIMES}),
+    "angles beside what a layer computed": (turning_beside, {"rates": RATES}, {"x": X, "times": TIMES}),
+    "angles of parameters": (
+        turning_by_parameters,
+        {"learned": nn.Parameter(RATES.clone())},
+        {"x": X, "times": TIMES},
+    ),
+    "a mask beside what a layer computed": (attending, {}, {"x": X, "known": KNOWN}),
+    "a mask of the least number": (attending_with_its_type, {}, {"x": X, "known": KNOWN}),
     "its own loss": (with_loss, {}, {"x": X, "classes": torch.arange(8) % 6}),
     "its own loss, by hand": (by_hand, {}, {"x": X, "classes": torch.arange(8) % 6}),
     "a gain": (lambda self, x: self.b(self.a(x) * self.gain), {"gain": nn.Parameter(torch.rand(6))}, {"x": X}),

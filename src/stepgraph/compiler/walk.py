@@ -148,7 +148,8 @@ class _Walk:
             with shown_as(node.layer.label, partial(step.name, node.layer)):
                 results = forward([_as(source, computed) for source in sources], scope)
             results = tuple(
-                one if node.is_loss or node.layer.keeps_type(one) else _as(one, step.compute_type) for one in results
+                one if node.is_loss or node.layer.keeps_type(position, one) else _as(one, step.compute_type)
+                for position, one in enumerate(results)
             )
             self.drew |= scope.drew
             for tensor, new in scope.updates.items():

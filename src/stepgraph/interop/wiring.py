@@ -13,7 +13,7 @@ from stepgraph.graph import Graph
 from stepgraph.interop.capture import state_of
 from stepgraph.interop.native import native_layer
 from stepgraph.interop.plan import GlueNode, ModuleNode, Plan, Wire, is_exact
-from stepgraph.layers.glue import Call, GlueLayer, Program, Slice, Value
+from stepgraph.layers.glue import Call, GlueLayer, Origin, Program, Slice, Value
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.torch_call import Source
 from stepgraph.layers.torch_layer import TorchLayer
@@ -50,14 +50,14 @@ class Wired:
         outputs: the tensors of the model's results.
         rows: one per node.
         values: the tensor of each wire.
-        early: inputs, and what functions make of them and of buffers alone.
+        origins: what wires depend on, if not on layers.
     """
 
     graph: Graph
     outputs: dict[str, Tensor] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     values: dict[Wire, Tensor] = field(default_factory=dict)
-    early: set[Wire] = field(default_factory=set)
+    origins: dict[Wire, Origin] = field(default_factory=dict)
 
 
 class Wiring:
@@ -95,7 +95,7 @@ class Wiring:
     def wire(self, plan: Plan, inputs: Mapping[str, Tensor]) -> Wired:
         """The graph of a plan."""
         values = {Wire("input", name): tensor for name, tensor in inputs.items()}
-        found = Wired(Graph(), values=values, early=set(values))
+        found = Wired(Graph(), values=values, origins=dict.fromkeys(values, Origin.INPUT))
         for wire, node in plan.nodes.items():
             if isinstance(node, ModuleNode):
                 self._module(found, wire, node)
@@ -125,12 +125,13 @@ class Wiring:
         assert programs[0] is not None
         label = node.path or type(self._model).__name__
         exact = any(one is not None and is_exact(one) for one in programs)
-        early = not parameters and found.early.issuperset(node.sources)
+        origins = tuple(int(found.origins.get(source, Origin.LAYER)) for source in node.sources)
         own = tuple(parameters), tuple(buffers)
-        layer = GlueLayer(programs[0], programs[1], *own, self._rows, exact, early, label=label)
+        layer = GlueLayer(programs[0], programs[1], *own, self._rows, exact, origins, label=label)
         self._node(found, wire, layer, node)
-        if early:
-            found.early.update(Wire(wire.kind, wire.owner, position) for position in range(len(node.results)))
+        found.origins.update(
+            (Wire(wire.kind, wire.owner, position), layer.origin(position)) for position in range(len(node.results))
+        )
         called = dict.fromkeys(call.function.rpartition(".")[2].strip("_") for call in node.training.calls)
         found.rows.append(Row(layer, node.path, ", ".join(called), GLUE, _why_glue(node)))
 

@@ -6,10 +6,12 @@ tensors, then what the calls return. Everything in it is a plain value, so a glu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +25,16 @@ from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
 _NAMED = (torch.dtype, torch.memory_format, torch.layout)
+_FILLS = {"masked_fill", "masked_fill_", "where", "fill_", "full_like", "new_full", "index_fill", "index_fill_", "pad"}
 OFF = "off"  # where a model switches autocast off
+
+
+class Origin(IntEnum):
+    """What a value depends on: the largest of what it is computed from."""
+
+    INPUT = 0  # inputs and buffers alone
+    PARAMETER = 1  # parameters, too
+    LAYER = 2  # results of layers, too
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,16 @@ class Call:
     differentiable: bool = True
     autocast: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The function's name alone."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def read(self) -> set[int]:
+        """The numbers of the values that it reads."""
+        return {*_numbers((self.arguments, dict(self.settings)))}
+
     def __post_init__(self) -> None:
         if function(self.function) is None:
             raise ArgumentError(
@@ -108,17 +129,79 @@ class Program:
     written: tuple[int, ...] = ()
     scalars: tuple[int, ...] = ()
 
-    def run(self, arrays: list[torch.Tensor], rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def origins(self, first: Sequence[Origin]) -> dict[int, Origin]:
+        """What each value depends on, from what the sources and own tensors do."""
+        found = dict(enumerate(first))
+        for call in self.calls:
+            origin = max((found[n] for n in call.read), default=Origin.INPUT)
+            found.update(dict.fromkeys((*call.results, *(new for _, new in call.changed)), origin))
+        return found
+
+    def run(
+        self, arrays: Sequence[torch.Tensor], rows: int, device: torch.device, mixed: Mixed | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """The results for the arrays of the sources and own tensors."""
         values = {n: array.reshape(()) if n in self.scalars else array for n, array in enumerate(arrays)}
         values.update({n: values[n].clone() for n in self.written})
         for call in self.calls:
+            given = values if mixed is None else mixed.given(call, values)
             with _modes(call, device):
-                arguments = read(call.arguments, values, rows, device)
-                returned = _named(call)(*arguments, **read(dict(call.settings), values, rows, device))
+                arguments, settings = read((call.arguments, dict(call.settings)), given, rows, device)
+                if call.name in _FILLS:
+                    arguments, settings = _in_range(arguments), _in_range(settings)
+                returned = _named(call)(*arguments, **settings)
             values.update(zip(call.results, leaves(returned), strict=True))
             values.update({new: values[old] for old, new in call.changed})
         return tuple(values[n] for n in self.results)
+
+
+class Mixed(NamedTuple):
+    """How the values of a program meet in mixed precision.
+
+    What layers computed has the compute type. A parameter is rounded to it where it meets such a value, and not where
+    it meets inputs alone: angles from times and learned rates need all bits.
+
+    Args:
+        compute_type: the type in which layers compute.
+        origins: what each value depends on.
+    """
+
+    compute_type: torch.dtype
+    origins: Mapping[int, Origin]
+
+    def given(self, call: Call, values: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """The values as a call reads them."""
+        if all(self.origins[n] < Origin.LAYER for n in call.read):
+            return values
+        rounded = {n for n in call.read if self.origins[n] is Origin.PARAMETER}.difference(n for n, _ in call.changed)
+        return {**values, **{n: self._rounded(values[n]) for n in rounded}}
+
+    def _rounded(self, array: torch.Tensor) -> torch.Tensor:
+        return array.to(self.compute_type) if array.dtype is torch.float32 else array
+
+
+def _numbers(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Value):
+        yield tree.number
+    elif isinstance(tree, list | tuple | dict):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from _numbers(one)
+    elif isinstance(tree, Slice):
+        yield from _numbers((tree.start, tree.stop, tree.step))
+
+
+def _in_range(arguments: Any) -> Any:
+    """Numbers to fill with, at most the largest of half-precision arrays: they were recorded for float32."""
+    kinds = {one.dtype for one in leaves(arguments)} & {torch.float16, torch.bfloat16}
+    largest = min((torch.finfo(kind).max for kind in kinds), default=math.inf)
+
+    def limited(value: Any) -> Any:
+        is_beyond = isinstance(value, float) and largest < abs(value) < math.inf
+        return math.copysign(largest, value) if is_beyond else value
+
+    if isinstance(arguments, dict):
+        return {name: limited(one) for name, one in arguments.items()}
+    return [limited(one) for one in arguments]
 
 
 def _named(call: Call) -> Callable[..., Any]:
@@ -163,8 +246,8 @@ def leaves(returned: Any) -> Iterator[torch.Tensor]:
     """The arrays that a function returned, in order."""
     if isinstance(returned, torch.Tensor):
         yield returned
-    elif isinstance(returned, list | tuple):
-        for one in returned:
+    elif isinstance(returned, list | tuple | dict):
+        for one in returned.values() if isinstance(returned, dict) else returned:
             yield from leaves(one)
 
 
@@ -178,8 +261,8 @@ class GlueLayer(Layer):
         buffers: the same for tensors that do not change; they follow the parameters.
         rows: the batch size where a call does not say; `BATCH` if every size is possible.
         exact: compute in float32 also in mixed precision. Otherwise PyTorch's autocast decides, as in a `TorchLayer`;
-            parameters have the type of layers' results.
-        early: whether no layer computes anything it reads: then its results are not rounded.
+            parameters have the type of layers' results where they meet them.
+        origins: what each source depends on; None if that is unknown, so that it may be layers.
 
     Example:
         >>> double = Program((Call("torch.mul", (Value(0), 2), results=(1,)),), (1,))
@@ -193,7 +276,7 @@ class GlueLayer(Layer):
     buffers: tuple[Tensor, ...] = constant(default=())
     rows: int = 1
     exact: bool = False
-    early: bool = False
+    origins: tuple[int, ...] | None = None
 
     source_counts: ClassVar[tuple[int, int | None]] = (0, None)
     default_label: ClassVar[str] = "Glue"
@@ -210,9 +293,21 @@ class GlueLayer(Layer):
         """Whether sources keep their types in mixed precision: what no layer computed has not been rounded."""
         return not self.exact
 
-    def keeps_type(self, result: torch.Tensor) -> bool:
+    def keeps_type(self, position: int, result: torch.Tensor) -> bool:
         """Whether a result is not rounded in mixed precision: angles from positions, a loss."""
-        return self.early or result.numel() == 1
+        return result.numel() == 1 or self.origin(position) < Origin.LAYER
+
+    def origin(self, position: int) -> Origin:
+        """What a result depends on, in training or in inference."""
+        if self.origins is None:
+            return Origin.LAYER
+        programs = [one for one in (self.training, self.inference) if one is not None]
+        return max(self._origins(one, len(self.origins))[one.results[position]] for one in programs)
+
+    def _origins(self, program: Program, sources: int) -> dict[int, Origin]:
+        first = [Origin.LAYER] * sources if self.origins is None else map(Origin, self.origins)
+        own = [Origin.PARAMETER] * len(self.tensors) + [Origin.INPUT] * len(self.buffers)
+        return program.origins([*first, *own])
 
     def check(self, *sources: TensorDescriptor) -> None:
         """Accepts sources of every type: the functions were recorded with them."""
@@ -238,10 +333,9 @@ class GlueLayer(Layer):
     def _run(
         self, arrays: Sequence[torch.Tensor], scope: Scope, compute_type: torch.dtype | None
     ) -> tuple[torch.Tensor, ...]:
-        parameters, buffers = ([scope.array(one) for one in own] for own in (self.tensors, self.buffers))
-        if compute_type is not None and not self.early:
-            parameters = [one.to(compute_type) if one.dtype is torch.float32 else one for one in parameters]
-        every = [*arrays, *parameters, *buffers]
+        every = [*arrays, *(scope.array(one) for one in (*self.tensors, *self.buffers))]
+        program = self.program(scope.training)
+        mixed = None if compute_type is None else Mixed(compute_type, self._origins(program, len(arrays)))
         device = next((array.device for array in every), None) or _device(scope)
         rows = scope.batched(self.rows) if scope.batch[1] else int(self.rows)
         try:
@@ -250,7 +344,7 @@ class GlueLayer(Layer):
                     stack.enter_context(mode)
                 if compute_type is not None:
                     stack.enter_context(torch.autocast(device.type, compute_type, cache_enabled=False))
-                return self.program(scope.training).run(every, rows, device)
+                return program.run(every, rows, device, mixed)
         except Drawn as error:
             problem = f"it calls PyTorch's random operator {error}, which a step cannot reproduce"
             fix = "use torch.rand, torch.randn or F.dropout, which draw from the graph's stream"

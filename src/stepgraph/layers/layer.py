@@ -335,7 +335,7 @@ class Layer:
         """Whether sources of this type are accepted; the answer is the same on every device."""
         return data_type.is_floating
 
-    def keeps_type(self, result: torch.Tensor) -> bool:
+    def keeps_type(self, position: int, result: torch.Tensor) -> bool:
         """Whether, in mixed precision, a result keeps the type that `forward` gave it instead of the compute type."""
         return False
 

@@ -128,7 +128,7 @@ class TorchLayer(Layer):
             problem = f"its call uses the sources {used}, but the node has {len(sources)}"
             raise ArgumentError(self.where, problem, fix="use Source(0), Source(1), …, one for every source")
 
-    def keeps_type(self, result: torch.Tensor) -> bool:
+    def keeps_type(self, position: int, result: torch.Tensor) -> bool:
         """Whether a result is not rounded in mixed precision: one number may be a loss."""
         return result.numel() == 1
 
