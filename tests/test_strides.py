@@ -308,6 +308,48 @@ NARROW = [  # images, filters, stride, padding, transposed
 ]
 
 
+UNWRITTEN = [  # images, filters, strides, padding, transposed
+    ((8, 8, 6, 2), (8, 8, 3, 2), (1, 2), (1, 0), False),
+    ((8, 8, 6, 4), (16, 8, 3, 3), (1, 3), (2, 0), False),
+    ((8, 8, 3, 5, 3), (8, 8, 5, 3, 5), (2, 1, 3), (2, 1, 1), False),
+    ((8, 8, 1, 6, 5), (8, 8, 3, 3, 3), (2, 1, 1), (1, 1, 1), False),
+    ((4, 8, 3, 2, 6), (8, 8, 3, 5, 3), (1, 1, 1), (2, 0, 0), True),
+    ((4, 8, 4, 1), (8, 8, 3, 3), (1, 3), (1, 0), True),
+    ((4, 8, 9, 9), (8, 8, 3, 3), (2, 2), (1, 1), False),
+]
+
+
+@pytest.mark.parametrize(("images", "filters", "strides", "padding", "transposed"), UNWRITTEN)
+def test_convolutions_write_their_whole_result(
+    images: tuple[int, ...],
+    filters: tuple[int, ...],
+    strides: tuple[int, ...],
+    padding: tuple[int, ...],
+    transposed: bool,
+) -> None:
+    """In bfloat16, processors with AMX leave parts of it, and of the source's gradient, as they find them in memory."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in (images, filters))
+    zeros, ones = [0] * len(strides), [1] * len(strides)
+    settings = ([*strides], [*padding], ones, transposed, zeros, 1)
+    g = torch.randn(aten.convolution.default(x, w, None, *settings).shape, generator=generator)
+
+    def both(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = aten.convolution_backward.default(g, x, w, None, *settings, [True, True, False])
+        return aten.convolution.default(x, w, None, *settings), *found[:2]
+
+    given = [one.bfloat16() for one in (g, x, w)]
+    with FakeTensorMode():
+        module = make_fx(both)(*(torch.empty(one.shape, dtype=one.dtype) for one in given))
+    corrections.correct(module.graph, torch.device("cpu"))
+    module.recompile()
+    for _ in range(3):
+        poison = [torch.full((size,), 1e36) for size in (64, 256, g.numel() // 2 + 1, g.numel()) for _ in range(4)]
+        del poison
+        for found, right in zip(module(*given), both(*(one.double() for one in given)), strict=True):
+            torch.testing.assert_close(found.double(), right, rtol=0.02, atol=0.02 * right.abs().max().item())
+
+
 @pytest.mark.parametrize(("images", "filters", "stride", "padding", "transposed"), NARROW)
 def test_gradients_of_filters_that_read_only_padding_are_zero(
     images: tuple[int, ...], filters: tuple[int, ...], stride: int, padding: tuple[int, int], transposed: bool

@@ -27,7 +27,7 @@ class ParameterGroup:
     `parameters` can be assigned at any time, and the next update uses them.
 
     Args:
-        parameters: one selector or several. Text is a pattern for names as the graph prints them, such as
+        parameters: one selector or several. Text is a pattern for names of `state_dict()`, such as
             `"dense.weights"` or `"*.biases"`; the kind of a layer also stands for its name, so that
             `"*Normalization*.*"` selects the parameters of all normalization layers, whatever their labels. A function
             takes the name and the tensor and returns whether the group has it. A tensor selects itself.
@@ -204,9 +204,7 @@ def require_matches(where: str, groups: Sequence[ParameterGroup], names: Names) 
                 where,
                 f"the group {_text(one)} of the optimizer matches no parameter",
                 known=", ".join(known[:MOST_NAMES]) + more,
-                fix=f'did you mean "{close[0]}"'
-                if close
-                else "use names that print(training) shows, or * for any text",
+                fix=f'did you mean "{close[0]}"' if close else "use names of training.state_dict(), or * for any text",
             )
 
 

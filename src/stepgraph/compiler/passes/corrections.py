@@ -5,6 +5,8 @@ Each entry describes the bug and where it was seen; remove it when every support
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -38,6 +40,8 @@ def correct(graph: fx.Graph, device: torch.device) -> None:
             _correct_groups(node)
         elif node.target in PRODUCTS and device.type == "cpu":
             _correct_product(node)
+        elif node.target is aten.convolution.default and device.type == "cpu":
+            _correct_convolution(node)
         elif node.target is aten.convolution_backward.default and device.type == "cpu":
             _correct_filters(node)
 
@@ -103,8 +107,39 @@ def _correct_filters(node: fx.Node) -> None:
     settings = zip(strides, paddings, dilations, strict=True)
     unread = any(map(_reads_only_padding, large.shape[2:], small.shape[2:], filters.shape[2:], settings))
     narrow = images.shape[1] == 1 and any(map(int.__lt__, images.shape[2:], strides))
-    if unread or narrow:
+    if unread or narrow or (transposed and _is_unwritten(small.shape[2:], filters.shape[2:], strides)):
         half.compute_in_float32(node)
+
+
+def _correct_convolution(node: fx.Node) -> None:
+    """x86 processors with AMX, PyTorch 2.13: of some bfloat16 convolutions, parts of the result are not written.
+
+    A transposed convolution computes the gradient of its source in the same way.
+    """
+    images, filters = (fake(one) for one in node.args[:2] if isinstance(one, fx.Node))
+    strides, transposed = cast(Any, node.args[3]), node.args[6]
+    is_affected = images.dtype is torch.bfloat16 and not transposed
+    if is_affected and _is_unwritten(fake(node).shape[2:], filters.shape[2:], strides):
+        half.compute_in_float32(node)
+
+
+def _is_unwritten(places: Sequence[int], taps: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether that was seen for such images: many volumes, and images of one column from wider windows and steps.
+
+    Args:
+        places: how often a filter is applied along each axis.
+        taps: the numbers of a filter along each axis.
+        strides: its strides.
+    """
+    one_column = len(places) == 2 and places[1] == 1 < places[0] and taps[1] > 1 and strides[1] > 1
+    return (one_column or len(places) == 3) and _has_amx()
+
+
+@cache
+def _has_amx() -> bool:
+    if hasattr(torch.cpu, "get_capabilities"):
+        return bool(torch.cpu.get_capabilities().get("amx_tile", False))
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _reads_only_padding(extent: int, count: int, taps: int, settings: tuple[int, int, int]) -> bool:
