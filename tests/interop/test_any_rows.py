@@ -59,6 +59,18 @@ def expanded_if_needed(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.a(x) + start)
 
 
+def normalized_from(rows: int, in_training: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y - y.mean(0) if len(x) >= rows and self.training is in_training else y)
+
+    return forward
+
+
+def in_pieces(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.b(torch.cat([self.a(one) - one.mean() for one in x.split(1024)]))
+
+
 class Part(nn.Module):
     forward = part
 
@@ -79,6 +91,36 @@ FORWARDS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str,
         "native",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        normalized_from(256, in_training=False),
+        normalized_from(4096, in_training=False),
+        lambda self, x: self.b(self.a(x)) - x[: min(3000, len(x))].mean(0),
+        in_pieces,
+    ],
+)
+def test_what_a_model_does_with_many_rows_is_seen(forward: Any) -> None:
+    made = model(forward).eval()
+    imported = sg.from_torch(made, torch.randn(4, 6))
+    graph = sg.InferenceGraph([imported.graph])
+    graph.add_inputs(imported.inputs)
+    graph.compile("cpu")
+    for rows in (3, 4096, 5000):
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+        assert apart(graph.execute({"x": x}).result.torch(), made(x).detach()) < 1e-5, rows
+
+
+def test_what_a_model_does_with_many_rows_in_training_is_seen() -> None:
+    made = model(normalized_from(256, in_training=True)).train()
+    x = torch.randn(300, 6)
+    wanted = made(x).square().mean().item()
+    labels = sg.Tensor((sg.BATCH, 6))
+    training = sg.from_torch(made, x[:4]).training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), labels)
+    training.compile("cpu")
+    assert training.execute({"x": x}, {"labels": torch.zeros(300, 6)}).loss == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("examples", [1, 4, 32])

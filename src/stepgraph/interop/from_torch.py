@@ -23,6 +23,8 @@ from stepgraph.layers.torch_state import entries, evaluating
 from stepgraph.tensors.extents import BATCH
 from stepgraph.tensors.tensor import Tensor
 
+MANY = 4099  # more rows than the sizes at which models divide a batch; a prime, so that what they round shows
+
 
 def from_torch(
     model: nn.Module,
@@ -187,6 +189,7 @@ def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...])
         example, first, more = _of_two_sizes(model, example, cut)
         training = first if more is None else joined(first, more)
         in_training = None if more is None else _for_one_row(model, example, cut, training)
+        _require_for_many_rows(model, example, cut, training, more)
     with _mode(model, False, fixed):
         second = capture(model, example, first.rows, cut)
         if more is None:
@@ -194,6 +197,7 @@ def _both(model: nn.Module, example: Example, cut: _Cut, fixed: tuple[str, ...])
         inference = transferred(training, first, second)
         if inference is None:
             inference = joined(second, capture(model, example, more.rows, cut))
+        _require_for_many_rows(model, example, cut, inference, more)
         in_inference = _for_one_row(model, example, cut, inference)
     if in_training is not None and in_inference is None:  # a comparison, in inference mode, would not see it
         raise in_training
@@ -226,6 +230,16 @@ def _for_one_row(model: nn.Module, example: Example, cut: _Cut, found: Capture) 
     except StepgraphError:
         pass
     return None
+
+
+def _require_for_many_rows(model: nn.Module, example: Example, cut: _Cut, found: Capture, more: Capture | None) -> None:
+    """Raises `Differs` if the calls for many rows differ from what a joined recording says.
+
+    Models may treat large batches in another way, as `min(256, len(x))` does.
+    """
+    for many in (MANY, -(-MANY // found.rows) * found.rows) if more is not None and more.rows < MANY else ():
+        with suppress(StepgraphError):
+            return require_calls(found, capture(model, example, many, cut))
 
 
 def _wanted(model: nn.Module, outputs: Sequence[str] | None, training: Capture, inference: Capture) -> list[str]:
