@@ -96,6 +96,31 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     assert np.isfinite(net.step())
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "phases"])
+def test_a_batch_beyond_float16_leaves_no_trace_in_statistics(whole: bool) -> None:
+    sg.set_seed(0)
+    x, y, graph = sg.Tensor((8, 4)), sg.Tensor((8, 2)), sg.Graph()
+    norm = sg.BatchNormalizationLayer.create()
+    graph.dense(graph.relu(graph.node(norm, graph.dense(x, 6))), 2)
+    training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.05))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile("cpu", compute_type="float16")
+    rows = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    for factor in (1, 1, 1e5, 1):
+        data = {"x": rows * np.float32(factor)}, {"y": rows[:, :2]}
+        if whole:
+            training.execute(*data)
+        else:
+            training.execute_forward(*data)
+            training.execute_gradient()
+            training.execute_optimizer_update()
+        if factor == 1:
+            before = norm.mean.numpy().copy(), norm.variance.numpy().copy()
+            assert all(map(np.isfinite, np.concatenate(before).ravel()))
+        else:
+            assert np.array_equal(np.stack(before), np.stack((norm.mean.numpy(), norm.variance.numpy())))
+
+
 def test_loss_scale_is_for_float16_alone() -> None:
     net = Network("bfloat16")
     assert net.training.loss_scale is None

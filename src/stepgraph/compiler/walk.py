@@ -166,6 +166,8 @@ class _Walk:
         for tensor, new in self.updates.items():
             with _tagged(self.step.names.get(tensor, "statistics"), Phase.FORWARD):
                 array = self.arrays[value(tensor)]
+                if self.step.scales_loss and new.is_floating_point():  # such a batch makes no update either
+                    new = torch.where(new.isfinite(), new, array)
                 array.copy_(new if accepted is None else torch.where(accepted, new, array))
             del self.values[tensor]
         if self.drew:
