@@ -295,11 +295,12 @@ class Compilation:
     def usual_batch(self) -> int:
         """The rows that programs usually run: the declared ones, or those of their largest shard.
 
-        For `BATCH`, those of the last program, and before the first a few.
+        For `BATCH`, the most of a whole call so far, before the first those of the last program, if there is one.
         """
         if not self.feeds.is_open:
             return self.rows_at_once(self.feeds.batch)
-        return int(self.programs.last_batch or self.feeds.batch)
+        whole = (rows for part, rows in self.programs.executables if part == self.whole)
+        return int(max(whole, default=self.programs.last_batch or self.feeds.batch))
 
     def prepare(self, call: str) -> None:
         """Builds what a call with the declared batch size runs; with `BATCH`, checks what can be checked before."""
