@@ -230,6 +230,9 @@ def test_the_memory_plan_is_that_of_a_stated_size_or_of_what_ran() -> None:
     assert model.training.memory_plan.total == 0
     assert "memory_plan_for(rows)" in str(model.training)
     assert model.training.memory_plan_for(20).total == declared.training.memory_plan.total
+    for rows in (0, -1, 1.5, True):
+        with pytest.raises(sg.ArgumentError, match="memory_plan_for: batch_size is"):
+            model.training.memory_plan_for(rows)  # type: ignore[arg-type]
     model.training.execute(*batch(20))
     assert model.training.memory_plan.total == declared.training.memory_plan.total
     assert "BATCH×3" in str(model.training) and "total" in str(model.training)

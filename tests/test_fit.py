@@ -319,6 +319,7 @@ def untouched() -> sg.TrainingGraph:
         ({"metrics": [sg.accuracy, sg.accuracy]}, ValueError, "have the same name"),
         ({"metrics": [3]}, TypeError, "not a function"),
         ({"resume": True}, ValueError, "resume needs checkpoints"),
+        ({"save_every": 2}, ValueError, "save_every needs a folder"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_done(
@@ -335,6 +336,8 @@ def test_wrong_settings_are_refused_before_anything_is_done(
 def test_graphs_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(TypeError, match="Graph is not a TrainingGraph"):
         sg.fit(sg.Graph(), arrays())
+    with pytest.raises(TypeError, match="evaluate: InferenceGraph is not a TrainingGraph"):
+        sg.evaluate(sg.InferenceGraph(), arrays())  # type: ignore[arg-type]
     graph, x = sg.Graph(), sg.Tensor((BATCH, FEATURES), label="x")
     graph.node(sg.FullyConnectedLayer.create(FEATURES, 1), x)
     training = sg.TrainingGraph([graph], None, sg.SGDOptimizer(learning_rate=0.1))

@@ -69,7 +69,7 @@ def find_learning_rate(
         raise ArgumentError("find_learning_rate", problem, fix="use 0 < lowest < highest")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise ArgumentError("find_learning_rate", f"steps is {steps!r}", fix="pass an integer ≥ 2")
-    graph = Trained(training)
+    graph = Trained(training, "find_learning_rate")
     batches = source(training, data, batch_size, shuffle)
     rates = [lowest * (highest / lowest) ** (n / (steps - 1)) for n in range(steps)]
     losses: list[float] = []

@@ -121,6 +121,8 @@ def fit(
             prefetch=_optional_count("prefetch", prefetch, 0),
             stops_at_nan=_stops(on_nan),
         )
+        if settings.folder is None and settings.save_every is not None:
+            raise ArgumentError("fit", "save_every needs a folder to save to", fix="pass checkpoints=folder")
         train = source(training, data, _optional_count("batch_size", batch_size, 1), shuffle)
         test = None if validation is None else source(training, validation, batch_size, what="validation", strict=False)
         _require_repeating(epochs, train, test)
@@ -191,7 +193,7 @@ def evaluate(
         >>> evaluate(training, (pictures, classes), metrics=[accuracy])  # doctest: +SKIP
         {'loss': 0.11, 'accuracy': 0.97}
     """
-    graph = Trained(training, learns=False)
+    graph = Trained(training, "evaluate", learns=False)
     given = graph.metrics(metrics)
     batches = source(training, data, _optional_count("batch_size", batch_size, 1))
     tally = graph.evaluated(batches, given, _optional_count("prefetch", prefetch, 0))

@@ -40,19 +40,19 @@ class Trained:
 
     portion: int | None = None
 
-    def __init__(self, training: TrainingGraph, learns: bool = True) -> None:
+    def __init__(self, training: TrainingGraph, where: str = "fit", learns: bool = True) -> None:
         if not isinstance(training, TrainingGraph):
-            raise DataTypeError("fit", f"{type(training).__name__} is not a TrainingGraph", fix="pass a TrainingGraph")
-        session = training.require_session("fit")
+            raise DataTypeError(where, f"{type(training).__name__} is not a TrainingGraph", fix="pass a TrainingGraph")
+        session = training.require_session(where)
         self.training, self.device = training, session.device
         compiled = session.compilation
         self.shards = compiled.shards
         pairs = zip(compiled.loss_names, compiled.losses, strict=True)
         self.losses = [TrainedLoss(name, node) for name, node in pairs]
         if not self.losses:
-            raise StateError("fit", "the graph has no loss", fix="pass a loss layer to TrainingGraph")
+            raise StateError(where, "the graph has no loss", fix="pass a loss layer to TrainingGraph")
         if learns and training.optimizer is None:
-            raise StateError("fit", "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
+            raise StateError(where, "the graph has no optimizer", fix="pass an optimizer to TrainingGraph")
         self._owners: dict[str, TrainedLoss] = {}  # the loss of each metric
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 from zlib import crc32
 
@@ -441,6 +442,8 @@ class Compilation:
 
     def memory_plan_for(self, batch: int) -> MemoryPlan:
         """The memory that a whole call would need with another batch size; nothing is kept."""
+        if isinstance(batch, bool) or not isinstance(batch, Integral) or batch < 1:
+            raise ArgumentError("memory_plan_for", f"batch_size is {batch!r}", fix="pass a number of rows")
         return self.traced_again().programs.plan_for(self.whole, self.rows_at_once(self.batch_size(batch)))
 
     def traced_again(self) -> Compilation:

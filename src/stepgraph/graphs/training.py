@@ -302,9 +302,10 @@ class TrainingGraph(CompiledGraph):
         return 0 if self._shards is None else self._shards.session.compilation.traffic.total
 
     def inference(self, *, weights: str = "current", **settings: Any) -> InferenceGraph:
-        """An inference graph over the same layers: it sees every update and takes the same inputs, without labels.
+        """An inference graph over the same layers, which sees every update.
 
-        It leaves out losses and what only they read, and is compiled as this graph is, if this graph is compiled.
+        It leaves out losses and labels, and inputs that only they need. If this graph is compiled, it is compiled, too,
+        with the same settings.
 
         Args:
             weights: `"current"`, or `"average"` for the moving averages of the parameters, which it follows, too.
