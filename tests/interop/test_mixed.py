@@ -135,6 +135,15 @@ def test_an_imported_model_is_as_close_to_float32_as_in_autocast(name: str, comp
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 2 * rounding * scale
 
 
+def test_an_operator_without_the_type_is_named_with_a_fix() -> None:
+    imported = sg.from_torch(model(lambda self, x: self.b(torch.special.bessel_j0(self.a(x)))), X)
+    graph = sg.InferenceGraph([imported.graph])
+    graph.add_inputs(imported.inputs)
+    graph.compile("cpu", compute_type="bfloat16")
+    with pytest.raises(sg.ExecutionError, match=r"not implemented for 'BFloat16'[\s\S]*as by x\.float\(\)"):
+        graph.execute({"x": X})
+
+
 def test_a_loss_that_the_model_returns_is_not_rounded() -> None:
     made = model(with_loss)
     inputs = MODELS["its own loss"][2]

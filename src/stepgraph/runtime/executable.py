@@ -402,8 +402,10 @@ class Executable:
     def _explained(self, error: Exception) -> ExecutionError:
         """The error to raise for what a kernel raised."""
         if not _is_out_of_memory(error):
-            problem = f"the device failed: {reason(error)}"
-            return ExecutionError(self._failed(error), problem, fix="check the data of this call")
+            fix = "check the data of this call"
+            if self.step.compute_type is not None and re.search("BFloat16|Half", str(error)):  # an operator without it
+                fix = "compile without compute_type, or compute this part in float32, as by x.float()"
+            return ExecutionError(self._failed(error), f"the device failed: {reason(error)}", fix=fix)
         return ExecutionError(
             self._failed(error),
             f"{self.step.device} is out of memory: {reason(error)}",
