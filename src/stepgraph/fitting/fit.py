@@ -109,7 +109,7 @@ def fit(
         stopper = watcher(others, watch=watch, better=better, patience=patience, restore_best=restore_best)
         limit, folder = bytes_of(memory_limit), None if run is None else as_path("fit", run)
         if limit is not None and graph.shards:
-            problem = f"memory_limit divides batches, but the graph was compiled with {graph.shards} shards"
+            problem = "memory_limit divides batches, but a graph compiled with parallel divides them itself"
             raise ArgumentError("fit", problem, fix="leave memory_limit out, and use more shards")
         settings = Settings(
             epochs=_count("epochs", epochs, 0),

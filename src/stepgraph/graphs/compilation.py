@@ -154,7 +154,7 @@ class Compilation:
         found = joined(self.device.torch, parallel.timeout)
         if parallel.shards < found.size:
             problem = f"{parallel.shards} shards cannot be divided among {found.size} ranks"
-            raise ArgumentError("compile", problem, fix=f"use a multiple of {found.size} shards, or fewer ranks")
+            raise ArgumentError("compile", problem, fix=f"use at least {found.size} shards, or fewer ranks")
         return found
 
     @property

@@ -42,7 +42,7 @@ class Plans:
             raise StateError(where, f"the graph has no {missing}, so there is no update to divide", fix="add one")
         if parallel.shards < int(ranks):
             problem = f"{parallel.shards} shards cannot be divided among {ranks} ranks"
-            raise ArgumentError(where, problem, fix=f"use a multiple of {ranks} shards, or fewer ranks")
+            raise ArgumentError(where, problem, fix=f"use at least {ranks} shards, or fewer ranks")
         rows = to_plan.batch_size(batch)
         largest, least = to_plan.rows_at_once(rows), rows // parallel.shards
         shards = self._recorded(to_plan, [largest, least] if 0 < least < largest else [largest])

@@ -1,7 +1,8 @@
-"""Measures the implementations of an operator once, on the real shapes, and remembers the fastest.
+"""Measures the implementations of an operator once, on the real shapes, and remembers which to use.
 
-Each implementation is checked against the reference and timed. `choices.py` keeps the choice, by processor or GPU,
-thread count and PyTorch version, so that later runs compute the same numbers.
+Each implementation is checked against the reference, which is PyTorch's own, and timed. The fastest is chosen if it
+takes less than `GAIN` times the reference's time, otherwise the reference. `choices.py` keeps the choice, by processor
+or GPU, thread count and PyTorch version, so that later runs compute the same numbers.
 
 Other programs on the machine can make any run slower, never faster. So the fastest run of each implementation counts.
 A choice is disturbed if it would be another one without the time that the losers lost to something else. It is used,
@@ -61,7 +62,7 @@ class Measurement:
     """What was measured.
 
     Args:
-        chosen: the name of the fastest implementation.
+        chosen: the name of the implementation to use.
         seconds: the fastest run of each implementation whose results were right.
         spread: by which share the second fastest run of each was slower; 0 if there was only one.
         disturbed: whether something else that ran may have decided it.

@@ -167,8 +167,9 @@ class Traffic:
 def traffic(owned: Slices, together: Buckets, shards: int, world: int, rank: int, *, order: bool = True) -> Traffic:
     """The bytes that a rank sends in one update.
 
-    With as many ranks as a power of two, and a multiple of as many shards, that is `2 (ranks - 1) / ranks` times the
-    bytes of all gradients, as for an ordinary reduction. Otherwise a rank may have to send several partial sums.
+    With as many ranks as a power of two, a multiple of as many shards, and equal slices, that is
+    `2 (ranks - 1) / ranks` times the bytes of all gradients, as for an ordinary reduction. Otherwise a rank may have to
+    send several partial sums, and what it updates is padded to the largest slice of any rank.
 
     Args:
         owned: the slices of all ranks.
