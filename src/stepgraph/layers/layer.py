@@ -20,7 +20,7 @@ import dataclasses
 import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
@@ -429,10 +429,20 @@ class Layer:
             return self.forward(*arrays, scope=scope)
         except StepgraphError:
             raise
-        except Exception:
-            with Refusals():  # the reason may be random numbers, which have memory
-                self.forward(*arrays, scope=scope)
+        except Exception as error:
+            drawn = self._drawn(arrays, scope)
+            if drawn is not None:
+                raise drawn from error
             raise
+
+    def _drawn(self, arrays: Sequence[torch.Tensor], scope: Scope) -> Drawn | None:
+        """The first draw from PyTorch's generator: such numbers have memory, and do not fit the sources."""
+        with suppress(Exception), Refusals():
+            try:
+                self.forward(*arrays, scope=scope)
+            except Drawn as error:
+                return error
+        return None
 
     @contextmanager
     def _unchanged(self, arrays: Mapping[str, torch.Tensor]) -> Iterator[None]:
