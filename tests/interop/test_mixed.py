@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 
 import stepgraph as sg
@@ -117,6 +118,8 @@ MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any], dict[str, t
 @pytest.mark.parametrize("compute_type", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_imported_model_is_as_close_to_float32_as_in_autocast(name: str, compute_type: str) -> None:
+    if name == "a quantile" and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("quantile itself reads numbers in this PyTorch")
     forward, parts, inputs = MODELS[name]
     made = model(forward, **parts)
     imported = sg.from_torch(made, inputs)
