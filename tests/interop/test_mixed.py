@@ -89,6 +89,11 @@ MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any], dict[str, t
     ),
     "a mask beside what a layer computed": (attending, {}, {"x": X, "known": KNOWN}),
     "a mask of the least number": (attending_with_its_type, {}, {"x": X, "known": KNOWN}),
+    "a mask of the least number, by keyword": (
+        lambda self, x, known: self.a(x).masked_fill(known.repeat(1, 2), value=torch.finfo(x.dtype).min).softmax(1),
+        {},
+        {"x": X, "known": KNOWN},
+    ),
     "its own loss": (with_loss, {}, {"x": X, "classes": torch.arange(8) % 6}),
     "its own loss, by hand": (by_hand, {}, {"x": X, "classes": torch.arange(8) % 6}),
     "a gain": (lambda self, x: self.b(self.a(x) * self.gain), {"gain": nn.Parameter(torch.rand(6))}, {"x": X}),

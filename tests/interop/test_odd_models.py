@@ -898,8 +898,10 @@ def in_place_through_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_parameter_that_is_changed_under_another_name_is_refused() -> None:
     made = model(in_place_through_attribute)
     made.view = made.a.weight.data
-    with pytest.raises(sg.StateError, match=r"changes the parameter 'a.weight' in place, as 'view'"):
-        sg.from_torch(made, X)
+    layer = sg.TorchLayer(made)
+    for wire in (lambda: sg.from_torch(made, X), *[lambda: sg.Graph().node(layer, sg.Tensor((4, 6)))] * 2):
+        with pytest.raises(sg.StateError, match=r"changes the parameter 'a.weight' in place, as 'view'"):
+            wire()
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from stepgraph.interop.capture import Event, Held
-from stepgraph.layers.glue import Slice, Value
+from stepgraph.layers.glue import Value, found_in
 from stepgraph.tensors.extents import BatchExtent
-
-_Leaf = TypeVar("_Leaf")
 
 
 def makes(event: Event) -> list[int]:
@@ -19,30 +17,14 @@ def makes(event: Event) -> list[int]:
 
 def numbers_in(tree: Any) -> Iterator[int]:
     """The numbers of the values in arguments, in order."""
-    return (one.number for one in _leaves(tree, Value))
+    return (one.number for one in found_in(tree, Value))
 
 
 def held_in(tree: Any) -> Iterator[int]:
     """The numbers of the arrays with memory in arguments."""
-    return (one.number for one in _leaves(tree, Held))
+    return (one.number for one in found_in(tree, Held))
 
 
 def extents_in(tree: Any) -> Iterator[BatchExtent]:
     """The extents that follow the batch in arguments, in order."""
-    return _leaves(tree, BatchExtent)
-
-
-def _leaves(tree: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
-    if isinstance(tree, kind):
-        yield tree
-    else:
-        for one in _parts(tree):
-            yield from _leaves(one, kind)
-
-
-def _parts(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, list | tuple):
-        return tree
-    if isinstance(tree, dict):
-        return tree.values()
-    return (tree.start, tree.stop, tree.step) if isinstance(tree, Slice) else ()
+    return found_in(tree, BatchExtent)

@@ -7,11 +7,11 @@ tensors, then what the calls return. Everything in it is a plain value, so a glu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from stepgraph.system import torch_private
 from stepgraph.tensors.extents import BATCH, PROBES, BatchExtent, joined
 from stepgraph.tensors.tensor import Tensor, TensorDescriptor
 
+_Found = TypeVar("_Found")
 _NAMED = (torch.dtype, torch.memory_format, torch.layout)
 _FILLS = {"masked_fill", "masked_fill_", "where", "fill_", "full_like", "new_full", "index_fill", "index_fill_", "pad"}
 OFF = "off"  # where a model switches autocast off
@@ -104,7 +105,7 @@ class Call:
     @property
     def read(self) -> set[int]:
         """The numbers of the values that it reads."""
-        return {*_numbers((self.arguments, dict(self.settings)))}
+        return {one.number for one in found_in((self.arguments, dict(self.settings)), Value)}
 
     def __post_init__(self) -> None:
         if function(self.function) is None:
@@ -148,7 +149,7 @@ class Program:
             with _modes(call, device):
                 arguments, settings = read((call.arguments, dict(call.settings)), given, rows, device)
                 if call.name in _FILLS:
-                    arguments, settings = _in_range(arguments), _in_range(settings)
+                    arguments, settings = _in_range(arguments, settings)
                 returned = _named(call)(*arguments, **settings)
             values.update(zip(call.results, leaves(returned), strict=True))
             values.update({new: values[old] for old, new in call.changed})
@@ -180,28 +181,33 @@ class Mixed(NamedTuple):
         return array.to(self.compute_type) if array.dtype is torch.float32 else array
 
 
-def _numbers(tree: Any) -> Iterator[int]:
-    if isinstance(tree, Value):
-        yield tree.number
-    elif isinstance(tree, list | tuple | dict):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _numbers(one)
-    elif isinstance(tree, Slice):
-        yield from _numbers((tree.start, tree.stop, tree.step))
+def found_in(tree: Any, kind: type[_Found]) -> Iterator[_Found]:
+    """The parts of arguments that are of a kind, in order."""
+    if isinstance(tree, kind):
+        yield tree
+    else:
+        for one in _parts(tree):
+            yield from found_in(one, kind)
 
 
-def _in_range(arguments: Any) -> Any:
-    """Numbers to fill with, at most the largest of half-precision arrays: they were recorded for float32."""
-    kinds = {one.dtype for one in leaves(arguments)} & {torch.float16, torch.bfloat16}
+def _parts(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, list | tuple):
+        return tree
+    if isinstance(tree, dict):
+        return tree.values()
+    return (tree.start, tree.stop, tree.step) if isinstance(tree, Slice) else ()
+
+
+def _in_range(arguments: Sequence[Any], settings: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with numbers no larger than half-precision arrays among them hold: they were recorded for float32."""
+    kinds = {one.dtype for one in found_in((arguments, settings), torch.Tensor)} & {torch.float16, torch.bfloat16}
     largest = min((torch.finfo(kind).max for kind in kinds), default=math.inf)
 
     def limited(value: Any) -> Any:
         is_beyond = isinstance(value, float) and largest < abs(value) < math.inf
         return math.copysign(largest, value) if is_beyond else value
 
-    if isinstance(arguments, dict):
-        return {name: limited(one) for name, one in arguments.items()}
-    return [limited(one) for one in arguments]
+    return [*map(limited, arguments)], {name: limited(one) for name, one in settings.items()}
 
 
 def _named(call: Call) -> Callable[..., Any]:
@@ -246,8 +252,8 @@ def leaves(returned: Any) -> Iterator[torch.Tensor]:
     """The arrays that a function returned, in order."""
     if isinstance(returned, torch.Tensor):
         yield returned
-    elif isinstance(returned, list | tuple | dict):
-        for one in returned.values() if isinstance(returned, dict) else returned:
+    elif isinstance(returned, list | tuple):
+        for one in returned:
             yield from leaves(one)
 
 

@@ -171,7 +171,7 @@ def _part_from_parameters(layer: TorchLayer, name: str) -> None:
     """Gives an array its own memory if it lies in that of a parameter, as `self.scaled = self.weight.data` does."""
     tensor = layer.tensors[name]
     for other, parameter in layer.parameters.items():
-        if overlap(tensor.array(), parameter.array()):
+        if tensor.has_data and parameter.has_data and overlap(tensor.array(), parameter.array()):
             if layer.code.writes_into(name):
                 problem = f"its module changes the parameter '{other}' in place, as '{name}'"
                 raise StateError(layer.where, problem, fix="let the attribute hold a copy: weight.detach().clone()")

@@ -124,7 +124,7 @@ def _correct_convolution(node: fx.Node) -> None:
 
 
 def _is_unwritten(places: Sequence[int], taps: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether that was seen for such images: many volumes, and images of one column from wider windows and steps.
+    """Whether that was seen for such shapes: volumes, and results of one column and several rows.
 
     Args:
         places: how often a filter is applied along each axis.
