@@ -1,12 +1,13 @@
 """Networks that train in shards, and processes that train them together as torchrun would start them."""
 
+import faulthandler
 import hashlib
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Container
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,7 @@ def _free_port() -> int:
 
 
 def _rank(rank: int, world: int, port: int, job: Callable[..., Any], given: tuple[Any, ...], back: Connection) -> None:
+    faulthandler.enable()  # says where it was if it crashes
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the process it is forked from ignores it
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
@@ -278,8 +280,10 @@ def together(
     ]
     for one in ranks:
         one.start()
-    answering = [end for rank, (end, _) in enumerate(ends) if rank not in lost]
-    found = [end.recv() if end.poll(timeout) else ("silent", "no answer") for end in answering]
+    answering = [(end, ranks[rank]) for rank, (end, _) in enumerate(ends) if rank not in lost]
+    for end, one in answering:
+        wait([end, one.sentinel], timeout)  # whichever comes first: it may crash
+    found = [end.recv() if end.poll() else ("silent", "no answer") for end, _ in answering]
     for rank, one in enumerate(ranks):
         one.join(0 if rank in lost else 30)
         one.kill()

@@ -15,6 +15,7 @@ import stepgraph as sg
 from stepgraph.compiler.ranks.news import HEADER, TOLERANCE, Layout
 from stepgraph.compiler.step import KeyKind
 from stepgraph.graphs.telling import Telling
+from stepgraph.runtime import world as worlds
 from tests.parallel_runs import NETWORKS, batch, fitted, marks, new, together, trained
 
 DEEP = pytest.mark.deep
@@ -35,6 +36,33 @@ def several(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
 def test_every_world_computes_the_same_bits(world: int, names: tuple[str, ...]) -> None:
     expected = {name: alone(name) for name in names}
     assert together(world, several, names) == [expected] * world
+
+
+def overlapping(rounds: int) -> bool:
+    """Starts many collectives before it waits for the first; whether each brings what it should."""
+    ranks, right = worlds.joined(torch.device("cpu"), 60), True
+    for first in range(rounds):
+        waits = [ranks.gather(torch.full((3,), 99.0 * ranks.rank + first + i), "rows") for i in range(50)]
+        for i, wait in enumerate(waits):
+            right = right and wait().tolist() == [[first + i] * 3, [99 + first + i] * 3]
+    return right
+
+
+def test_collectives_may_overlap() -> None:
+    assert together(2, overlapping, 30) == [True, True]
+
+
+def kinds() -> set[str]:
+    """The collectives of the communication library that an update makes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        new("wide").execute(*batch("wide", 13, 0))
+    return {one.key for one in profile.key_averages() if one.key.startswith("c10d::")}
+
+
+def test_no_collective_of_gloo_has_a_long_name() -> None:
+    """Gloo's threads note names without a lock, and memory that a long one takes may be freed twice."""
+    for found in together(2, kinds):
+        assert "c10d::_allgather_base_" in found and "c10d::allgather_into_tensor_coalesced_" not in found
 
 
 # ------------------------------------------------------------------------------------------------------------ fit
