@@ -22,7 +22,8 @@ CUDA_ONLY = {"torch._C._cuda_getCurrentRawStream"}
 # Attributes that only objects have, not their types.
 OBJECTS: dict[Any, Any] = {torch.fx.Graph: torch.fx.Graph(), type(torch.ops.aten.mm.default): torch.ops.aten.mm.default}
 # Private names of others than PyTorch.
-OTHERS = {"_SubParsersAction", "_actions", "_choices_actions", "_current_frames", "_getframe", "_value_"}
+OTHERS = {"_SubParsersAction", "_actions", "_choices_actions", "_value_"}
+OTHERS |= {"_current_frames", "_getframe", "_is_gil_enabled"}
 
 # By path: the name in `torch_private` that stands for it, and what for.
 PRIVATE = {

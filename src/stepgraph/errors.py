@@ -139,18 +139,7 @@ def user_line() -> str:
         frame = frame.f_back
     if frame is None:
         return "unknown line"
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def line_of(thread: int) -> str:
-    """The innermost line of the user's program that another thread executes, and the function called there."""
-    innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    if innermost is None or frame is None:
-        return "no line of your program"
-    line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return line if frame is innermost else f"{line} (in {innermost.f_code.co_name})"
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def raised_line(error: BaseException, *packages: str) -> str | None:
@@ -159,7 +148,7 @@ def raised_line(error: BaseException, *packages: str) -> str | None:
     while trace is not None:
         package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         if package not in packages and not _is_ours(trace.tb_frame):
-            found = f"{_short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+            found = f"{short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
 
@@ -170,13 +159,8 @@ def _is_ours(frame: FrameType) -> bool:
     return generated or str(frame.f_globals.get("__name__", "")).split(".")[0] == "stepgraph"
 
 
-def _is_library(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).split(".")[0]
-    generated = frame.f_code.co_filename.startswith("<")
-    return generated or package in sys.stdlib_module_names or package == "torch" or _is_ours(frame)
-
-
-def _short(filename: str) -> str:
+def short(filename: str) -> str:
+    """The path of a file as messages show it: from the working directory, or else without folders."""
     path, here = Path(filename), working_directory()
     return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else path.name
 

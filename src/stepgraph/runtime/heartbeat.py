@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stepgraph.errors import line_of
+from stepgraph.system.stacks import line_of
 
 logger = logging.getLogger("stepgraph")
 BEAT = 0.5  # seconds between two messages of a rank; more with hundreds of ranks, which share one store

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stepgraph.system import stacks
 from stepgraph.system.interrupts import Uninterruptible
 
 PATIENCE = 2.0  # seconds that the end of a program waits; a thread that waits for something cannot be asked to end
@@ -75,16 +76,10 @@ def end(patience: float = PATIENCE, longest: float = LONGEST) -> None:
             for one in running:  # again and again: PyTorch's code in C++ turns some exceptions into others
                 _raise_exit(one)
             running[0].join(PAUSE)
-            before, places = places, {one: _place(one) for one in running}
+            before, places = places, {one: stacks.lines(one.ident or 0) for one in running}
             if any(before.get(one) == place and _computes(one) for one, place in places.items()):
                 deadline = time.monotonic() + patience
         sys.unraisablehook = said
-
-
-def _place(thread: threading.Thread) -> object:
-    """Where a thread is in its Python code, which remains the same while it is in a function written in C."""
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented, for all threads there are
-    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _computes(thread: threading.Thread) -> bool:
