@@ -49,7 +49,7 @@ def overlapping(rounds: int) -> bool:
 
 
 def test_collectives_may_overlap() -> None:
-    assert together(2, overlapping, 30) == [True, True]
+    assert together(2, overlapping, 10) == [True, True]
 
 
 def kinds() -> set[str]:

@@ -46,7 +46,7 @@ def look():
 
 found, main = set(), threading.main_thread().ident
 threading.Thread(target=look, daemon=True).start()
-end, n = time.monotonic() + 4, 0
+end, n = time.monotonic() + 3, 0
 while time.monotonic() < end:
     deep(n % 40)
     n += 1
