@@ -119,3 +119,4 @@ def test_threads_that_run_at_the_same_time_are_not_looked_at(monkeypatch: pytest
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     assert stacks.lines(threading.get_ident()) == []
     assert stacks.line_of(threading.get_ident()) == "no line of your program"
+    assert stacks.place(threading.get_ident()) is None

@@ -76,7 +76,7 @@ def end(patience: float = PATIENCE, longest: float = LONGEST) -> None:
             for one in running:  # again and again: PyTorch's code in C++ turns some exceptions into others
                 _raise_exit(one)
             running[0].join(PAUSE)
-            before, places = places, {one: stacks.lines(one.ident or 0) for one in running}
+            before, places = places, {one: stacks.place(one.ident or 0) for one in running}
             if any(before.get(one) == place and _computes(one) for one, place in places.items()):
                 deadline = time.monotonic() + patience
         sys.unraisablehook = said

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from stepgraph.errors import short
@@ -34,20 +35,25 @@ class Line(NamedTuple):
 
 
 def lines(thread: int) -> list[Line]:
-    """The lines that a thread executes, innermost first; none of one that has ended, or that Python cannot hold up.
+    """The lines that a thread executes, innermost first; none of one that has ended, or whose frames cannot be read.
 
     Args:
         thread: its `ident`.
     """
     found: list[Line] = []
-    if _runs_at_the_same_time():
-        return found
     with _no_collection():
-        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, for all threads there are
+        frame = _frame(thread)
         while frame is not None:
             found.append(Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
     return found
+
+
+def place(thread: int) -> object:
+    """Where a thread is in its Python code, which remains the same while it is in a function written in C."""
+    with _no_collection():
+        frame = _frame(thread)
+        return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def line_of(thread: int) -> str:
@@ -74,10 +80,12 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _runs_at_the_same_time() -> bool:
-    """Whether this Python lets threads run at the same time: another one would leave its frames while they are read."""
+def _frame(thread: int) -> FrameType | None:
+    """The innermost frame of a thread; None where threads run at the same time, and may leave it while it is read."""
     is_gil_enabled = getattr(sys, "_is_gil_enabled", None)
-    return is_gil_enabled is not None and not is_gil_enabled()
+    if is_gil_enabled is not None and not is_gil_enabled():
+        return None
+    return sys._current_frames().get(thread)  # noqa: SLF001 - documented, for all threads there are
 
 
 def _is_library(file: str) -> bool:
