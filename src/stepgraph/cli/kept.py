@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler import fused_cache
+from stepgraph.compiler import fused_cache, kept_launches
 from stepgraph.compiler.kernels import choose, measure
 from stepgraph.compiler.kernels.choices import CHOICES, Choice, Question, cache_folder, other_files
 from stepgraph.compiler.tuned import MANIFEST
@@ -67,7 +67,7 @@ def look(selection: Selection) -> dict[str, Any]:
             "state": "kept" if every else _state(own),
         },
         "others": [{"file": str(one), "bytes": _bytes(one)} for one in other_files()],
-        "fused": {"folder": str(fused_cache.folder()), "steps": len(steps), "bytes": sum(map(_bytes, steps))},
+        "fused": {"folder": str(fused_cache.folder()), "steps": len(steps), "bytes": sum(map(_bytes, _of_steps()))},
         "compiler": {"folder": str(compiler), "exists": compiler.is_dir(), "bytes": _bytes(compiler)},
         "choices": sorted(filter(selection, every), key=lambda one: (one.question.operator, one.question.key)),
     }
@@ -107,13 +107,17 @@ def clear(selection: Selection | None, others: bool) -> dict[str, int]:
         return {"choices": CHOICES.drop(selection), "files": 0}
     own = [] if others or CHOICES.file is None or not CHOICES.file.exists() else [CHOICES.file]
     count = len(CHOICES.stored()) if own else 0
-    steps = [] if others else fused_cache.files()
-    files = [*own, *other_files(), *steps]
+    files = [*own, *other_files(), *([] if others else _of_steps())]
     for one in files:
         with storage(one, "removed"):
             one.unlink(missing_ok=True)
     CHOICES.forget()
     return {"choices": count, "files": len(files)}
+
+
+def _of_steps() -> list[Path]:
+    """The files of fused steps."""
+    return fused_cache.files() + kept_launches.files()
 
 
 def measure_again(selection: Selection, seconds: float) -> dict[str, int]:

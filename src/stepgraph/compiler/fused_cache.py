@@ -17,7 +17,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -224,23 +224,33 @@ def keep(wanted: str | None, kept: Kept) -> None:
     entry, file = torch_private.cache_entry(kept.compiled), _file(wanted)
     if wanted is None or file is None or entry is None:
         return
-    text = _text(wanted, entry, kept.places, _rows(kept.live))
+    text = _text(wanted, entry, kept.places, None if kept.live is None else rows_of(kept.live))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, text if len(text) <= LARGEST else _text(wanted, entry, kept.places, None))
-        for old in sorted(files(), key=_age)[:-MOST]:
-            old.unlink(missing_ok=True)
+        make_room(files(), MOST)
     except (OSError, StorageError) as error:  # if the folder is not writable, the next run compiles again
         logger.debug("not kept for later runs: %s", reason(error))
 
 
 def files() -> list[Path]:
     """The files of all compiled steps."""
-    found = folder()
+    return files_like("*.json")
+
+
+def files_like(names: str) -> list[Path]:
+    """The files with names like these; none if the folder cannot be read."""
+    place = folder()
     try:
-        return [] if found is None else sorted(found.glob("*.json"))
+        return [] if place is None else sorted(place.glob(names))
     except OSError:
         return []
+
+
+def make_room(files: Sequence[Path], most: int) -> None:
+    """Removes the oldest files, so that so many are left."""
+    for old in sorted(files, key=_age)[:-most]:
+        old.unlink(missing_ok=True)
 
 
 def folder() -> Path | None:
@@ -254,10 +264,8 @@ def _file(wanted: str | None) -> Path | None:
     return None if found is None or wanted is None else found / f"{wanted}.json"
 
 
-def _rows(live: Timeline | None) -> Rows | None:
+def rows_of(live: Timeline) -> Rows:
     """A timeline as names of layers, and a row of numbers for each kernel."""
-    if live is None:
-        return None
     names, phases = list(dict.fromkeys(layer for layer, _, _ in live)), list(Phase)
     places = {name: place for place, name in enumerate(names)}
     return names, [
@@ -265,9 +273,8 @@ def _rows(live: Timeline | None) -> Rows | None:
     ]
 
 
-def _timeline(rows: Rows | None) -> Timeline | None:
-    if rows is None:
-        return None
+def timeline_of(rows: Rows) -> Timeline:
+    """The timeline that these rows describe; raises if they describe none."""
     (names, kernels), phases = rows, list(Phase)
     if not all(type(number) is int and number >= 0 for row in kernels for number in row):
         raise ValueError("it is damaged")
@@ -275,20 +282,33 @@ def _timeline(rows: Rows | None) -> Timeline | None:
 
 
 def _text(wanted: str, entry: str, places: list[int], rows: Rows | None) -> bytes:
-    found = {"format": FORMAT, "key": wanted, "entry": entry, "places": places, "live": rows}
-    check = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    return json.dumps({**found, "sha256": check}, separators=(",", ":")).encode() + b"\n"
+    return sealed({"key": wanted, "entry": entry, "places": places, "live": rows})
+
+
+def sealed(values: Mapping[str, Any]) -> bytes:
+    """Values as a line of JSON with a checksum."""
+    made = {"format": FORMAT, **values}
+    check = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+    return json.dumps({**made, "sha256": check}, separators=(",", ":")).encode() + b"\n"
+
+
+def unsealed(text: bytes) -> dict[str, Any]:
+    """The values in such a line; raises if it is damaged or of another format."""
+    values = json.loads(text)
+    given = {name: value for name, value in values.items() if name not in ("format", "sha256")}
+    if text != sealed(given):
+        raise ValueError("it is damaged")
+    return given
 
 
 def _read(file: Path, wanted: str) -> tuple[str, list[int], Timeline | None]:
     """The key of the entry in PyTorch's cache, the places of its arrays, and the live bytes at each kernel."""
-    text = read_regular(file, LARGEST, StorageError)
-    found = json.loads(text)
-    entry, places, rows = found["entry"], found["places"], found["live"]
+    values = unsealed(read_regular(file, LARGEST, StorageError))
+    entry, places, rows = values["entry"], values["places"], values["live"]
     are_places = all(type(place) is int and place >= 0 for place in places)
-    if not KEY.fullmatch(entry) or not are_places or text != _text(wanted, entry, places, rows):
+    if not KEY.fullmatch(entry) or not are_places or values["key"] != wanted:
         raise ValueError("it is damaged")
-    return entry, places, _timeline(rows)
+    return entry, places, None if rows is None else timeline_of(rows)
 
 
 def _age(file: Path) -> float:

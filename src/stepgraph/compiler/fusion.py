@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.compiler import fused_cache, fused_memory, kernels, memory, pipeline
+from stepgraph.compiler import fused_cache, fused_memory, kept_launches, kernels, memory, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
 from stepgraph.compiler.launch import define_operators, prepared_beside
+from stepgraph.compiler.launches import Record
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import beside
@@ -103,13 +104,18 @@ class TooLarge(Unusable):
 
 
 class Fused(NamedTuple):
-    """A compiled function, and the memory that the step needs with it, if known.
+    """A compiled function.
 
-    The first to ask for the plan waits for it about a second, and keeps it for later runs.
+    Args:
+        function: the function.
+        plan: the memory that the step needs with it, if known. The first to ask waits for it about a second, and keeps
+            it for later runs.
+        was_kept: whether an earlier run has compiled it.
     """
 
     function: Function
     plan: Callable[[], MemoryPlan | None]
+    was_kept: bool = False
 
 
 class _Once:
@@ -190,11 +196,28 @@ def was_fused(part: Part) -> bool:
 
 
 def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) -> Fused:
-    given, on_cpu = [fake(node) for node in part.placeholders], step.device.type == "cpu"
     settings = config(part, step)
+    relaunch = next((row.relaunches for row in MANIFEST if row.relaunches is not None and row.applies(step)), None)
+    launched = None if relaunch is None else kept_launches.key(part, *_decided(step, settings))
+    kept = kept_launches.load(launched)
+    if relaunch is None or kept is None:
+        fused = _by_the_compiler(part, step, settings, searched, launched)
+    else:
+        fused = Fused(relaunch(kept.record), _Once(lambda: memory.plan(step, part, kept.live)), was_kept=True)
+    if step.memory_limit is not None:
+        _require_fit(fused.plan(), step.memory_limit)
+    return fused
+
+
+def _by_the_compiler(
+    part: Part, step: Step, settings: Mapping[str, Any], searched: Callable[[], None], launched: str | None
+) -> Fused:
+    """What PyTorch's compiler makes, or has made; `launched` is where later runs find its launches."""
+    given, on_cpu = [fake(node) for node in part.placeholders], step.device.type == "cpu"
     define_operators(step.device)
     kernels.remember_updates(part.module.graph)
-    with _recording(searched), torch.no_grad(), _beside_steps(given), prepared_beside():
+    choosing = torch_private.widest_vectors_first() if on_cpu else nullcontext()
+    with _recording(searched), torch.no_grad(), _beside_steps(given), prepared_beside(), choosing:
         known = _key(part, step, given, settings)
         kept = fused_cache.load(known, given)
         if kept is None:
@@ -212,21 +235,26 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     keeps = is_alone and fused_cache.is_known(module.graph) if kept is None else kept.live is None
     if keeps and kept is None:
         fused_cache.keep(known, fused_cache.Kept(generated[0], places, None))
+    lived: list[Timeline] = []
 
     def planned() -> MemoryPlan | None:
         live = _timeline(module, _inputs(module), generated) if kept is None or kept.live is None else kept.live
         if keeps:
             fused_cache.keep(known, fused_cache.Kept(generated[0], places, live))
+        lived.extend(() if live is None else (live,))
         return None if live is None else memory.plan(step, part, live)
 
     plan = _Once(planned)
-    if step.memory_limit is not None:
-        _require_fit(plan(), step.memory_limit)
+
+    def understood(record: Record) -> None:
+        if known is not None and plan() is not None and len(places) == len(given):
+            kept_launches.keep(launched, kept_launches.Kept(record, *lived))
+
     if len(generated) == 1:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
-                function = tuned.launches(function, torch_private.generated_code(generated[0]))
-    return Fused(_of_all(function, places, len(given)), plan)
+                function = tuned.launches(function, torch_private.generated_code(generated[0]), understood)
+    return Fused(_of_all(function, places, len(given)), plan, was_kept=kept is not None)
 
 
 def _require_fit(plan: MemoryPlan | None, limit: int) -> None:
@@ -258,9 +286,14 @@ def _key(part: Part, step: Step, arrays: Sequence[torch.Tensor], settings: Mappi
 
     Passes behind the recording depend on the operators alone, so it is enough to know which ones run.
     """
-    passes = [row.name for stage in (pipeline.FUSED, pipeline.LOWERED) for row in pipeline.rows(stage, step, None)]
     recorded = fused_cache.outline_of(part)
-    return fused_cache.key(recorded, part.module.graph, arrays, settings, passes, SMALL, _hardware(arrays))
+    return fused_cache.key(recorded, part.module.graph, arrays, *_decided(step, settings), _hardware(arrays))
+
+
+def _decided(step: Step, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides the code beside operators and hardware."""
+    passes = [row.name for stage in (pipeline.FUSED, pipeline.LOWERED) for row in pipeline.rows(stage, step, None)]
+    return settings, passes, SMALL
 
 
 def _prepared(part: Part, step: Step) -> Module:

@@ -351,7 +351,7 @@ class Executable:
         logger.warning("operators remain unfused: %s", self._refused)
 
     def _adopt(self, fused: Fused) -> None:
-        (self._function, self._fused_plan), self.is_fused = fused, True
+        self._function, self._fused_plan, self.is_fused = fused.function, fused.plan, True
         self._replay = fused.function if isinstance(fused.function, Launching) else None
         self._flushes = self.runs_alone
 

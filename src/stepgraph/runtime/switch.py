@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from stepgraph.compiler import fusion
-from stepgraph.compiler.fusion import Fusing
+from stepgraph.compiler.fusion import Fused, Fusing
 from stepgraph.compiler.program import Part
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.errors import reason
@@ -21,8 +21,8 @@ from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
 
-# Compiling takes as long as some ten thousand tiny steps. A run that has done as many has spent that time already, so
-# waiting at most doubles it, and a shorter run never waits. Most of the compilation overlaps with the steps in between.
+# The first run of a program compiles for ten seconds, some of them beside the steps in between; later runs load what it
+# has made in milliseconds. So only a program that makes many steps waits, once.
 STARTS_AT = 10_000  # the update before which the compiler starts
 FUSED_FROM = 20_000  # the first update that is fused
 
@@ -88,13 +88,17 @@ class Switch:
         error = self._fusing.exception()
         with Uninterrupted():
             if error is None:
-                self._take(Executable(*self._recorded, fused=self._fusing.result()), self._fusing.seconds)
+                self._take(*self._recorded, self._fusing.result(), self._fusing.seconds)
             else:
                 self.refused = reason(error)
                 logger.warning("operators remain unfused: %s", self.refused)
             self._fusing = self._recorded = None
 
-    def _take(self, fused: Executable, seconds: float) -> None:
-        self.fused, fused.fusion_seconds = fused, self._seconds + seconds
-        count = len(fused.part.nodes)
-        logger.warning("fused %d operators in %.0f s; steps run faster from now on", count, fused.fusion_seconds)
+    def _take(self, part: Part, step: Step, fused: Fused, seconds: float) -> None:
+        self.fused = executable = Executable(part, step, fused=fused)
+        executable.fusion_seconds = self._seconds + seconds
+        if fused.was_kept:
+            done = "loaded %d operators, fused by an earlier run, in %.1f s; steps run faster from now on"
+        else:
+            done = "fused %d operators in %.0f s; steps run faster from now on"
+        logger.warning(done, len(part.nodes), executable.fusion_seconds)

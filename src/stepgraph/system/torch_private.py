@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import importlib.util
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -695,9 +697,7 @@ def compiled_under(arrays: Sequence[torch.Tensor]) -> str | None:
 
     No public name provides it: versions, devices, settings of the compiler and of the process.
     """
-    from torch._functorch import config as tracing_settings
-    from torch._inductor import config as compiler_settings
-
+    tracing_settings, compiler_settings = _settings()
     if not compiler_settings.fx_graph_cache or compiler_settings.force_disable_caches:
         return None
     nothing = torch.fx.Graph()
@@ -705,6 +705,20 @@ def compiled_under(arrays: Sequence[torch.Tensor]) -> str | None:
     with _as_while_compiling(arrays):
         found, _ = _graph_cache().key(torch.fx.GraphModule(torch.nn.Module(), nothing), [], {}, [], False)
     return None if found is None else f"{found[0]} {sorted(tracing_settings.save_config_portable().items())}"
+
+
+def every_setting() -> str:
+    """All settings of the compiler, those among them that its keys leave out; loads little else of it."""
+    settings: tuple[Any, ...] = *_settings(), torch.compiler.config
+    return repr([sorted(one.get_config_copy().items()) for one in settings])
+
+
+def _settings() -> tuple[Any, Any]:
+    """The settings of what takes steps apart, and those of the compiler; no public name has them all."""
+    from torch._functorch import config as tracing_settings
+    from torch._inductor import config as compiler_settings
+
+    return tracing_settings, compiler_settings
 
 
 def load_compiled(entry: str, arrays: Sequence[torch.Tensor]) -> CompiledFxGraph | None:
@@ -834,6 +848,46 @@ def order_kept() -> Iterator[None]:
 
 
 @contextmanager
+def widest_vectors_first() -> Iterator[None]:
+    """Lets the compiler choose vector instructions of x86 processors without trying narrower ones.
+
+    By itself it compiles programs for all that a processor has, up to ten, and then uses the widest that works.
+    """
+    from torch._inductor import cpu_vec_isa as instructions
+
+    listed, find = instructions.supported_vec_isa_list, instructions.valid_vec_isa_list
+    is_chosen = instructions.config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+    if is_chosen or find.cache_info().currsize:
+        yield
+        return
+    instructions.supported_vec_isa_list = _UntilOneWorks(listed, frozenset(instructions.x86_isa_checker()))
+    try:
+        yield
+    finally:
+        instructions.supported_vec_isa_list = listed
+        find.cache_clear()  # others may want narrower ones
+
+
+class _UntilOneWorks(list[Any]):
+    """Vector instructions up to the first that this processor has and that compile; trying them takes seconds.
+
+    Args:
+        listed: all of them, the widest first.
+        names: those that this processor has.
+    """
+
+    def __init__(self, listed: Sequence[Any], names: frozenset[str]) -> None:
+        super().__init__(listed)
+        self._names = names
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            yield one
+            if self._names.issuperset(str(one).split()) and one:
+                return
+
+
+@contextmanager
 def named_briefly(characters: int = 100) -> Iterator[None]:
     """Cuts the names of kernels in Triton, which list all operators that a kernel fuses.
 
@@ -870,6 +924,30 @@ def generated_module(compiled: CompiledFxGraph) -> Any:
     if not hasattr(compiled, "cache_key"):  # a graph without operators is returned as it is
         return None
     return next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
+
+
+def library_of(kernel: Callable[..., None]) -> Path | None:
+    """The library that a generated kernel for the CPU is in."""
+    file = getattr(getattr(kernel, "__self__", None), "__file__", None)
+    return None if file is None else Path(file)
+
+
+def kernel_in(library: Path) -> Callable[..., None]:
+    """The kernel in such a library, without the compiler; publicly, only the compiler loads it."""
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)  # where the library looks for it
+    specification = importlib.util.spec_from_file_location(f"{library.name.partition('.')[0]}.launched.kernel", library)
+    assert specification is not None and specification.loader is not None
+    module: Any = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    kernel: Callable[..., None] = module.kernel
+    return kernel
+
+
+def allocate_on_cpu() -> Callable[..., torch.Tensor]:
+    """How generated code allocates an array on the CPU, from its shape, strides and type: faster than public names."""
+    allocate: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+    return allocate
 
 
 def drop_variants(compiled: CompiledFxGraph, is_wrong: Callable[[Path], bool]) -> list[str]:

@@ -12,43 +12,19 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from stepgraph.compiler.launches import Kernel, Launch, Place, Record
 from stepgraph.compiler.tuned.row import Tuned, on_cpu
 
 Function = Callable[..., Sequence[torch.Tensor]]
-Kernel = Callable[..., None]
 KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
 # What generated code may use besides kernels: none of these computes anything.
 HARMLESS = {ALLOCATE, "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear", "torch"}
 HARMLESS |= {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 _NOTHING: Mapping[Hashable, torch.Tensor] = MappingProxyType({})
-
-
-class Launch(NamedTuple):
-    """A kernel and its arguments."""
-
-    kernel: Kernel
-    arguments: list[Any]
-
-
-class Place(NamedTuple):
-    """A position among the arguments of a kernel."""
-
-    arguments: list[Any]
-    position: int
-
-
-class Record(NamedTuple):
-    """The kernels of a call in order, and the places of the given arrays and of the results among their arguments."""
-
-    launches: list[Launch]
-    given: list[list[Place]]
-    results: list[list[Place]]
-    like: list[tuple[Any, ...]]  # shapes, strides and types of the results
-    allocate: Callable[..., torch.Tensor]
 
 
 class Replay:
@@ -57,24 +33,38 @@ class Replay:
     Args:
         function: the complete function, with checks and allocations; runs if the code consists of more than kernels.
         generated: the generated code that it calls.
+        understood: gets the record, once a call has made one.
+        record: what an earlier run has recorded, if it has.
 
     Attributes:
         is_direct: whether calls now launch kernels directly.
     """
 
-    def __init__(self, function: Function, generated: Any) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: Function | None,
+        generated: Any,
+        understood: Callable[[Record], object] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        self._function, self._understood = function, understood
         self._code = getattr(generated, "__func__", generated)
-        self._record: Record | None = None
-        self.is_direct = False
+        self._record = record
+        self.is_direct = record is not None
         self._bound: Sequence[torch.Tensor | None] = ()  # what the last call has put among the arguments
         # After one recording, there is nothing more to learn.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
+    @classmethod
+    def of(cls, record: Record) -> Replay:
+        """Launches what an earlier run has recorded."""
+        return cls(None, None, record=record)
+
     def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.is_direct:
             return self.launch(given)
-        return self._first(given) if self._to_record else self._function(*given)
+        assert self._function is not None
+        return self._first(self._function, given) if self._to_record else self._function(*given)
 
     def launch(
         self,
@@ -105,16 +95,18 @@ class Replay:
                 arguments[position] = array
         self._bound = bound
 
-    def _first(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _first(self, function: Function, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the complete function and records it; keeps the record if a replay matches bit for bit."""
         self._to_record = False
         copies = [array.clone() for array in given]
         with self._recording() as (calls, buffers):
-            found = self._function(*given)
-        self._record = self._understood(calls, buffers, given, found)
+            found = function(*given)
+        self._record = self._made(calls, buffers, given, found)
         if self._record is not None:
             again = self.launch(copies)
             self.is_direct = all(map(torch.equal, [*given, *found], [*copies, *again]))
+            if self.is_direct and self._understood is not None:
+                self._understood(self._record)
         return found
 
     def _only_launches(self) -> bool:
@@ -146,7 +138,7 @@ class Replay:
         finally:
             names.update(plain)
 
-    def _understood(
+    def _made(
         self,
         calls: list[Launch],
         buffers: Sequence[torch.Tensor],
@@ -187,4 +179,5 @@ ROW = Tuned(
     results="rent-cpu-fused",
     condition=on_cpu,
     launches=Replay,
+    relaunches=Replay.of,
 )

@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.alternatives import Alternative
+from stepgraph.compiler.launches import Record
 from stepgraph.compiler.step import Step
 
-Launcher = Callable[[Callable[..., Sequence[torch.Tensor]], Any], Callable[..., Sequence[torch.Tensor]]]
+Function = Callable[..., Sequence[torch.Tensor]]
+Launcher = Callable[[Function, Any, Callable[[Record], object]], Function]
 
 
 @runtime_checkable
@@ -56,7 +58,9 @@ class Tuned:
         run: changes the operators that PyTorch's compiler will fuse.
         takes_attention: whether it would replace attention over these queries, keys and values.
         offers: implementations that compete with PyTorch's in steps that are not fused.
-        launches: wraps a function that PyTorch's compiler fused on the CPU, given the code it generated.
+        launches: wraps a function that PyTorch's compiler fused on the CPU, given the code it generated and what gets
+            the record of its launches, once there is one.
+        relaunches: makes such a function from the record of an earlier run.
         is_on: false only while its gain is measured.
     """
 
@@ -70,6 +74,7 @@ class Tuned:
     takes_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] | None = None
     offers: tuple[Alternative, ...] = ()
     launches: Launcher | None = None
+    relaunches: Callable[[Record], Function] | None = None
     is_on: bool = True
 
     def applies(self, step: Step) -> bool:
