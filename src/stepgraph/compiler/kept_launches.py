@@ -32,7 +32,7 @@ logger = logging.getLogger("stepgraph")
 LARGEST = 2**20  # bytes of a file
 MOST = 1000  # files; with more, the oldest are removed
 LARGEST_LIBRARY = 2**28
-DECISIVE = ("TORCH", "PYTORCH", "ATEN", "CXX", "CPP", "CC", "CFLAGS", "OMP")  # beginnings of environment variables
+DECISIVE = ("TORCHINDUCTOR_", "ATEN_", "CXX")  # beginnings of environment variables, of which some are no settings
 GIVEN, RESULT, BUFFER = "given", "result", "buffer"  # what an argument is, unless a number
 
 

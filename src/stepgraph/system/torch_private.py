@@ -857,10 +857,11 @@ def widest_vectors_first() -> Iterator[None]:
 
     listed, find = instructions.supported_vec_isa_list, instructions.valid_vec_isa_list
     is_chosen = instructions.config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
-    if is_chosen or find.cache_info().currsize:
+    names = frozenset(instructions.x86_isa_checker())  # none on other processors
+    if is_chosen or not names or find.cache_info().currsize:
         yield
         return
-    instructions.supported_vec_isa_list = _UntilOneWorks(listed, frozenset(instructions.x86_isa_checker()))
+    instructions.supported_vec_isa_list = _UntilOneWorks(listed, names)
     try:
         yield
     finally:
