@@ -37,7 +37,7 @@ from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
-from stepgraph.system import captures, surroundings, torch_private
+from stepgraph.system import captures, openmp, surroundings, torch_private
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.system.turns import ShortTurns
 
@@ -485,11 +485,12 @@ class Executable:
         threads = torch.get_num_threads()
         if threads == 1:
             return self._function(*given)
-        torch.set_num_threads(1)
+        limit = openmp.limit()
+        limit(1)
         try:
             return self._function(*given)
         finally:
-            torch.set_num_threads(threads)
+            limit(threads)
 
 
 @dataclass(frozen=True)

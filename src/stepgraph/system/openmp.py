@@ -1,0 +1,33 @@
+"""How many threads the operators of this thread use, set in OpenMP itself.
+
+PyTorch's own function sets it for threads to come, too, and lets oneDNN forget the convolutions it has prepared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+LIBRARIES = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
+
+
+@cache
+def limit() -> Callable[[int], object]:
+    """The function that sets the number: that of the OpenMP that PyTorch has loaded, or PyTorch's own if there is none.
+
+    A library finds the functions of those that it depends on, also where several versions of OpenMP are loaded.
+    """
+    library = Path(torch.__file__).parent / "lib" / LIBRARIES.get(sys.platform, "none")
+    if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return torch.set_num_threads
+    try:
+        function = ctypes.PyDLL(str(library)).omp_set_num_threads
+    except (OSError, AttributeError):  # it is elsewhere, or hides its functions
+        return torch.set_num_threads
+    function.argtypes, function.restype = [ctypes.c_int], None
+    return function
