@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -37,6 +37,7 @@ from stepgraph.system.unwarned import without_warnings
 
 logger = logging.getLogger("stepgraph")
 Function = Callable[..., Sequence[torch.Tensor]]
+Known = TypeVar("Known")
 
 # The executable captures the step as a CUDA graph, so the compiler need not look for what it could capture. Small
 # independent kernels (updates, statistics) are launched together. Operators that write to views take the views
@@ -118,14 +119,14 @@ class Fused(NamedTuple):
     was_kept: bool = False
 
 
-class _Once:
-    """A plan that is computed when somebody asks, by one thread: arrays without memory are not for several."""
+class _Once(Generic[Known]):
+    """What is computed when somebody asks, by one thread: arrays without memory are not for several."""
 
-    def __init__(self, compute: Callable[[], MemoryPlan | None]) -> None:
-        self._compute: Callable[[], MemoryPlan | None] | None = compute
-        self._found: MemoryPlan | None = None
+    def __init__(self, compute: Callable[[], Known | None]) -> None:
+        self._compute: Callable[[], Known | None] | None = compute
+        self._found: Known | None = None
 
-    def __call__(self) -> MemoryPlan | None:
+    def __call__(self) -> Known | None:
         with _planning:
             if self._compute is not None:
                 with without_warnings():
@@ -203,7 +204,7 @@ def _fused(part: Part, step: Step, searched: Callable[[], None] = lambda: None) 
     if relaunch is None or kept is None:
         fused = _by_the_compiler(part, step, settings, searched, launched)
     else:
-        fused = Fused(relaunch(kept.record), _Once(lambda: memory.plan(step, part, kept.live)), was_kept=True)
+        fused = Fused(relaunch(kept.record), _plan(step, part, lambda: kept.live), was_kept=True)
     if step.memory_limit is not None:
         _require_fit(fused.plan(), step.memory_limit)
     return fused
@@ -235,26 +236,35 @@ def _by_the_compiler(
     keeps = is_alone and fused_cache.is_known(module.graph) if kept is None else kept.live is None
     if keeps and kept is None:
         fused_cache.keep(known, fused_cache.Kept(generated[0], places, None))
-    lived: list[Timeline] = []
 
-    def planned() -> MemoryPlan | None:
-        live = _timeline(module, _inputs(module), generated) if kept is None or kept.live is None else kept.live
+    def looked() -> Timeline | None:
+        found = _timeline(module, _inputs(module), generated) if kept is None or kept.live is None else kept.live
         if keeps:
-            fused_cache.keep(known, fused_cache.Kept(generated[0], places, live))
-        lived.extend(() if live is None else (live,))
-        return None if live is None else memory.plan(step, part, live)
+            fused_cache.keep(known, fused_cache.Kept(generated[0], places, found))
+        return found
 
-    plan = _Once(planned)
+    live = _Once(looked)
 
     def understood(record: Record) -> None:
-        if known is not None and plan() is not None and len(places) == len(given):
-            kept_launches.keep(launched, kept_launches.Kept(record, *lived))
+        found = live()
+        if known is not None and found is not None and len(places) == len(given):
+            kept_launches.keep(launched, kept_launches.Kept(record, found))
 
     if len(generated) == 1:
         for tuned in MANIFEST:
             if tuned.launches is not None and tuned.applies(step):
                 function = tuned.launches(function, torch_private.generated_code(generated[0]), understood)
-    return Fused(_of_all(function, places, len(given)), plan, was_kept=kept is not None)
+    return Fused(_of_all(function, places, len(given)), _plan(step, part, live), was_kept=kept is not None)
+
+
+def _plan(step: Step, part: Part, live: Callable[[], Timeline | None]) -> _Once[MemoryPlan]:
+    """The memory plan, from what the fused operators allocate."""
+
+    def planned() -> MemoryPlan | None:
+        found = live()
+        return None if found is None else memory.plan(step, part, found)
+
+    return _Once(planned)
 
 
 def _require_fit(plan: MemoryPlan | None, limit: int) -> None:

@@ -21,8 +21,8 @@ from stepgraph.system.interrupts import Uninterrupted
 
 logger = logging.getLogger("stepgraph")
 
-# The first run of a program compiles for ten seconds, some of them beside the steps in between; later runs load what it
-# has made in milliseconds. So only a program that makes many steps waits, once.
+# The first run of a program compiles for ten seconds, some of them beside the steps in between. Later runs load what it
+# has made, in milliseconds if that is kernels alone. So only a run of many steps waits, and mostly only the first.
 STARTS_AT = 10_000  # the update before which the compiler starts
 FUSED_FROM = 20_000  # the first update that is fused
 
