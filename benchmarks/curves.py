@@ -23,8 +23,7 @@ REFERENCE = "reference"  # stepgraph with DETERMINISTIC
 
 def main() -> None:
     """Compares what the command line asks for."""
-    made = parser("curves", __doc__)
-    made.set_defaults(peers=f"{EAGER},channels_last")
+    made = parser("curves", __doc__, peers=f"{EAGER},channels_last")
     options = parsed(made)
     prepare(options)
     set_tf32(options.tf32)

@@ -25,8 +25,7 @@ STEPS = 3  # with the first one optimizer state appears, and with the second one
 
 def main() -> None:
     """Measures what the command line asks for."""
-    made = parser("memory", __doc__)
-    made.set_defaults(peers=EAGER)
+    made = parser("memory", __doc__, peers=EAGER)
     options = parsed(made)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says nothing of its starts and stops
     prepare(options)

@@ -10,12 +10,13 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.models import FURTHER, MODELS, STANDING, Model
+from benchmarks.models import MODELS, STANDING, Model
 
 OURS, OURS_FUSED, OURS_UNFUSED, EAGER = "stepgraph", "fused", "unfused", "pytorch"
 
@@ -80,17 +81,32 @@ def suits(name: str, model: Model) -> bool:
     return model.has_images or not PEERS[name].only_images
 
 
-def parser(program: str, description: str | None, *, compares: bool = True) -> argparse.ArgumentParser:
-    """The options all programs have, and those of programs that compare models and peers."""
+def parser(
+    program: str,
+    description: str | None,
+    *,
+    compares: bool = True,
+    models: Iterable[str] = STANDING,
+    peers: str | None = None,
+) -> argparse.ArgumentParser:
+    """The options all programs have, and those of programs that compare.
+
+    Args:
+        program: its name.
+        description: of which the first line is shown.
+        compares: whether it compares models and peers.
+        models: which, unless told otherwise.
+        peers: which, with a comma between; by default, all but those that must be asked for.
+    """
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}", description=(description or "").split("\n")[0]
     )
     if compares:
-        chosen = f"which, comma between (%(default)s); there are also {','.join(FURTHER)}"
-        made.add_argument("--models", default=",".join(STANDING), help=chosen)
-        made.add_argument(
-            "--peers", default=None, help=f"which of {','.join(PEERS)} (all but unfused, if they can run)"
-        )
+        others = ",".join(name for name in MODELS if name not in models)
+        more = f"; there are also {others}" if others else ""
+        made.add_argument("--models", default=",".join(models), help=f"which, comma between (%(default)s{more})")
+        usual = ["all but unfused, if they can run"] if peers is None else dict.fromkeys([OURS, *peers.split(",")])
+        made.add_argument("--peers", default=peers, help=f"which of {','.join(PEERS)} ({','.join(usual)})")
         made.add_argument("--batch", type=int, default=None, help="batch size (each model's own, by device)")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument(
@@ -166,6 +182,7 @@ def surroundings(options: argparse.Namespace, program: str, peers: list[str]) ->
     import torch
 
     import stepgraph
+    from stepgraph.compiler.kernels.choices import processor
 
     packages = sorted({package for name in peers for package in PEERS[name].packages} | {"numpy"})
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -174,6 +191,7 @@ def surroundings(options: argparse.Namespace, program: str, peers: list[str]) ->
         "program": program,
         "command": " ".join([f"python -m benchmarks.{program}", *_asked(sys.argv[1:])]),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else on_cpu,
+        "processor": processor(),
         "tf32": options.tf32,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

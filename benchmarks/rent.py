@@ -29,8 +29,7 @@ def main() -> None:
     """Measures what the command line asks for."""
     from stepgraph.compiler.tuned import MANIFEST
 
-    made = parser("rent", __doc__)
-    made.set_defaults(peers=OURS, models=",".join(MODELS))
+    made = parser("rent", __doc__, models=MODELS, peers=OURS)
     names = ", ".join(repr(row.name) for row in MANIFEST)
     made.add_argument("--rows", default=None, help=f"which, comma between (all); there are {names}")
     made.add_argument("--implementations", action="store_true", help="measured implementations instead of rows")
@@ -51,6 +50,9 @@ def main() -> None:
         console.print(table(model_name, found), "")
         if options.json:  # after each model, so that a long run that is ended early leaves what it has
             options.json.write_text(json.dumps(report, indent=1) + "\n")
+    for name in asked or ():
+        if name not in report["rows"]:
+            console.print(f"no step used {name!r}", style="yellow")
 
 
 def measure(

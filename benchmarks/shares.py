@@ -30,8 +30,7 @@ WARM, STEPS = 20, 20
 
 def main() -> None:
     """Measures what the command line asks for."""
-    made = parser("shares", __doc__)
-    made.set_defaults(peers=EAGER, models="mlp,autoencoder,transformer")
+    made = parser("shares", __doc__, models=("mlp", "autoencoder", "transformer"), peers=EAGER)
     made.add_argument("--rounds", type=int, default=10, help="rounds of steps, of which the median counts")
     options = parsed(made)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says nothing of its starts and stops
