@@ -80,9 +80,14 @@ def capture(run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
 def captured(job: Any, *given: Any) -> Any:
     """What a job returns in a process where updates are captured, and the device decides about them, as on a GPU."""
     compilation.DECIDED = compilation.GUARDED = update_graph.CAPTURED = {"cpu"}
-    captures.capture = capture
-    surroundings.reach = lambda *_: False  # nothing hides operators from the recording,
-    operators.call_directly = lambda _: None  # and nothing that only the CPU has takes their place
-    steady_views.staying = lambda *_: frozenset()
-    Graph.replays = 0
+    stand_in(setattr)
     return job(*given)
+
+
+def stand_in(change: Callable[[Any, str, Any], object]) -> None:
+    """Lets these graphs take the place of CUDA's; `change` is `setattr`, or that of a test which undoes it."""
+    change(captures, "capture", capture)
+    change(surroundings, "reach", lambda *_: False)  # nothing hides operators from the recording,
+    change(operators, "call_directly", lambda _: None)  # and nothing that only the CPU has takes their place
+    change(steady_views, "staying", lambda *_: frozenset())
+    Graph.replays = 0

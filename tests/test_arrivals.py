@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,26 @@ def test_training_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = network()
     plain.compile("cpu")
     assert losses(ahead) == losses(plain)
+
+
+@pytest.mark.parametrize("mode", ["default type", "determinism", "precision"])
+def test_compiling_does_not_wait_for_a_thread_that_waits_for_it(mode: str) -> None:
+    """Such settings belong to the process: who changes them excludes other threads, but not the one it waits for."""
+    matmul = torch.get_float32_matmul_precision()
+    if mode == "default type":
+        torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(mode == "determinism")
+    torch.set_float32_matmul_precision("high" if mode == "precision" else matmul)
+    try:
+        training = network()
+        compiling = threading.Thread(target=training.compile, args=("cpu",), daemon=True)
+        compiling.start()
+        compiling.join(60)
+        assert not compiling.is_alive() and len(losses(training)) == 4
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(matmul)
 
 
 def test_values_are_on_their_way_before_the_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import torch
 
 import stepgraph as sg
 from stepgraph.compiler import fusion
+from stepgraph.runtime.executable import _Capture
 from stepgraph.system import captures, streams, torch_private
+from tests import stand_in_graphs
 
 BROKEN = "CUDA error: operation failed due to a previous error during capture"
 
@@ -98,6 +100,35 @@ def test_fusion_that_meets_a_capture_is_repeated_once(
     future: Future[Any] = fusion.fuse_in_background(None, None)  # type: ignore[arg-type]
     assert type(future.exception(timeout=10)) is (type(None) if error is None else error)
     assert error is not None or future.result() is fused
+
+
+def test_a_capture_that_fails_leaves_no_earlier_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_graphs.stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    x, graph = sg.Tensor((4, 3)), sg.Graph()
+    graph.node(sg.FullyConnectedLayer.create(3, 1), x)
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile("cpu")
+    (executable,) = inference.compilation.programs.executables.values()
+    executable._capture, executable.runs_alone = _Capture(executable), False
+    batches = [torch.full((4, 3), float(i)) for i in range(1, 6)]
+    one = inference.execute({"x": batches[0]}).result.numpy()  # operator by operator
+    inference.execute({"x": batches[0]})
+    assert executable.mode == "CUDA graph"  # which reads the first batch where it is
+
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as full:
+        full.setattr(captures, "capture", refuse)
+        with pytest.raises(sg.ExecutionError):
+            inference.execute({"x": batches[1]})
+        assert executable.mode == "traced"
+    for i in (2, 3, 4):
+        found = inference.execute({"x": batches[i]}).result
+        np.testing.assert_allclose(found.numpy(), (i + 1) * one, rtol=1e-6)
+    assert executable.mode == "CUDA graph"
 
 
 def test_other_threads_do_not_get_the_stream_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:

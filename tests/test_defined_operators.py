@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stepgraph.compiler
-from stepgraph.compiler import launch
+from stepgraph.compiler import triton_launch
 
 ROOT = Path(stepgraph.__file__).parent
 ELSEWHERE = {"stepgraph.interop.onnx_recurrent"}  # only in graphs that become files
@@ -29,7 +29,7 @@ def late_tanh(x):
     return tanh_of_late_kernels(x)
 """
 KERNELS = """
-from stepgraph.compiler.launch import operator
+from stepgraph.compiler.triton_launch import operator
 
 @operator
 def tanh_of_late_kernels(x: torch.Tensor) -> torch.Tensor:
@@ -40,10 +40,10 @@ import json, logging, sys, torch
 import stepgraph.compiler
 stepgraph.compiler.__path__.append(sys.argv[1])
 import stepgraph as sg
-from stepgraph.compiler import fusion, late, launch, pipeline
+from stepgraph.compiler import fusion, late, triton_launch, pipeline
 
 torch.set_num_threads(1)
-launch.run_on = lambda *_: True
+triton_launch.run_on = lambda *_: True
 late_row = pipeline.Pass("late", pipeline.FUSED, pipeline._graph(late.replace_tanh), lambda step, part: True)
 pipeline.TABLE = (*pipeline.TABLE, late_row)
 compile_kernels, started = fusion._compiled, []
@@ -92,21 +92,23 @@ def test_kernels_are_imported_only_where_they_run(tmp_path: Path, monkeypatch: p
     for file in ("__init__.py", "more_kernels.py", "more.py"):
         (folder / file).touch()
     monkeypatch.setattr(stepgraph.compiler, "__path__", [str(tmp_path)])
-    launch.define_operators(torch.device("cpu"))
+    triton_launch.define_operators(torch.device("cpu"))
     assert name not in sys.modules
-    monkeypatch.setattr(launch, "run_on", lambda device: True)
-    monkeypatch.setattr(launch, "_import_kernels", launch._import_kernels.__wrapped__)  # not only once
-    launch.define_operators(torch.device("cpu"))
+    monkeypatch.setattr(triton_launch, "run_on", lambda device: True)
+    monkeypatch.setattr(triton_launch, "_import_kernels", triton_launch._import_kernels.__wrapped__)  # not only once
+    triton_launch.define_operators(torch.device("cpu"))
     assert sys.modules.pop(name) and name.removesuffix("_kernels") not in sys.modules
     del sys.modules[name.rpartition(".")[0]]
 
 
 def defines_operators(file: Path) -> bool:
-    """Whether a module calls what defines operators, directly or as `launch.operator`."""
+    """Whether a module calls what defines operators, directly or as `triton_launch.operator`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in DEFINES and ast.unparse(node.value) == "torch.library":
             return True
-        names = node.names if isinstance(node, ast.ImportFrom) and node.module == "stepgraph.compiler.launch" else []
+        names = (
+            node.names if isinstance(node, ast.ImportFrom) and node.module == "stepgraph.compiler.triton_launch" else []
+        )
         if any(one.name == "operator" for one in names):
             return True
     return False
@@ -120,7 +122,7 @@ def test_operators_are_defined_by_modules_that_are_imported_where_code_is_fused(
     files = {
         ".".join(("stepgraph", *file.relative_to(ROOT).with_suffix("").parts)): file for file in ROOT.rglob("*.py")
     }
-    defining = {name for name, file in files.items() if defines_operators(file)} - {"stepgraph.compiler.launch"}
+    defining = {name for name, file in files.items() if defines_operators(file)} - {"stepgraph.compiler.triton_launch"}
     assert len(defining) > 15
     late = defining - imported - ELSEWHERE
     assert late and all(name.startswith("stepgraph.compiler.") and name.endswith("_kernels") for name in late)

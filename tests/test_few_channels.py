@@ -20,10 +20,10 @@ import stepgraph as sg
 from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import choose_convolution, few_channels
 from stepgraph.compiler.kernels.few_channels import CONVOLUTION, GRADIENTS, convolved, convolved_gradient
-from stepgraph.compiler.law import check
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import simplification
 from stepgraph.compiler.program import Part, fake
+from stepgraph.compiler.verifier import check
 
 aten = torch.ops.aten
 LAST, FIRST = torch.channels_last, torch.contiguous_format

@@ -18,7 +18,7 @@ from torch._functorch import config as tracing_settings
 from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
-from stepgraph.compiler import fused_cache, fused_memory, fusion, launch
+from stepgraph.compiler import fused_cache, fused_memory, fusion, kept_files, outline, triton_launch
 from stepgraph.compiler.kernels.update import expanded_update, number_of
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
@@ -66,7 +66,7 @@ def graph(
 
 
 def key_of(made: fx.Graph, arrays: list[torch.Tensor], *decided: object) -> str | None:
-    return fused_cache.key(fused_cache.outline(made), made, arrays, *decided)
+    return fused_cache.key(outline.of_graph(made), made, arrays, *decided)
 
 
 def test_whatever_decides_the_code_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_whatever_decides_the_code_decides_the_key(monkeypatch: pytest.MonkeyPat
         patched.setattr(torch, "get_num_threads", lambda: 77)
         keys.append(key_of(*graph(), {"a": 1}))
     with monkeypatch.context() as patched:
-        patched.setattr(fused_cache, "source", lambda: "another version")
+        patched.setattr(outline, "source", lambda: "another version")
         keys.append(key_of(*graph(), {"a": 1}))
     for settings, name in ((compiler_settings, "max_autotune"), (tracing_settings, "treat_parameters_as_free_to_save")):
         with settings.patch(**{name: not getattr(settings, name)}):
@@ -199,11 +199,11 @@ def test_what_was_kept_is_known_by_the_beginning_of_its_key(folder: Path) -> Non
 
 
 def test_the_outline_of_a_part_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, outline = list[fx.Graph](), fused_cache.outline
-    monkeypatch.setattr(fused_cache, "outline", lambda one: (calls.append(one), outline(one))[1])
+    calls, of_graph = list[fx.Graph](), outline.of_graph
+    monkeypatch.setattr(outline, "of_graph", lambda one: (calls.append(one), of_graph(one))[1])
     parts = [Part(Module(torch.nn.Module(), one), (), ()) for one, _ in (graph(), graph(operator.mul))]
-    outlines = [fused_cache.outline_of(part) for part in (*parts, *parts)]
-    assert outlines[:2] == outlines[2:] == [outline(part.module.graph) for part in parts] and len(calls) == 2
+    outlines = [outline.of(part) for part in (*parts, *parts)]
+    assert outlines[:2] == outlines[2:] == [of_graph(part.module.graph) for part in parts] and len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_entry_that_pytorch_cannot_load_is_removed(
 def test_the_oldest_files_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_cache, "MOST", 2)
     ages: dict[str, int] = {}
-    monkeypatch.setattr(fused_cache, "_age", lambda file: ages[file.stem[0]])
+    monkeypatch.setattr(kept_files, "_age", lambda file: ages[file.stem[0]])
     for number, key in enumerate("cab"):
         ages[key] = number
         fused_cache.keep(key + KEY[1:], compiled(ENTRY))
@@ -271,7 +271,7 @@ def test_without_a_folder_nothing_is_kept(
     folder.write_text("a file")
     fused_cache.keep(KEY, compiled(ENTRY))
     assert fused_cache.load(KEY, []) is None and fused_cache.files() == [] and not caplog.messages
-    monkeypatch.setattr(fused_cache, "cache_folder", lambda: None)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: None)
     fused_cache.keep(KEY, compiled(ENTRY))
     assert fused_cache.load(KEY, []) is None and fused_cache.files() == []
 
@@ -551,7 +551,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_step_as_it_was(
         raise RuntimeError("no such instruction")
 
     def compiled_with_kernel(module: Any, step: Any, arrays: Any, settings: Any) -> Any:
-        launch.launch(SimpleNamespace(warmup=broken), (1,), arrays[0])
+        triton_launch.launch(SimpleNamespace(warmup=broken), (1,), arrays[0])
         return compile_kernels(module, step, arrays, settings)
 
     compile_kernels = fusion._compiled
@@ -602,7 +602,7 @@ def test_the_first_step_on_a_gpu_is_fused_if_an_earlier_run_has_fused_it(
 
 
 def test_without_its_source_nothing_of_other_processes_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = fused_cache.source.__wrapped__
+    known = outline.source.__wrapped__
     assert known() == known()
-    monkeypatch.setattr(fused_cache, "__file__", str(tmp_path / "all.zip" / "stepgraph" / "compiler" / "x.py"))
+    monkeypatch.setattr(outline, "__file__", str(tmp_path / "all.zip" / "stepgraph" / "compiler" / "x.py"))
     assert known() != known()

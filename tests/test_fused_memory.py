@@ -26,7 +26,6 @@ import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import SMALL
 from stepgraph.compiler import fused_memory, fusion, memory, phases, pipeline
-from stepgraph.compiler.law import check
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import absorbed, recompute, rewritten
@@ -34,6 +33,7 @@ from stepgraph.compiler.passes.in_place import out_of_place
 from stepgraph.compiler.passes.minimum_cut import UNLIMITED, Network
 from stepgraph.compiler.program import Notes, Part, PartName, Phase, fake, notes, storages
 from stepgraph.compiler.step import Step
+from stepgraph.compiler.verifier import check
 from stepgraph.system import torch_private
 
 OPTIONS = sg.GraphCompilationOptions
@@ -265,7 +265,7 @@ def test_code_of_another_kind_leaves_the_plan_as_it_was(
     monkeypatch.setattr(torch_private, "generated_module", lambda one: one)
     code = generated(tmp_path, "def call(args):\n    return reserve(args)\n")
     arrays = [fake(node) for node in part.placeholders]
-    assert fusion._timeline(part.module, arrays, [code]) is None
+    assert fusion._timeline(part.module, [arrays], [code]) is None
     assert "remains that of unfused operators" in caplog.text
 
 

@@ -154,6 +154,38 @@ def test_a_fused_step_on_the_cpu_equals_the_plain_one() -> None:
     assert next(iter(fused.compilation.programs.executables.values())).mode == "fused traced"
 
 
+class WithConstants(torch.nn.Module):
+    """Arrays that are neither parameters nor buffers: a number, a row, indices, and one like a source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.tensor(0.5) + x.new_tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+        chosen = self.linear(torch.where(x > 0, x, torch.tensor(-1.0)))
+        return chosen[:, torch.tensor([2, 0, 1])]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_fused_step_reads_constants(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    if device == "cpu" and shutil.which("g++") is None:
+        pytest.skip("PyTorch's compiler needs a C++ compiler on the CPU")
+    rng, found = np.random.default_rng(0), []
+    batches = [rng.standard_normal((2, 4, 6), np.float32) for _ in range(6)]
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        y = sg.Tensor((4, 3))
+        imported = sg.from_torch(WithConstants(), sg.Tensor((4, 6)))
+        training = imported.training(sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(0.1), y)
+        training.compile(device, fuse=fuse)
+        (given,), (label,) = training.compilation.feeds.inputs, training.compilation.feeds.labels
+        found.append([training.execute({given: one}, {label: other[:, :3]}).loss for one, other in batches])
+        assert ("fused" in next(iter(training.compilation.programs.executables.values())).mode) == fuse
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    assert "memory plan remains" not in caplog.text
+
+
 @pytest.mark.deep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs a C++ compiler on the CPU")
 def test_the_kernels_of_a_tiny_step_are_launched_directly() -> None:
@@ -367,6 +399,16 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_was(
     executable._fusing.exception(10)
     assert np.isfinite(losses(training)).all()
     assert "remain unfused: no compiler here" in caplog.text and not executable.is_fused
+
+
+def test_a_compiler_that_fails_before_the_first_step_raises_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ImportError("the cache is damaged")
+
+    monkeypatch.setattr(fusion, "fuse", fail)
+    with pytest.raises(sg.ExecutionError, match="PyTorch's compiler failed: the cache is damaged") as raised:
+        tiny(OPTIONS.FUSE_LAYERS)
+    assert isinstance(raised.value.__cause__, ImportError) and "fuse=False" in str(raised.value)
 
 
 def test_a_pass_without_arrays_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:

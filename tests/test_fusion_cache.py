@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.compiler import fused_cache, fusion
+from stepgraph.compiler import fusion, outline
 from stepgraph.compiler.program import set_fake
 from stepgraph.system import torch_private
 
@@ -65,13 +65,13 @@ def test_the_results_of_operators_count(monkeypatch: pytest.MonkeyPatch) -> None
         graph = fx.Graph()
         with torch_private.FakeTensorMode():
             set_fake(graph.placeholder("x"), torch.empty_strided(shape, stride))
-        return fused_cache.fingerprint(graph)
+        return outline.fingerprint(graph)
 
     found = [fingerprint((2, 3), (3, 1)), fingerprint((3, 2), (3, 1)), fingerprint((2, 3), (1, 2))]
     assert fingerprint((2, 3), (3, 1)) == found[0]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     found.append(fingerprint((2, 3), (3, 1)))
-    monkeypatch.setattr(fused_cache, "source", lambda: "another version")
+    monkeypatch.setattr(outline, "source", lambda: "another version")
     found.append(fingerprint((2, 3), (3, 1)))
     assert len(set(found)) == len(found)
 

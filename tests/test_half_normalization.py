@@ -11,9 +11,9 @@ import torch
 import stepgraph as sg
 from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import batch_norm, layer_norm
-from stepgraph.compiler.law import check
 from stepgraph.compiler.passes import half_normalization
 from stepgraph.compiler.program import PartName, fake
+from stepgraph.compiler.verifier import check
 from stepgraph.graphs.training import TrainingGraph
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph

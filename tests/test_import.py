@@ -16,6 +16,8 @@ WITH_TORCH = {
     "star": "from stepgraph import *; assert callable(fit) and Graph",
     "dir": "import stepgraph; assert {'Tensor', 'fit', '__version__'} <= set(dir(stepgraph))",
     "a submodule": "import stepgraph; from stepgraph import mlc; assert mlc.__name__ == 'stepgraph.mlc'",
+    "errors by their module": "import stepgraph as sg; assert issubclass(sg.errors.ShapeError, sg.StepgraphError)",
+    "types for annotations": "import stepgraph as sg; assert issubclass(sg.RankPlan, sg.MemoryPlan) and sg.World",
     "an unknown name": "import stepgraph; assert not hasattr(stepgraph, 'Tensr')",
 }
 # PyTorch takes seconds to import: one process does, and forks for each program.

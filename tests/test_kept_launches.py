@@ -15,8 +15,8 @@ from torch._functorch import config as tracing_settings
 from torch._inductor import config as compiler_settings
 
 import stepgraph as sg
-from stepgraph.compiler import fused_cache, fusion, kept_launches
-from stepgraph.compiler.launches import Launch, Place, Record
+from stepgraph.compiler import fused_cache, fusion, kept_files, kept_launches
+from stepgraph.compiler.launch_record import Launch, Place, Record
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.program import Part, Phase
 from stepgraph.compiler.tuned.replay import Replay
@@ -140,13 +140,38 @@ def test_the_oldest_files_make_room(folder: Path, libraries: object, monkeypatch
     assert [one.name[0] for one in kept_launches.files()] == ["1", "2"]
 
 
+def test_what_is_used_stays(folder: Path, libraries: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        kept_launches.keep(f"{number}{KEY[1:]}", kept_launches.Kept(recorded(), LIVE))
+    for age, file in enumerate(kept_launches.files()):
+        os.utime(file, (age, age))
+    assert kept_launches.load(f"0{KEY[1:]}") is not None
+    monkeypatch.setattr(kept_launches, "MOST", 2)
+    kept_launches.keep(f"2{KEY[1:]}", kept_launches.Kept(recorded(), LIVE))
+    assert [one.name[0] for one in kept_launches.files()] == ["0", "2"]
+
+
+@pytest.mark.parametrize("kept", [kept_launches, fused_cache])
+def test_a_folder_that_cannot_be_read_has_nothing(
+    folder: Path, libraries: object, monkeypatch: pytest.MonkeyPatch, kept: Any
+) -> None:
+    kept_launches.keep(KEY, kept_launches.Kept(recorded(), LIVE))
+
+    def refuse(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    arguments = (KEY,) if kept is kept_launches else (KEY, [])
+    assert kept.load(*arguments) is None
+
+
 def test_where_nothing_can_be_written_nothing_is_kept(
     folder: Path, libraries: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.parent.mkdir(parents=True)
     folder.write_text("a file")
     kept_launches.keep(KEY, kept_launches.Kept(recorded(), LIVE))
-    monkeypatch.setattr(fused_cache, "cache_folder", lambda: None)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: None)
     kept_launches.keep(KEY, kept_launches.Kept(recorded(), LIVE))
     assert kept_launches.load(KEY) is None and kept_launches.files() == []
     assert not [one for one in caplog.records if one.levelno > logging.DEBUG]
@@ -180,7 +205,7 @@ def trained(**settings: Any) -> tuple[list[Any], MemoryPlan]:
     training.compile("cpu", fuse=True, **settings)
     losses = [training.execute(*BATCH).loss for _ in range(4)]
     (executable,) = training.compilation.programs.executables.values()
-    assert executable.is_fused and training.memory_plan == executable.fused_plan
+    assert executable.is_fused and training.memory_plan == executable.fused_plan and training.memory_plan.timeline
     return losses, training.memory_plan
 
 

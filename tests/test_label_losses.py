@@ -17,7 +17,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph as sg
-from stepgraph.compiler import law, memory, phases, pipeline
+from stepgraph.compiler import memory, phases, pipeline, verifier
 from stepgraph.compiler.kernels import emulated, half, label_losses
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import held, in_place
@@ -334,7 +334,7 @@ def settled(training: sg.TrainingGraph, name: PartName = PartName.STEP) -> Part:
     before = part.results
     for row in pipeline.rows(pipeline.PART, program.step, name):
         part = row.run(part, program.step)
-        law.check(part, before)
+        verifier.check(part, before)
     return part
 
 
@@ -349,7 +349,7 @@ def test_the_law_holds_after_every_row(kind: str, monkeypatch: pytest.MonkeyPatc
     step = replace(training.compilation.programs.program(8).step, device=torch.device(kind), fusion=Fusion.FIRST)
     for row in pipeline.rows(pipeline.FUSED, step, None):
         row.run(part.module, step)
-        law.check(part, before)
+        verifier.check(part, before)
     assert ours.label_losses_with_gradient.default not in {node.target for node in part.nodes}
 
 
@@ -411,7 +411,7 @@ def test_gradients_that_depend_on_losses_stay_apart() -> None:
         part = phases.whole(program, training.compilation.kept(program))
         change(part)
         joined = join_losses(part)
-        law.check(joined, part.results)
+        verifier.check(joined, part.results)
         assert ours.label_losses_with_gradient.default not in {node.target for node in joined.nodes}
 
 

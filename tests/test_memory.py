@@ -173,6 +173,43 @@ def test_compiling_again_releases_a_captured_graph() -> None:
     assert kept[1] - kept[0] < training.memory_plan.intermediates / 2  # cuBLAS's workspaces and the prediction stay
 
 
+@pytest.mark.gpu
+def test_adding_outputs_releases_a_captured_graph() -> None:
+    training, data = on_a_gpu()
+    training.compile("cuda", fuse=False)
+    with nothing_collected():
+        for _ in range(3):
+            training.execute(*data).wait()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        training.add_outputs({"hidden": training.compilation.nodes[0].results[0]})
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        assert before - torch.cuda.memory_reserved() > training.memory_plan.intermediates / 4
+        for _ in range(3):
+            training.execute(*data).wait()
+    (one,) = training.compilation.programs.executables.values()
+    assert "CUDA graph" in one.mode
+
+
+@pytest.mark.gpu
+def test_capturing_again_for_data_elsewhere_takes_no_memory_twice() -> None:
+    training, data = on_a_gpu()
+    training.compile("cuda", fuse=False)
+    for _ in range(2):
+        training.execute(*data).wait()
+    (one,) = training.compilation.programs.executables.values()
+    assert one.mode == "CUDA graph"
+    moved = tuple({name: array.clone() for name, array in part.items()} for part in data)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    training.execute(*moved).wait()
+    batch = sum(array.nbytes for part in moved for array in part.values())  # the graph's own memory for it
+    assert one.mode == "CUDA graph"
+    assert torch.cuda.max_memory_reserved() - before < training.memory_plan.intermediates / 2 + batch
+
+
 def test_a_thousand_steps_leave_memory_flat() -> None:
     training, _, _ = small_network()
     generator = np.random.default_rng(0)

@@ -16,8 +16,8 @@ import stepgraph as sg
 from stepgraph.compiler import phases, pipeline
 from stepgraph.compiler.kernels import statistics
 from stepgraph.compiler.kernels.statistics import TRACK, Rule, known
-from stepgraph.compiler.law import check
 from stepgraph.compiler.program import Part, PartName
+from stepgraph.compiler.verifier import check
 from stepgraph.graphs import compilation
 
 aten = torch.ops.aten

@@ -19,10 +19,10 @@ from stepgraph.compiler import memory, pipeline, walk
 from stepgraph.compiler.kernels import update_kernel
 from stepgraph.compiler.kernels.update import TOGETHER, Recorded, named, reference, update
 from stepgraph.compiler.kernels.update_kernel import Update
-from stepgraph.compiler.law import check
 from stepgraph.compiler.passes import merge_updates
 from stepgraph.compiler.passes.half_gradients import read_half
 from stepgraph.compiler.program import Part, PartName, fake, notes
+from stepgraph.compiler.verifier import check
 from stepgraph.graphs import compilation
 from stepgraph.system import torch_private
 

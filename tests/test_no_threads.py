@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import stepgraph as sg
-from stepgraph.compiler import launch
+from stepgraph.compiler import triton_launch
 from stepgraph.fitting.data import Batch, ahead
 from stepgraph.runtime import algorithms
 from stepgraph.system import background
 from stepgraph.tensors import arrivals
 from tests.fit_runs import BATCH, arrays, network
 from tests.test_algorithms import CPU, part
-from tests.test_launch import Kernel, without_gpu, without_memory
+from tests.test_triton_launch import Kernel, without_gpu, without_memory
 
 __all__ = ["without_gpu"]  # a fixture of all tests here, too
 X, Y = arrays()
@@ -59,8 +59,8 @@ def test_values_are_copied_before_the_step_is_recorded(refused: list[str], monke
 
 def test_kernels_are_prepared_where_they_are_traced(refused: list[str]) -> None:
     kernel = Kernel()
-    with launch.prepared_beside():
-        launch.launch(kernel, (7,), without_memory())
+    with triton_launch.prepared_beside():
+        triton_launch.launch(kernel, (7,), without_memory())
         assert [done[0] for done in kernel.done] == ["compiled", "loaded"]
     assert refused == ["stepgraph kernels"]
 
@@ -69,8 +69,8 @@ def test_a_kernel_that_cannot_be_prepared_is_an_error_at_the_end(refused: list[s
     def compiles() -> None:
         raise ValueError("no such instruction")
 
-    with pytest.raises(ValueError, match="no such instruction"), launch.prepared_beside():
-        launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+    with pytest.raises(ValueError, match="no such instruction"), triton_launch.prepared_beside():
+        triton_launch.launch(Kernel(compiles=compiles), (7,), without_memory())
     assert refused == ["stepgraph kernels"]
 
 

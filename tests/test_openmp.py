@@ -48,14 +48,12 @@ def test_the_number_is_set_for_this_thread_alone() -> None:
     assert allowed() == torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("missing", ["the backend", "the library", "the function", "the system"])
+@pytest.mark.parametrize("missing", ["the library", "the function", "the system"])
 def test_where_openmp_cannot_be_called_pytorch_sets_the_number(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Any:
         raise OSError("no such file")
 
     match missing:
-        case "the backend":
-            monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
         case "the library":
             monkeypatch.setattr(ctypes, "PyDLL", refuse)
         case "the function":
@@ -63,6 +61,14 @@ def test_where_openmp_cannot_be_called_pytorch_sets_the_number(missing: str, mon
         case "the system":
             monkeypatch.setattr(sys, "platform", "win32")
     assert openmp.limit.__wrapped__() is torch.set_num_threads
+
+
+def test_a_build_without_openmp_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts one number, and that would be 1."""
+    monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
+    before = torch.get_num_threads()
+    openmp.limit.__wrapped__()(before + 1)
+    assert torch.get_num_threads() == before
 
 
 def network() -> sg.TrainingGraph:
@@ -107,3 +113,29 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         training = network()
         found.append([training.execute(*BATCH).loss for _ in range(4)])
     assert found[0] == found[1]
+
+
+def test_a_profile_changes_no_bit() -> None:
+    """Products in two threads have other bits than in one."""
+
+    def losses(profiled: int) -> list[Any]:
+        sg.set_seed(3)
+        x, y, graph = sg.Tensor((4, 6)), sg.Tensor((4,), "int64"), sg.Graph()
+        hidden = graph.batch_normalization(graph.node(sg.ActivationLayer.gelu(), graph.dense(x, 32)))
+        graph.dense(hidden, 5)
+        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.AdamOptimizer(1e-2))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu", fuse=False)
+        rng, found = np.random.default_rng(0), []
+        for step in range(12):
+            options = sg.ExecutionOptions.PER_LAYER_PROFILING if step == profiled else sg.ExecutionOptions.NONE
+            data = {"x": rng.standard_normal((4, 6), np.float32)}, {"y": rng.integers(0, 5, 4)}
+            found.append(training.execute(*data, options=options).loss)
+        return found
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert losses(profiled=2) == losses(profiled=-1) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -18,11 +18,11 @@ import stepgraph as sg
 from benchmarks.in_stepgraph import Stepgraph
 from benchmarks.models import FURTHER, SMALL
 from stepgraph.compiler import memory, phases, pipeline
-from stepgraph.compiler.law import check
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import Part, PartName, Phase, note, notes
 from stepgraph.compiler.step import Fusion, Step
 from stepgraph.compiler.trace import trace
+from stepgraph.compiler.verifier import check
 from tests.fuzz.build import Built
 from tests.fuzz.generate import generate
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph as sg
-from stepgraph.compiler import law, memory, pipeline
+from stepgraph.compiler import memory, pipeline, verifier
 from stepgraph.compiler.passes import pool_indices
 from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT
 from stepgraph.compiler.program import Part, PartName, fake, storages
@@ -65,7 +65,7 @@ def test_the_same_bits_in_less_memory(monkeypatch: pytest.MonkeyPatch, everywher
         plain = network()
         assert kinds(settled(plain)) == []
     assert kinds(settled(narrow)) == [torch.int16, torch.int16]
-    law.check(settled(narrow))
+    verifier.check(settled(narrow))
     found = losses(narrow)
     assert found == losses(plain) and found[-1] < found[0]
     pooled = sum(fake(node)[1].numel() for node in settled(plain).nodes if node.target is POOL)
@@ -122,7 +122,7 @@ def test_passes_for_fused_steps_see_the_indices_themselves(monkeypatch: pytest.M
     assert len(narrow.nodes) == len(plain.nodes) + 4
     pool_indices.restore(narrow.module.graph)
     assert [node.target for node in narrow.nodes] == [node.target for node in plain.nodes]
-    law.check(narrow)
+    verifier.check(narrow)
     gradients = [node for node in narrow.nodes if node.target is POOL_GRADIENT]
     assert all(node.args[-1].args[0].target is POOL for node in gradients)
 

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import stepgraph as sg
+from stepgraph.runtime.execution import turn
+from stepgraph.system import surroundings, torch_private
 from stepgraph.system.surroundings import Precision
 
 ROWS, SHORT = 12, 5
@@ -309,3 +312,110 @@ def test_precision_is_taken_when_compiling_and_put_back_in_either_spelling() -> 
     assert Precision.of(True).tf32 == (True, True) and Precision.of(False).tf32 == (False, False)
     with pytest.raises(sg.DataTypeError, match="tf32 is 'yes'"):
         detached(disable_update=True).compile(CPU, tf32="yes")  # type: ignore[arg-type]
+
+
+def _old(value: str) -> AbstractContextManager[None]:
+    return switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
+
+
+def _new(kind: str, value: str) -> AbstractContextManager[None]:
+    one = getattr(torch.backends.mkldnn, kind)
+    return switched(lambda: one.fp32_precision, partial(setattr, one, "fp32_precision"), value)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "rounding",
+    [partial(_old, "medium"), *(partial(_new, kind, "bf16") for kind in ("matmul", "conv", "rnn"))],
+    ids=["old spelling", "matmul", "conv", "rnn"],
+)
+def test_rounding_on_the_cpu_changes_no_bit_and_stays(
+    rounding: Callable[[], AbstractContextManager[None]], deterministic: bool
+) -> None:
+    sg.set_seed(0)
+    x, graph = sg.Tensor((8, 16, 12, 12)), sg.Graph()
+    images = graph.node(sg.ConvolutionLayer.create(16, 64, 3), x)
+    steps = graph.reshape((8, 64, 144), images)
+    output = graph.node(sg.LSTMLayer.create(144, 128), steps)
+    graph.node(sg.FullyConnectedLayer.create(128, 256), graph.reshape((512, 128), output))
+    inference = sg.InferenceGraph([graph])
+    inference.add_inputs({"x": x})
+    inference.compile("cpu", deterministic=deterministic)
+    data = {"x": np.random.default_rng(0).standard_normal((8, 16, 12, 12), np.float32)}
+    exact = inference.execute(data).result.numpy().copy()
+    with rounding():
+        settings = [getattr(torch.backends.mkldnn, kind).fp32_precision for kind in ("matmul", "conv", "rnn")]
+        assert np.array_equal(inference.execute(data).result.numpy(), exact)
+        inference.compile("cpu", deterministic=deterministic)
+        assert np.array_equal(inference.execute(data).result.numpy(), exact)
+        after = [getattr(torch.backends.mkldnn, kind).fp32_precision for kind in ("matmul", "conv", "rnn")]
+        assert after == settings
+
+
+def test_two_threads_never_launch_under_the_settings_of_the_other() -> None:
+    order, first_is_in = list[str](), threading.Event()
+
+    def other() -> None:
+        assert first_is_in.wait(10)
+        with surroundings.cudnn(Precision.of(True), tries=False, deterministic=False):
+            order.append("other")
+            assert Precision.of(None).tf32 == (True, True)
+
+    before = Precision.of(None)
+    thread = threading.Thread(target=other)
+    thread.start()
+    with surroundings.cudnn(Precision.of(False), tries=True, deterministic=True):
+        first_is_in.set()
+        thread.join(0.2)
+        order.append("first")
+        cudnn = torch.backends.cudnn
+        assert Precision.of(None).tf32 == (False, False) and cudnn.benchmark and cudnn.deterministic
+    thread.join(10)
+    assert order == ["first", "other"] and Precision.of(None) == before
+
+
+@pytest.mark.parametrize("replacing", [torch_private.without_checkpointing, torch_private.nothing_validated])
+def test_what_two_threads_replace_is_restored(replacing: Callable[[], AbstractContextManager[None]]) -> None:
+    def state() -> Any:
+        return torch.utils.checkpoint.CheckpointFunction, torch.distributions.Distribution._validate_args
+
+    before, entered, left = state(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with replacing():
+            entered.set()
+            assert left.wait(10)
+
+    thread = threading.Thread(target=other)
+    with replacing():
+        thread.start()
+        assert not entered.wait(0.2)  # it waits
+    left.set()
+    thread.join(10)
+    assert entered.is_set() and state() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_child_that_is_forked_during_the_call_of_another_thread_can_call() -> None:
+    training, has_turn, ends = network(), threading.Event(), threading.Event()
+    training.compile(CPU)
+
+    def hold() -> None:
+        with turn(CPU):
+            has_turn.set()
+            ends.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has_turn.wait(10)
+    child = os.fork()
+    if not child:
+        caller = threading.Thread(target=loss, args=(training,), daemon=True)
+        caller.start()
+        caller.join(20)
+        os._exit(caller.is_alive())
+    _, status = os.waitpid(child, 0)
+    ends.set()
+    thread.join()
+    assert status == 0

@@ -214,7 +214,54 @@ def test_without_a_compiler_nothing_is_fused(compiler: Compiler, monkeypatch: py
     training = network()
     run(training, 1, FIRST + 1)
     assert not training.compilation.programs.switches and compiler.compiled == 0
-    assert said(training) == "fused       nothing; on the CPU, fusion requires FUSE_LAYERS and a C++ compiler"
+    assert said(training) == "fused       nothing; on the CPU, only fuse=True fuses this step, and needs a C++ compiler"
+
+
+class Scaled(sg.Layer):
+    """A layer that reads what can change when it is recorded."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor, *, scope: sg.Scope) -> torch.Tensor:
+        return x * self.settings["factor"] + torch.tensor(self.settings["table"], device=x.device)
+
+
+@pytest.mark.parametrize(
+    ("name", "later", "warning"),
+    [
+        ("factor", 2.0, ""),
+        ("table", [1.0, 2.0, 3.0], ""),
+        ("factor", 3.0, "a layer computes something else than when the graph was compiled"),
+        ("table", [1.0, 2.0, 4.0], "a layer computes something else than when the graph was compiled"),
+        ("factor", None, "unsupported operand"),
+    ],
+)
+def test_a_step_is_fused_only_if_its_layers_compute_the_same_as_before(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture, name: str, later: Any, warning: str
+) -> None:
+    def trained(changes: bool) -> list[Any]:
+        sg.set_seed(5)
+        x, y, graph = sg.Tensor((4, 3)), sg.Tensor((4, 2)), sg.Graph()
+        settings: dict[str, Any] = {"factor": 2.0, "table": [1.0, 2.0, 3.0]}
+        graph.node(sg.FullyConnectedLayer.create(3, 2), graph.node(Scaled(settings), x))
+        training = sg.TrainingGraph([graph], sg.LossLayer.mean_squared_error(), sg.SGDOptimizer(learning_rate=0.01))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu")
+        losses = run(training, 1, STARTS - 1)
+        if changes:
+            settings[name] = later
+        return losses + run(training, STARTS, FIRST + 2)
+
+    found = trained(changes=True)
+    said_then = caplog.text
+    assert ("operators remain unfused" in said_then) == bool(warning) and warning in said_then
+    assert compiler.compiled == (not warning)
+    expected = trained(changes=False)
+    assert found[: FIRST - 1] == expected[: FIRST - 1]
+    later_on = [loss / 2 if warning else loss for loss in expected[FIRST - 1 :]]
+    assert found[FIRST - 1 :] == pytest.approx(later_on, rel=1e-5)  # the update is recorded in another form
 
 
 def test_the_name_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,11 @@ else:
         from importlib import import_module
         from importlib.util import find_spec
 
-        if name == "optimizers":  # the one module whose functions are public
-            return import_module("stepgraph.optimizers")
         if name == "__all__":  # for `from stepgraph import *`
             return sorted(_load())
-        # For a module, `from stepgraph import module` continues and imports it.
-        if name.startswith("_") or find_spec(f"stepgraph.{name}") is not None or name not in _load():
+        if not name.startswith("_") and find_spec(f"stepgraph.{name}") is not None:
+            return import_module(f"stepgraph.{name}")
+        if name.startswith("_") or name not in _load():
             raise AttributeError(f"module 'stepgraph' has no attribute '{name}'", name=name)
         return globals()[name]
 

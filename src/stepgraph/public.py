@@ -107,6 +107,9 @@ from stepgraph.graphs.training import TrainingGraph as TrainingGraph
 from stepgraph.graphs.inference import InferenceGraph as InferenceGraph
 from stepgraph.runtime.execution import Execution as Execution
 from stepgraph.runtime.profile import Profile as Profile
+from stepgraph.compiler.memory import MemoryPlan as MemoryPlan
+from stepgraph.compiler.ranks.plan import RankPlan as RankPlan
+from stepgraph.runtime.world import World as World
 from stepgraph.runtime.numerics import NumericsReport as NumericsReport
 from stepgraph.fitting.fit import evaluate as evaluate, fit as fit
 from stepgraph.fitting.prediction import predict as predict

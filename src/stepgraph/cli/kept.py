@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler import fused_cache, kept_launches
+from stepgraph.compiler import fused_cache, kept_files, kept_launches
 from stepgraph.compiler.kernels import choose, measure
 from stepgraph.compiler.kernels.choices import CHOICES, Choice, Question, cache_folder, other_files
 from stepgraph.compiler.tuned import MANIFEST
@@ -67,7 +67,7 @@ def look(selection: Selection) -> dict[str, Any]:
             "state": "kept" if every else _state(own),
         },
         "others": [{"file": str(one), "bytes": _bytes(one)} for one in other_files()],
-        "fused": {"folder": str(fused_cache.folder()), "steps": len(steps), "bytes": sum(map(_bytes, _of_steps()))},
+        "fused": {"folder": str(kept_files.folder()), "steps": len(steps), "bytes": sum(map(_bytes, _of_steps()))},
         "compiler": {"folder": str(compiler), "exists": compiler.is_dir(), "bytes": _bytes(compiler)},
         "choices": sorted(filter(selection, every), key=lambda one: (one.question.operator, one.question.key)),
     }

@@ -16,9 +16,9 @@ import torch
 
 from stepgraph.system import torch_private
 
-_OURS = ("aten", "prims", "stepgraph")  # operators of others may depend on anything
+NAMESPACES = ("aten", "prims", "stepgraph")  # operators of others may depend on anything
 _VARYING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+SIMPLE = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Known:
@@ -86,7 +86,7 @@ def _depends_on_layouts(operator: torch_private.OpOverload) -> bool:
     """Whether what an operator returns depends on nothing but layouts, as far as we know; no change of an argument."""
     schema = torch_private.schema(operator)
     changes = schema.is_mutable and schema.returns
-    return operator.namespace in _OURS and not changes and _VARYING.isdisjoint(operator.tags)
+    return operator.namespace in NAMESPACES and not changes and _VARYING.isdisjoint(operator.tags)
 
 
 def _question(function: Any, kwargs: Mapping[str, Any], given: Sequence[Any]) -> Any:
@@ -108,7 +108,7 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         kinds = tuple(map(_kind, argument))
         return None if None in kinds else kinds
-    return (type(argument), argument) if isinstance(argument, _PLAIN) else None
+    return (type(argument), argument) if isinstance(argument, SIMPLE) else None
 
 
 def _form(result: Any, given: Sequence[Any], mode: Any) -> _Form | None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from stepgraph.compiler.alike import SIMPLE
 from stepgraph.compiler.program import derive, fake, mutates, refresh, remove_dead, set_fake, storages, writes
 from stepgraph.errors import reason
 from stepgraph.system import torch_private
 
 aten = torch.ops.aten
-SIMPLE = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Unexpandable(Exception):

@@ -28,7 +28,7 @@ _WITHOUT_KERNELS = {torch.ops.aten.empty_strided.default, torch.ops.aten.as_stri
 _NODES = re.compile(r"# .*Source Nodes: \[([^\]]*)\]")
 
 
-def timeline(module: ModuleType, arrays: Sequence[torch.Tensor], known: Mapping[str, Notes]) -> Timeline:
+def timeline(module: Any, arrays: Sequence[torch.Tensor], known: Mapping[str, Notes]) -> Timeline:
     """Live bytes by kind at each kernel, with its layer and phase.
 
     Args:
@@ -37,7 +37,8 @@ def timeline(module: ModuleType, arrays: Sequence[torch.Tensor], known: Mapping[
         known: the notes of the operators that were compiled, by name.
     """
     function = getattr(module.call, "__func__", module.call)
-    watch = _Watch(function, _origins(Path(str(module.__file__)).read_text().splitlines(), known))
+    source = getattr(module, "source", None) or Path(str(module.__file__)).read_text()
+    watch = _Watch(function, _origins(source.splitlines(), known))
     names = {**function.__globals__, **_stand_ins(function.__globals__, watch)}
     dry = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     owner = (module.call.__self__,) if hasattr(module.call, "__self__") else ()

@@ -16,18 +16,28 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from stepgraph.compiler import fused_cache, fused_memory, kept_launches, kernels, memory, pipeline
+from stepgraph.compiler import fused_cache, fused_memory, kept_launches, kernels, memory, outline, pipeline
 from stepgraph.compiler.assembly import is_miscompiled
 from stepgraph.compiler.expansion import ExpansionFailed, Unexpandable, expand
-from stepgraph.compiler.launch import define_operators, prepared_beside
-from stepgraph.compiler.launches import Record
+from stepgraph.compiler.launch_record import Record
 from stepgraph.compiler.memory import MemoryPlan, Timeline
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.passes import beside
-from stepgraph.compiler.program import EXCHANGE, Part, adopt_tags, attach_tags, complete_notes, fake, notes, set_fake
+from stepgraph.compiler.program import (
+    EXCHANGE,
+    Part,
+    adopt_tags,
+    attach_tags,
+    complete_notes,
+    copied_as,
+    fake,
+    notes,
+    set_fake,
+)
 from stepgraph.compiler.propagation import propagate
 from stepgraph.compiler.step import Step
 from stepgraph.compiler.trace import recording
+from stepgraph.compiler.triton_launch import define_operators, prepared_beside
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import DeviceError, reason
@@ -136,16 +146,24 @@ class _Once(Generic[Known]):
 
 
 class _Compiled(NamedTuple):
-    """A function, the graphs that PyTorch's compiler made for it, and whether it is the only graph and no more."""
+    """A function of arrays.
+
+    Args:
+        function: the function.
+        graphs: what PyTorch's compiler made for it.
+        is_alone: whether it is the only graph and no more.
+        takes: what each graph takes, as arrays without memory: constants of the step, too.
+    """
 
     function: Function
     graphs: list[Any]
     is_alone: bool
+    takes: Sequence[Sequence[torch.Tensor]]
 
     @classmethod
-    def alone(cls, graph: Any) -> _Compiled:
-        """A graph as a function of arrays."""
-        return cls(lambda *arrays: graph([*arrays]), [graph], True)
+    def alone(cls, graph: Any, takes: Sequence[torch.Tensor]) -> _Compiled:
+        """A graph that takes just these arrays."""
+        return cls(lambda *arrays: graph([*arrays]), [graph], True, [takes])
 
 
 _under_way: set[Fusing] = set()
@@ -192,7 +210,7 @@ def _candidates(part: Part) -> list[Part]:
 
 def was_fused(part: Part) -> bool:
     """Whether an earlier run seems to have fused a part; this takes little time."""
-    outlines = map(fused_cache.outline_of, _candidates(part))
+    outlines = map(outline.of, _candidates(part))
     return bool(fused_cache.files()) and any(map(fused_cache.knows, outlines))
 
 
@@ -227,18 +245,19 @@ def _by_the_compiler(
                 _require_compiler()
         # What was compiled, and what it allocates, is enough.
         module = _prepared(part, step) if kept is None or kept.live is None else Module(part.module, fx.Graph())
-        made = _compiled(module, step, _inputs(module), settings) if kept is None else _Compiled.alone(kept.compiled)
-    function, generated, is_alone = made
+        inputs = _inputs(module)
+        made = _compiled(module, step, inputs, settings) if kept is None else _Compiled.alone(kept.compiled, inputs)
+    function, generated, is_alone, takes = made
     if not on_cpu:
         _require_right(generated)
 
     places = _places(part, module) if kept is None else kept.places
-    keeps = is_alone and fused_cache.is_known(module.graph) if kept is None else kept.live is None
+    keeps = is_alone and outline.is_known(module.graph) if kept is None else kept.live is None
     if keeps and kept is None:
         fused_cache.keep(known, fused_cache.Kept(generated[0], places, None))
 
     def looked() -> Timeline | None:
-        found = _timeline(module, _inputs(module), generated) if kept is None or kept.live is None else kept.live
+        found = _timeline(module, takes, generated) if kept is None or kept.live is None else kept.live
         if keeps:
             fused_cache.keep(known, fused_cache.Kept(generated[0], places, found))
         return found
@@ -296,7 +315,7 @@ def _key(part: Part, step: Step, arrays: Sequence[torch.Tensor], settings: Mappi
 
     Passes behind the recording depend on the operators alone, so it is enough to know which ones run.
     """
-    recorded = fused_cache.outline_of(part)
+    recorded = outline.of(part)
     return fused_cache.key(recorded, part.module.graph, arrays, *_decided(step, settings), _hardware(arrays))
 
 
@@ -316,7 +335,7 @@ def _prepared(part: Part, step: Step) -> Module:
     return module
 
 
-def _inputs(module: Module) -> list[torch.Tensor]:
+def _inputs(module: fx.GraphModule) -> list[torch.Tensor]:
     return [fake(node) for node in module.graph.find_nodes(op="placeholder")]
 
 
@@ -331,32 +350,36 @@ def _compiled(module: Module, step: Step, arrays: Sequence[torch.Tensor], settin
     inductor = torch_private.inductor()
     generated: list[Any] = []
     complete: list[bool] = []
+    takes: list[list[torch.Tensor]] = []
 
     def compile_inner(module: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
         adopt_tags(module.graph)
         complete_notes(module.graph)
         for row in pipeline.rows(pipeline.LOWERED, step, None):
             row.run(module, step)
-        compiled_for = torch_private.compiled_for(fused_cache.fingerprint(module.graph))
+        compiled_for = torch_private.compiled_for(outline.fingerprint(module.graph))
         with torch_private.kept_between_runs(arrays), compiled_for, _rules():
             generated.append(inductor.compile_kernels(module, *arguments, **settings))
         complete.append(torch_private.is_complete())
+        takes.append(_inputs(module))
         return generated[-1]
 
     try:
         with torch_private.compiling(arrays, settings), torch_private.propagated_by(propagate):
             torch_private.compile_expanded(expand(module.graph, arrays), arrays, compile_inner)
-        return _Compiled.alone(generated[0])
+        return _Compiled.alone(generated[0], arrays)
     except ExpansionFailed as error:
         logger.warning("the step takes seconds longer to compile, since PyTorch expands its operators: %s", error)
     except Unexpandable as error:
         logger.debug("PyTorch expands the operators itself: %s", error)
     module.generate()
     around = inductor.compile_graph(module, arrays, compile_inner, config_patches=settings)
-    # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either.
-    if complete == [True] and torch_private.cache_entry(generated[0]) is not None:
-        return _Compiled.alone(generated[0])
-    return _Compiled(around, generated, False)
+    # A later run has only the graph, so this one does not depend on what PyTorch would do around it, either: for
+    # constants of the step, it passes them.
+    takes_these = [len(one) for one in takes] == [len(arrays)]
+    if complete == [True] and takes_these and torch_private.cache_entry(generated[0]) is not None:
+        return _Compiled.alone(generated[0], arrays)
+    return _Compiled(around, generated, False, takes)
 
 
 @contextmanager
@@ -407,12 +430,14 @@ def _require_right(generated: Sequence[Any]) -> None:
         raise Miscompiled(f"NVIDIA's assembler would miscompile {', '.join(hopeless)}")
 
 
-def _timeline(module: fx.GraphModule, arrays: Sequence[torch.Tensor], generated: Sequence[Any]) -> Timeline | None:
+def _timeline(
+    module: fx.GraphModule, takes: Sequence[Sequence[torch.Tensor]], generated: Sequence[Any]
+) -> Timeline | None:
     """What the generated code allocates; None if a new version of PyTorch generates code of another kind."""
     known = {node.name: notes(node) for node in module.graph.nodes}
-    codes = [code for code in map(torch_private.generated_module, generated) if code is not None]
+    codes = zip(map(torch_private.generated_module, generated), takes, strict=True)
     try:
-        return [row for code in codes for row in fused_memory.timeline(code, arrays, known)]
+        return [row for code, one in codes if code is not None for row in fused_memory.timeline(code, one, known)]
     except Exception as error:  # code of another kind may raise anything here; the step runs without its plan
         logger.warning("the memory plan remains that of unfused operators: %s", reason(error))
         return None
@@ -434,7 +459,7 @@ def _ordered(node: fx.Node, stride: Sequence[int]) -> fx.Node:
 
 
 def _laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+    return x if x.stride() == stride else copied_as(x, stride)
 
 
 def fuse_in_background(part: Part, step: Step) -> Fusing:

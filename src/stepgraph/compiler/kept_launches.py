@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.compiler import fused_cache
-from stepgraph.compiler.launches import Launch, Place, Record
+from stepgraph.compiler import kept_files, outline
+from stepgraph.compiler.launch_record import Launch, Place, Record
 from stepgraph.compiler.memory import Timeline
 from stepgraph.compiler.program import Part
 from stepgraph.errors import StorageError, reason
@@ -30,7 +30,7 @@ from stepgraph.system.storage import read_regular, replace_file
 
 logger = logging.getLogger("stepgraph")
 LARGEST = 2**20  # bytes of a file
-MOST = 1000  # files; with more, the oldest are removed
+MOST = 1000  # files; with more, those that were not used for the longest time are removed
 LARGEST_LIBRARY = 2**28
 DECISIVE = ("TORCHINDUCTOR_", "ATEN_", "CXX")  # beginnings of environment variables, of which some are no settings
 GIVEN, RESULT, BUFFER = "given", "result", "buffer"  # what an argument is, unless a number
@@ -55,30 +55,32 @@ def key(part: Part, *decided: object) -> str | None:
         part: the part.
         decided: what decides them besides operators, machine and surroundings, as values with an exact `repr`.
     """
-    if not fused_cache.is_known(part.module.graph):
+    if not outline.is_known(part.module.graph):
         return None
     environment = sorted(one for one in os.environ.items() if one[0].startswith(DECISIVE))
     versions = torch.__version__, torch.version.git_version, sys.implementation.cache_tag, sys.platform
     settings = torch_private.every_setting(), torch.are_deterministic_algorithms_enabled()
     under = repr((environment, versions, settings, decided))
-    return f"{fused_cache.outline_of(part)}-{hashlib.sha256(under.encode()).hexdigest()}"
+    return f"{outline.of(part)}-{hashlib.sha256(under.encode()).hexdigest()}"
 
 
 def load(wanted: str | None) -> Kept | None:
     """What was kept under a key; None if there is nothing, or it cannot be used."""
     file = _file(wanted)
-    if wanted is None or file is None or not file.exists():
+    if file is None or not kept_files.is_there(file):
         return None
     try:
-        found = fused_cache.unsealed(read_regular(file, LARGEST, StorageError))
+        found = kept_files.unsealed(read_regular(file, LARGEST, StorageError))
         if found["key"] != wanted:
             raise ValueError("it is of another step")
-        return Kept(_restored(found), fused_cache.timeline_of(found["live"]))
+        kept = Kept(_restored(found), kept_files.timeline_of(found["live"]))
     except Exception as error:  # whatever a damaged file or library raises, PyTorch's compiler is asked
         logger.debug("not launching kernels by %s: %s", file, reason(error))
         with suppress(OSError):
             file.unlink(missing_ok=True)
         return None
+    kept_files.mark_used(file)
+    return kept
 
 
 def keep(wanted: str | None, kept: Kept) -> None:
@@ -90,22 +92,22 @@ def keep(wanted: str | None, kept: Kept) -> None:
         described = _described(kept.record)
         if described is None:
             return
-        text = fused_cache.sealed({"key": wanted, "live": fused_cache.rows_of(kept.live), **described})
+        text = kept_files.sealed({"key": wanted, "live": kept_files.rows_of(kept.live), **described})
         if len(text) <= LARGEST:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, text)
-            fused_cache.make_room(files(), MOST)
+            kept_files.make_room(files(), MOST)
     except (OSError, StorageError) as error:  # if the folder is not writable, the next run asks the compiler
         logger.debug("launches are not kept for later runs: %s", reason(error))
 
 
 def files() -> list[Path]:
     """The files of all steps."""
-    return fused_cache.files_like("*.launches")
+    return kept_files.files_like("*.launches")
 
 
 def _file(wanted: str | None) -> Path | None:
-    folder = fused_cache.folder()
+    folder = kept_files.folder()
     return None if folder is None or wanted is None else folder / f"{wanted}.launches"
 
 

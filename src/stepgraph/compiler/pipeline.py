@@ -1,8 +1,9 @@
 """The passes that turn a recorded step into what runs, in order, from top to bottom.
 
-A pass is a function; a row defines the steps it applies to. Nothing else transforms programs. `step` rows decide how
-a step is recorded, `recorded` rows see the whole step once, `part` rows each part of it, `fused` rows the operators
-passed to PyTorch's compiler, `lowered` rows what that compiler has decomposed them into.
+A pass is a function; a row defines the steps it applies to. Nothing else decides what a program computes: writing it as
+code only decides how operators are called and where results lie. `step` rows decide how a step is recorded, `recorded`
+rows see the whole step once, `part` rows each part of it, `fused` rows the operators passed to PyTorch's compiler,
+`lowered` rows what that compiler has decomposed them into.
 
 To add a pass, add a row here and a function in its own module of `passes/`.
 """
@@ -197,7 +198,8 @@ def _compute_once(module: fx.GraphModule, step: Step) -> None:
 
 def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
     offered = [one for row in MANIFEST if row.applies(step) for one in row.offers]
-    kernels.choose_kernels(module, offered, None if step.measures_kernels else kernels.preferred)
+    with surroundings.unrounded():  # they are measured as they will run
+        kernels.choose_kernels(module, offered, None if step.measures_kernels else kernels.preferred)
 
 
 def _lay_out(step: Step, _: Step) -> Step:
@@ -289,7 +291,7 @@ def decided(step: Step) -> Step:
 def program(step: Step) -> Program:
     """The recorded step, ready to be split into parts."""
     recorded = trace(step)
-    with surroundings.tracing(), step.precision.applied():  # implementations are measured under their runtime settings
+    with surroundings.tracing():
         for row in rows(RECORDED, step, None):
             row.run(recorded.module, step)
     return recorded.refreshed()
@@ -347,7 +349,7 @@ def report(step: Step, name: PartName, cut: Callable[[Program], Part]) -> Report
     """
     found = [_decision(row, step) for row in TABLE if row.stage is STEP]
     recorded = trace(step)
-    with surroundings.tracing(), step.precision.applied():
+    with surroundings.tracing():
         found += [_watched(row, recorded.module, step, None) for row in TABLE if row.stage is RECORDED]
     part = cut(recorded.refreshed())
     for row in TABLE:

@@ -6,7 +6,7 @@ is the only module that accesses `fx.Node.meta`, which stores both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -17,10 +17,11 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
-from stepgraph.compiler.alike import Known
+from stepgraph.compiler.alike import NAMESPACES, Known
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.step import Key, Step
 from stepgraph.system import torch_private
+from stepgraph.system.surroundings import ROUNDED
 
 aten = torch.ops.aten
 # Keys of `fx.Node.meta`; PyTorch's tracer sets all but the second.
@@ -221,6 +222,11 @@ def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
     return mine == theirs or all(a == b for a, b, n in zip(mine, theirs, one.shape, strict=True) if n > 1)
 
 
+def copied_as(array: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides."""
+    return torch.empty_strided(array.shape, stride, dtype=array.dtype, device=array.device).copy_(array)
+
+
 def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """These operators, those that follow them, those that follow these, and so on."""
     found, rest = set[fx.Node](), [*nodes]
@@ -372,6 +378,12 @@ class Part:
         return any(_asks_switches(node) for node in self.nodes)
 
     @cached_property
+    def rounded(self) -> tuple[str, ...]:
+        """The kinds of operators that it may have whose float32 factors oneDNN rounds if it is allowed to."""
+        kinds = {kind for node in self.nodes for kind in _rounded(node)}
+        return tuple(kind for kind in ROUNDED if kind in kinds)
+
+    @cached_property
     def written(self) -> tuple[Key, ...]:
         """The arrays passed to it that a run changes: parameters, statistics, optimizer state, random stream.
 
@@ -380,6 +392,21 @@ class Part:
         """
         changed = {storage(array) for node in self.nodes for array in writes(node)}
         return tuple(key for key, node in self.given if storage(node) in changed)
+
+
+def _rounded(node: fx.Node) -> Collection[str]:
+    computes = node.op == "call_function" and node.target is not getitem  # constants have no operator
+    if not computes or not any(array.dtype is torch.float32 for array in fakes(node)):
+        return ()
+    target: Any = node.target
+    if isinstance(target, torch_private.OpOverload):
+        name = torch_private.schema(target).name
+    elif target.__module__ == "stepgraph.compiler.operators":  # it calls the operator of its name
+        name = target.__name__
+    else:  # an implementation of ours, which may call anything
+        return ROUNDED
+    named = {"conv": ("conv",), "rnn": ("rnn", "lstm", "gru")}
+    return ["matmul", *(kind for kind, parts in named.items() if any(part in name for part in parts))]
 
 
 def operators(graph: fx.Graph) -> list[fx.Node]:
@@ -401,7 +428,7 @@ def _asks_switches(node: fx.Node) -> bool:
     """
     target = node.target
     if isinstance(target, torch_private.OpOverload):
-        if target.namespace not in ("aten", "stepgraph", "prims"):
+        if target.namespace not in NAMESPACES:
             return True
         if any(word in target.name() for word in ("index", "scatter", "put", "cum", "embedding")):
             return True

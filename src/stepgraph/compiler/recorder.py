@@ -16,12 +16,11 @@ from torch import fx
 from torch.fx import traceback
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stepgraph.compiler.alike import Known, is_plain, mapped
+from stepgraph.compiler.alike import SIMPLE, Known, is_plain, mapped
 from stepgraph.compiler.modules import Module
 from stepgraph.compiler.program import set_fake, set_tag
 from stepgraph.system import torch_private
 
-_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
 
@@ -84,7 +83,7 @@ class _Recorder(torch_private.DispatchMode):
             return self.node(value)
         if isinstance(value, list | tuple):
             return type(value)(map(self._argument, value))
-        if isinstance(value, _PLAIN):
+        if isinstance(value, SIMPLE):
             return value
         raise Unsupported(value)
 
@@ -101,7 +100,7 @@ class _Recorder(torch_private.DispatchMode):
             set_fake(node, mapped(torch_private.snapshot, torch.Tensor, result))
             for index, one in enumerate(result):
                 self._keep(self.graph.create_node("call_function", getitem, (node, index), name="getitem"), one)
-        elif not isinstance(result, _PLAIN):
+        elif not isinstance(result, SIMPLE):
             raise Unsupported(result)
 
 

@@ -53,7 +53,7 @@ forks.wait_for(recording)
 def trace(step: Step) -> Program:
     """Records `run(step, …)` on arrays without memory, whatever modes the caller is in."""
     keys = input_keys(step)
-    with surroundings.tracing(), step.precision.applied():
+    with surroundings.tracing():
         module, outputs = _recorded(step, keys)
     program = Program.of(module, keys, outputs, step)
     _require_gradients(program)

@@ -27,7 +27,7 @@ from stepgraph.fitting.schedule import Schedule, completed, rate_at
 from stepgraph.fitting.stopping import FAILED, FINISHED, NAN, Stopping
 from stepgraph.fitting.trained import Trained, until
 from stepgraph.report.recorder import Unrecorded
-from stepgraph.runtime.calls import OVER, Call
+from stepgraph.runtime.rank_calls import OVER, RankCall
 from stepgraph.system.storage import plain, real
 
 logger = logging.getLogger("stepgraph")
@@ -121,7 +121,7 @@ class Loop:
                 self._start()
                 while self.position.epoch < self.settings.epochs and not self.stopping.is_due(heeds_signals=False):
                     self._run_epoch()
-                self.world.greet((Call.STEP_OF_FIT, OVER, 0))  # until here, ranks hear what one does by itself
+                self.world.greet((RankCall.STEP_OF_FIT, OVER, 0))  # until here, ranks hear what one does by itself
             self.history.stopped = self.stopping.why or FINISHED
             self.remark([] if self.stopping.who is None else [self.stopping.who])
         finally:

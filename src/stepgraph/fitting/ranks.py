@@ -12,7 +12,7 @@ from typing import Any
 from stepgraph.device import Device
 from stepgraph.errors import ArgumentError
 from stepgraph.fitting.progress import memory_used
-from stepgraph.runtime.calls import BETWEEN, Call
+from stepgraph.runtime.rank_calls import BETWEEN, RankCall
 from stepgraph.runtime.world import World
 
 
@@ -20,7 +20,7 @@ def require_alike(world: World, what: str, facts: Mapping[str, Any], fix: str) -
     """Rejects, on every rank, facts in which a rank differs from the first one; all have the same names."""
     if world.size == 1:
         return
-    world.greet((Call.STEP_OF_FIT, BETWEEN, 0))  # one that has failed meanwhile says so
+    world.greet((RankCall.STEP_OF_FIT, BETWEEN, 0))  # one that has failed meanwhile says so
     digests = [hashlib.sha256(repr(one).encode()).digest()[:6] for one in facts.values()]
     found = world.gather_numbers([int.from_bytes(one, "big") for one in digests], what)  # 48 bits: exact as float64
     for rank, theirs in enumerate(found):
@@ -38,7 +38,7 @@ def agreed(world: World, row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if world.size == 1:
         return {**row}
-    world.greet((Call.STEP_OF_FIT, BETWEEN, 0))
+    world.greet((RankCall.STEP_OF_FIT, BETWEEN, 0))
     names = [name for name, one in row.items() if isinstance(one, float)]
     first, *_ = world.gather_numbers([row[name] for name in names], "numbers of an epoch")
     return {**row, **dict(zip(names, first, strict=True))}

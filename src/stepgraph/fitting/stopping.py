@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepgraph.runtime.calls import BETWEEN, Call
+from stepgraph.runtime.rank_calls import BETWEEN, RankCall
 from stepgraph.runtime.world import World
 from stepgraph.system.interrupts import SIGHUP, SIGINT, SIGTERM, StopSignals
 
@@ -56,7 +56,7 @@ class Stopping:
         mine = _ASKED if self.why is not None else 0
         if came is not None:
             mine = _SENT[came]
-        found = [int(one) for one in self.world.greet((Call.STEP_OF_FIT, place, 0), mine)]
+        found = [int(one) for one in self.world.greet((RankCall.STEP_OF_FIT, place, 0), mine)]
         most = max(found)
         if most in (_SIGHUP, _SIGTERM):
             self.is_terminated = True

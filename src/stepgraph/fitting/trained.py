@@ -19,8 +19,8 @@ from stepgraph.fitting.stopping import Stopping
 from stepgraph.fitting.transfer import Transfer
 from stepgraph.graphs.training import TrainingGraph
 from stepgraph.optimizers import Optimizer
-from stepgraph.runtime.calls import BATCH, NO_BATCH
 from stepgraph.runtime.execution import Execution
+from stepgraph.runtime.rank_calls import BATCH, NO_BATCH
 from stepgraph.tensors import buffers
 from stepgraph.tensors.extents import shape_at
 from stepgraph.tensors.tensor import Tensor

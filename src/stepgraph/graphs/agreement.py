@@ -21,7 +21,7 @@ from stepgraph.compiler.step import KeyKind, gradient, value
 from stepgraph.errors import ArgumentError, StateError
 from stepgraph.graphs.compilation import Compilation
 from stepgraph.graphs.session import Session
-from stepgraph.runtime.calls import listed, note_told
+from stepgraph.runtime.rank_calls import listed, note_told
 from stepgraph.runtime.world import World
 from stepgraph.tensors.extents import can_be_cut
 

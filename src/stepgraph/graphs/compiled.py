@@ -192,7 +192,9 @@ class CompiledGraph(Graph):
         assert self.session is not None
         with Uninterrupted():
             compilation.group[compilation.index] = compilation
-            self.session.compilation, self._declared = compilation, declared
+            before, self.session.compilation, self._declared = self.session.compilation, compilation, declared
+            if before.programs.executables is not compilation.programs.executables:
+                before.programs.release()
 
     def bind(self, data: Data, *, batch_size: int | None = None) -> None:
         """Makes arrays the data of inputs, labels and label weights, by name, until others are bound or passed.
@@ -508,7 +510,6 @@ class CompiledGraph(Graph):
         *,
         device: ChosenDevice = SAME_DEVICE,
         compute_type: DataType | torch.dtype | str | None = None,
-        memory_limit: int | None = None,
     ) -> MemoryPlan:
         """The memory that a whole call would need with this many rows; nothing is run or kept.
 
@@ -518,14 +519,12 @@ class CompiledGraph(Graph):
             batch_size: the rows of a call.
             device: where it would run; by default, where the graph is compiled for.
             compute_type: as in `compile`; by default, as the graph is compiled.
-            memory_limit: as in `compile`; by default, as the graph is compiled.
 
         Example:
             >>> training.memory_plan_for(256).total  # doctest: +SKIP
             48234496
         """
-        given = {"compute_type": compute_type, "memory_limit": memory_limit}
-        return self._to_plan(device, **given).memory_plan_for(batch_size)
+        return self._to_plan(device, compute_type=compute_type).memory_plan_for(batch_size)
 
     def _to_plan(self, device: ChosenDevice, **settings: Any) -> Compilation:
         """The compilation to plan, which may never run."""

@@ -90,7 +90,7 @@ class InferenceGraph(CompiledGraph):
 
     def execute(
         self,
-        inputs_data: Data,
+        inputs_data: Data | None = None,
         loss_labels_data: Data | None = None,
         loss_label_weights_data: Data | None = None,
         *,

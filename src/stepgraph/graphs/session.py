@@ -57,7 +57,7 @@ _is_updatable = attrgetter("is_updatable")
 
 
 @dataclass(slots=True)
-class Call:
+class LastCall:
     """The last call: batch size, step number, data, and whether its random numbers have been used up."""
 
     batch: int
@@ -91,7 +91,7 @@ class Session:
         self.feeds: Feeds = compilation.feeds  # names declared later raise an error
         self.saved: Arrays = {}  # what the forward pass saved for the gradient pass
         self.forward_batch: int | None = None
-        self.last: Call | None = None
+        self.last: LastCall | None = None
         self.takes_seeds = False
         if state is not None:
             step = compilation.programs.outline(compilation.rows_at_once(self.feeds.batch)).step
@@ -281,7 +281,7 @@ class Session:
             tensors = self.feeds.tensors
             self.written, self.given = feeds, (tensors, [*map(_current, tensors)])
         optimizer = self.compilation.declaration.optimizer
-        self.last = Call(batch, None if optimizer is None else optimizer.time_step, feeds)
+        self.last = LastCall(batch, None if optimizer is None else optimizer.time_step, feeds)
 
     @property
     def next_step(self) -> int | None:

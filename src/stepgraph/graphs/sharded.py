@@ -32,12 +32,12 @@ from stepgraph.graphs.shard_update import Update
 from stepgraph.graphs.update_graph import Outcome, UpdateGraph, UpdateGraphs
 from stepgraph.graphs.verdicts import Verdicts
 from stepgraph.layers import over_ranks
-from stepgraph.runtime import calls, exchange
-from stepgraph.runtime.calls import Call, Told, note_told
+from stepgraph.runtime import exchange, rank_calls
 from stepgraph.runtime.exchange import Bucket, Pieces
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data
 from stepgraph.runtime.loss_slots import Total
+from stepgraph.runtime.rank_calls import RankCall, Told, note_told
 from stepgraph.runtime.sliced import Sliced
 from stepgraph.runtime.world import World, release_before_leaving
 from stepgraph.system.interrupts import Uninterrupted
@@ -97,7 +97,7 @@ class Shards:
                     raise
         return announced(execution, options, completion)
 
-    def meet(self, call: Call, detail: int = 0) -> None:
+    def meet(self, call: RankCall, detail: int = 0) -> None:
         """Makes sure that every rank makes this call; otherwise, all raise an error, and nothing changes.
 
         Ranks that make an update meanwhile hear of it in its exchange, and refuse the update: nothing else would reach
@@ -107,7 +107,7 @@ class Shards:
             call: the call.
             detail: what must be the same on all ranks.
         """
-        is_update = call == Call.EXECUTE
+        is_update = call == RankCall.EXECUTE
         self._tell((int(call), *(self.session.switched if is_update else (detail, self._number))), is_update)
 
     def tell_failure(self, error: Exception, before: int, is_update: bool) -> None:
@@ -123,7 +123,7 @@ class Shards:
             # If what is exchanged cannot be compiled, either, they wait for nothing: the error must still be raised.
             with suppress(Exception), world.telling(error):
                 is_awaited = is_update and (place.is_updating or not place.is_running)
-                self._tell((Call.FAILURE, 0, self._number), is_awaited)
+                self._tell((RankCall.FAILURE, 0, self._number), is_awaited)
 
     def _tell(self, told: Told, is_update: bool) -> None:
         """Tells the others what this rank does, where they hear it; raises an error if they do something else."""
@@ -140,7 +140,7 @@ class Shards:
         session, world = self.session, self.world
         batch = next(iter(self._divisions), session.compilation.usual_batch)
         division, execution = self._division(batch), Execution(session.device, False)
-        named = [replace(one, name=Call(told[0]).exchanged) for one in division.buckets]
+        named = [replace(one, name=RankCall(told[0]).exchanged) for one in division.buckets]
         division = replace(division, buckets=tuple(named))
         division.telling.graph = self._number
         update = Update(session, division, {}, ExecutionOptions.NONE, execution, self.parallel.shards)
@@ -152,7 +152,7 @@ class Shards:
         tell_call_(header, told)
         heard = exchange.gathered(update.numbers, header, division.news, world)[:, 0, : division.news.head].cpu()
         headers, where = headers_of(heard), f"rank {world.rank} of {world.size}"
-        apart = calls.disagreement(calls_of(headers), where, self._verdicts.name, [one.graph for one in headers])
+        apart = rank_calls.disagreement(calls_of(headers), where, self._verdicts.name, [one.graph for one in headers])
         if apart is not None:
             update.failure = apart
             self._let_others_refuse(update, totals, any_replays(heard))

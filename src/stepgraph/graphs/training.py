@@ -33,11 +33,11 @@ from stepgraph.graphs.sharded import Shards
 from stepgraph.layers.layer import Layer
 from stepgraph.layers.node import Node
 from stepgraph.optimizers import Optimizer, number
-from stepgraph.runtime.calls import Call
 from stepgraph.runtime.declaration import Declaration
 from stepgraph.runtime.execution import Completion, Execution, turn
 from stepgraph.runtime.feeds import Data, Names, Passed
 from stepgraph.runtime.gradients import Gradients, added, summed
+from stepgraph.runtime.rank_calls import RankCall
 from stepgraph.runtime.state import Progress, TrainingState, bound_buffers
 from stepgraph.runtime.world import ALONE, World, joined, own_device
 from stepgraph.tensors.arrivals import Arrivals
@@ -479,7 +479,7 @@ class TrainingGraph(CompiledGraph):
 
     def execute(
         self,
-        inputs_data: Data,
+        inputs_data: Data | None = None,
         loss_labels_data: Data | None = None,
         loss_label_weights_data: Data | None = None,
         *,
@@ -806,7 +806,7 @@ class TrainingGraph(CompiledGraph):
     def meet(self, call: str, detail: int = 0) -> None:
         """Makes sure that every rank makes this call, with the same detail; none has changed anything yet."""
         if self._shards is not None:
-            self._shards.meet(Call.named(call), detail)
+            self._shards.meet(RankCall.named(call), detail)
 
     @contextmanager
     def telling_failures(self, is_update: bool = False) -> Iterator[None]:

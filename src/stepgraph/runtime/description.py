@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.compiler import fusion
 from stepgraph.compiler.program import Program, notes
-from stepgraph.compiler.step import Step
+from stepgraph.compiler.step import Fusion, Step
 from stepgraph.optimizers import Optimizer
 from stepgraph.runtime import switch as fixed
 from stepgraph.runtime.executable import FUSES_AFTER, FUSES_AT, Executable
@@ -123,11 +123,12 @@ def _fused(executable: Executable) -> str:
             return f"nothing yet: fusion starts in the background after {FUSES_AT} steps or {FUSES_AFTER:g} s"
         case "never":
             step = executable.step
-            could = step.device.type == "cpu" and step.chooses_kernels and step.memory_limit is None
             if step.shards and step.device.type == "cuda" and step.chooses_kernels:
                 return "nothing; compile(..., fuse=True) fuses operators before the first step, on every rank"
-            more = "" if fusion.has_compiler() else " and a C++ compiler"
-            return f"nothing; on the CPU, fusion requires FUSE_LAYERS{more}" if could else "nothing"
+            if step.fusion is not Fusion.FIXED or step.memory_limit is not None:
+                return "nothing"
+            more = "" if fusion.has_compiler() else ", and needs a C++ compiler"
+            return f"nothing; on the CPU, only fuse=True fuses this step{more}"
         case _:
             return f"nothing: {state}"
 

@@ -14,9 +14,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
@@ -29,17 +29,17 @@ from stepgraph.compiler import filters, fusion, operators
 from stepgraph.compiler.fusion import Function, Fused
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.passes.held import Allocation, write_into_arena
-from stepgraph.compiler.program import Part, fakes, notes
+from stepgraph.compiler.program import Part, copied_as, fakes, notes
 from stepgraph.compiler.step import NUMBERS, Fusion, Key, KeyKind, Step, value
 from stepgraph.compiler.tuned.row import Launching
-from stepgraph.errors import ExecutionError, reason
+from stepgraph.errors import ExecutionError, StepgraphError, reason
 from stepgraph.runtime import algorithms, steady_views, strides
 from stepgraph.runtime.arena import Arena, ArenaViews
 from stepgraph.runtime.loss_slots import Loss, Losses, Total
 from stepgraph.runtime.results import Lending, Lent
 from stepgraph.system import captures, openmp, surroundings, torch_private
 from stepgraph.system.interrupts import Uninterrupted
-from stepgraph.system.turns import ShortTurns
+from stepgraph.system.switch_interval import ShortSwitchInterval
 
 logger = logging.getLogger("stepgraph")
 # A part is worth fusing if it is called often or works for long: compiling takes longer than either.
@@ -98,7 +98,8 @@ class Executable:
         self._views = None
         if part.held:
             self._views = ArenaViews(arena or Arena(), part.held, self._code.allocations, part.module)
-        self._surroundings = step.device.type, part.is_open_to_switches
+        kind = step.device.type
+        self._surroundings = kind, part.is_open_to_switches, part.rounded if kind == "cpu" else ()
         self.images = frozenset(map(value, filters.images(step)))  # inputs whose channels may be first or last
         self.orders: Mapping[Key, tuple[int, ...]] = {}  # their strides, if fused operators require some
         self._bound: tuple[list[Any], Binding] | None = None
@@ -328,9 +329,7 @@ class Executable:
         if key not in self.images or self.fits(key, given):
             return given.clone()
         order = self.orders.get(key)
-        if order is None:
-            return given.contiguous()
-        return torch.empty_strided(given.shape, order, dtype=given.dtype, device=given.device).copy_(given)
+        return given.contiguous() if order is None else copied_as(given, order)
 
     def _fuse_now(self) -> None:
         began = time.perf_counter()
@@ -342,6 +341,11 @@ class Executable:
             self.was_fused_first = True
         except fusion.Unusable as error:  # nothing the caller can change
             self._stay_unfused(error)
+        except StepgraphError:
+            raise
+        except Exception as error:  # whatever PyTorch's compiler raises
+            fix = "see the cause above, or compile with fuse=False"
+            raise ExecutionError("compile", f"PyTorch's compiler failed: {reason(error)}", fix=fix) from error
 
     def _note_fusion(self, began: float) -> None:
         self.fusion_seconds = time.perf_counter() - began
@@ -422,24 +426,17 @@ class Executable:
         node = next((node for node in self.part.nodes if node.name == name), None)
         return "execute" if node is None else f"{notes(node).layer} ({notes(node).phase} pass)"
 
-    @contextmanager
-    def settings(self) -> Iterator[None]:
+    def settings(self) -> AbstractContextManager[None]:
         """The settings of PyTorch's libraries for this step, which it reads when a kernel is launched or captured.
 
         cuDNN tries its algorithms for seconds in the first call. If operators are fused later, its rules choose them,
         so that training starts immediately, in the first run and in those that take what it has fused.
         """
-        step, cudnn = self.step, torch.backends.cudnn
-        if step.device.type != "cuda":
-            yield
-            return
-        before = cudnn.benchmark, cudnn.deterministic
-        cudnn.benchmark, cudnn.deterministic = self.tries, not (step.chooses_kernels and step.measures_kernels)
-        try:
-            with step.precision.applied():
-                yield
-        finally:
-            cudnn.benchmark, cudnn.deterministic = before
+        step = self.step
+        deterministic = not (step.chooses_kernels and step.measures_kernels)
+        if step.device.type == "cuda":
+            return surroundings.cudnn(step.precision, tries=self.tries, deterministic=deterministic)
+        return nullcontext()
 
     def choose_algorithms(self) -> None:
         """Lets cuDNN choose its algorithms before a call holds memory, under the settings of the step."""
@@ -458,7 +455,7 @@ class Executable:
         if self._views is not None:
             self._views.prepare()
         if surroundings.reach(*self._surroundings):
-            with surroundings.neutral():
+            with surroundings.neutral(self._surroundings[-1]):
                 return self._run(given, views)
         return self._run(given, views)
 
@@ -636,7 +633,7 @@ class _Capture:
         self.lending.call_in()
         self.graph, self.warm.is_ready = None, True
         self._note(binding, others)
-        with ShortTurns(), self.executable.settings():
+        with ShortSwitchInterval(), self.executable.settings():
             self.executable.choose_algorithms()
             return self.executable.run(binding.filled(self.executable.fitted(others)))
 
@@ -655,10 +652,10 @@ class _Capture:
 
     def _record(self, binding: Binding, others: Mapping[Key, torch.Tensor], moved: Sequence[Key]) -> None:
         torch.cuda.synchronize(self.executable.step.device)
+        self.discard()  # it would be in memory beside the new one, and still be there if that fails
         for key in moved:
             if key in self.given:
                 self.copied[key] = self.executable.fitting(key, others[key])
-        self.lending.call_in()
         self._note(binding, others)
         arrays = binding.filled({**others, **self.copied})
 
@@ -669,7 +666,7 @@ class _Capture:
                     slots.capture(results[index])
             return results
 
-        with ShortTurns(), self.executable.settings():
+        with ShortSwitchInterval(), self.executable.settings():
             graph, results = captures.capture(run, self.executable.step.device)
         # The arrays are kept alive: memory that is read in place must not be reused.
         self.binding, self.arrays, self.graph, self.results = binding, arrays, graph, results

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -47,6 +48,8 @@ class _Turns(dict[torch.device | None, threading.RLock]):
 
 
 _turns = _Turns()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.clear)  # a thread that is not there may have had its turn
 
 
 def turn(device: Device | None) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stepgraph.compiler.program import Program, fake, same_order
+from stepgraph.compiler.program import Program, copied_as, fake, same_order
 from stepgraph.compiler.step import Key, gradient, user_gradient, value
 from stepgraph.system import torch_private
 from stepgraph.tensors import buffers
@@ -116,7 +116,4 @@ def _sum(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _laid_out(array: torch.Tensor, believed: torch.Tensor) -> torch.Tensor:
     """An array in the layout that the program was recorded for: that of another graph's gradient may differ."""
-    if same_order(array, believed):
-        return array
-    laid = torch.empty_strided(array.shape, believed.stride(), dtype=array.dtype, device=array.device)
-    return laid.copy_(array)
+    return array if same_order(array, believed) else copied_as(array, believed.stride())

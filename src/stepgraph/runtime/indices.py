@@ -2,8 +2,8 @@
 
 The CPU's operators raise an error before anything has changed. Fused ones raise it after other kernels may have changed
 something, a fused loop with several threads would end the process, and a GPU would lose its context, so there indices
-are checked before the call. Those that are already on a GPU
-are left to the step, if it checks them itself (`compiler/guard.py`).
+are checked before the call. Those that are already on a GPU are left to the step, if it checks them itself
+(`compiler/guard.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A replayed CUDA graph overwrites its previous results, and a copy after every replay would cost the host as much
 as the replay. Instead, the graph itself writes each loss into the next of many slots. Only when they are used up
-are all of them copied in one operation, if anything still refers to one.
+are all of them copied, in one operation.
 """
 
 from __future__ import annotations

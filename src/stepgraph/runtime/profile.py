@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -18,6 +19,7 @@ from stepgraph.compiler.program import Part, Phase, notes
 from stepgraph.compiler.step import Key
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime.strides import Layouts
+from stepgraph.system import openmp
 
 PHASES = tuple(Phase)
 COLUMNS = ("layer", *PHASES, "all", "share", "memory")
@@ -128,8 +130,9 @@ def profile(
 ) -> tuple[dict[Key, torch.Tensor], Profile]:
     """Runs a part once, timing every operator; the results equal those of any other run."""
     clock = _Clock(part.module, device)
+    alone = device.type == "cpu" and part.is_tiny  # as otherwise: products in several threads have other bits
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), openmp.one_thread() if alone else nullcontext():
             found = clock.run(*arrays)
     except Exception as error:  # whatever a kernel raises, the caller gets a stepgraph error
         raise ExecutionError("execute", f"the device failed: {reason(error)}") from error

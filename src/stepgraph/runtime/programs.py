@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from stepgraph.compiler import fused_cache, memory, phases, pipeline
+from stepgraph.compiler import fused_cache, memory, outline, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
 from stepgraph.compiler.ranks.plan import own_plan
 from stepgraph.compiler.step import Fusion, Key, KeyKind, Step, gradient, value
+from stepgraph.errors import StateError
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.switch import Switch, switches
@@ -21,7 +22,7 @@ from stepgraph.tensors.extents import BatchExtent
 logger = logging.getLogger("stepgraph")
 PASSES = (PartName.FORWARD, PartName.GRADIENT, PartName.UPDATE)
 WITHOUT_TRAINING = (PartName.INFERENCE, PartName.EVALUATION)  # parts that leave layers in inference mode
-Kept = Callable[[Program | None], Sequence[Key]]
+KeptKeys = Callable[[Program | None], Sequence[Key]]
 MOST = 32  # batch sizes that stay compiled, besides the first; the least recently used one is evicted
 
 
@@ -38,7 +39,7 @@ class Programs:
     def __init__(
         self,
         step: Callable[[int, bool], Step],
-        kept: Kept,
+        kept: KeptKeys,
         require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         channels_last: bool | None = None,
     ) -> None:
@@ -116,7 +117,8 @@ class Programs:
     @property
     def plan(self) -> MemoryPlan:
         """The memory that whole calls need: the maximum over everything compiled so far, fused or not yet."""
-        plans = (self.in_use(*key).fused_plan or plan for key, plan in self.plans.items())
+        known = [(key, plan) for key, plan in [*self.plans.items()] if key in self.executables]  # another thread adds
+        plans = (self.in_use(*key).fused_plan or plan for key, plan in known)
         return max(plans, key=lambda plan: plan.total, default=MemoryPlan())
 
     def plan_for(self, part: PartName, batch: int) -> MemoryPlan:
@@ -156,7 +158,7 @@ class Programs:
     def shared(
         self,
         step: Callable[[int, bool], Step],
-        kept: Kept,
+        kept: KeptKeys,
         require_fit: Callable[[MemoryPlan, PartName, int, str], None],
         rebuilds: bool,
     ) -> Programs:
@@ -195,10 +197,19 @@ class Programs:
         self.executables |= made
 
     def _for_the_compiler(self, batch: int) -> tuple[Part, Step]:
-        """A whole step recorded as if it were fused before the first call."""
-        step = replace(self._asked(batch, True), fusion=Fusion.FIRST, channels_last=bool(self.channels_last))
-        program = pipeline.program(step)
-        return pipeline.settled(self._parts(PartName.STEP, program)[PartName.STEP], step, PartName.STEP), step
+        """A whole step recorded as if it were fused before the first call.
+
+        This calls the layers again, which may do something else by now than what has run until then.
+        """
+        again = replace(self._asked(batch, True), channels_last=bool(self.channels_last))
+        first, now = (self._whole(one) for one in (self.program(batch), pipeline.program(again)))
+        if not outline.are_alike(first, now):
+            raise StateError("execute", "a layer computes something else than when the graph was compiled")
+        step = replace(again, fusion=Fusion.FIRST)
+        return pipeline.settled(self._whole(pipeline.program(step)), step, PartName.STEP), step
+
+    def _whole(self, program: Program) -> Part:
+        return self._parts(PartName.STEP, program)[PartName.STEP]
 
     def _use(self, batch: int) -> None:
         """Marks a batch size as used, and evicts the least recently used one."""

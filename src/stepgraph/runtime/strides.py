@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.program import fake, notes, same_order
+from stepgraph.compiler.program import copied_as, fake, notes, same_order
 
 _STATEMENT = re.compile(r"^( +)(\w+)( = .*?)(;  .*)?$")
 LAID = "_laid_out"
@@ -55,5 +55,4 @@ class Layouts:
             return real
         node = self._nodes[name]
         self.surprises[name] = f"{notes(node).layer}: {node.target} returns {real.stride()}, not {believed.stride()}"
-        laid = torch.empty_strided(real.shape, believed.stride(), dtype=real.dtype, device=real.device)
-        return laid.copy_(real)
+        return copied_as(real, believed.stride())

@@ -59,12 +59,15 @@ class Switch:
         """What computes the update of this number; from the fixed step on, waits for the compiler."""
         if update < STARTS_AT:
             return self._plain
-        if self.fused is None and not self.refused:
-            if self._fusing is None:
-                self._start()
-            if update >= FUSED_FROM:
-                self._finish()
+        if self._is_open and self._fusing is None:
+            self._start()
+        if self._is_open and update >= FUSED_FROM:
+            self._finish()
         return self._plain if update < FUSED_FROM or self.fused is None else self.fused
+
+    @property
+    def _is_open(self) -> bool:
+        return self.fused is None and not self.refused
 
     @property
     def is_under_way(self) -> bool:
@@ -74,15 +77,25 @@ class Switch:
     def _start(self) -> None:
         began, self._process = time.perf_counter(), os.getpid()
         with Uninterrupted():
-            self._recorded = self._record()
+            try:
+                self._recorded = self._record()
+            except Exception as error:  # whatever a layer raises when it is called again, training goes on
+                self._refuse(error)
+                return
             self._seconds = time.perf_counter() - began
             self._fusing = fusion.fuse_in_background(*self._recorded)
+
+    def _refuse(self, error: BaseException) -> None:
+        self.refused = reason(error)
+        logger.warning("operators remain unfused: %s", self.refused)
 
     def _finish(self) -> None:
         """Waits for the compiler; an interrupt ends only the waiting."""
         assert self._fusing is not None and self._recorded is not None
         if not self._fusing.done() and self._process != os.getpid():  # the thread stayed behind in the parent
             self._start()
+        if self.refused:
+            return
         if not self._fusing.done():
             logger.warning("waiting for PyTorch's compiler: steps are fused from number %s on", f"{FUSED_FROM:,}")
         error = self._fusing.exception()
@@ -90,8 +103,7 @@ class Switch:
             if error is None:
                 self._take(*self._recorded, self._fusing.result(), self._fusing.seconds)
             else:
-                self.refused = reason(error)
-                logger.warning("operators remain unfused: %s", self.refused)
+                self._refuse(error)
             self._fusing = self._recorded = None
 
     def _take(self, part: Part, step: Step, fused: Fused, seconds: float) -> None:

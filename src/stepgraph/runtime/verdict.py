@@ -17,8 +17,8 @@ import torch
 
 from stepgraph.compiler.ranks import news
 from stepgraph.errors import ExecutionError, StepgraphError
-from stepgraph.runtime import calls
-from stepgraph.runtime.calls import listed
+from stepgraph.runtime import rank_calls
+from stepgraph.runtime.rank_calls import listed
 from stepgraph.runtime.world import World
 
 Explain = Callable[[torch.Tensor], Exception | None]
@@ -155,7 +155,7 @@ def disagreement(
     """
     where, headers, notes = f"rank {world.rank} of {world.size}", news.headers_of(told), news.notes_of(told)
     first = headers[0]
-    apart = calls.disagreement(news.calls_of(headers), where, name, [one.graph for one in headers])
+    apart = rank_calls.disagreement(news.calls_of(headers), where, name, [one.graph for one in headers])
     if apart is not None:
         return apart
     for rank, (header, noted) in enumerate(zip(headers, notes, strict=True)):

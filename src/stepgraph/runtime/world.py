@@ -24,9 +24,9 @@ import torch.distributed as dist
 from stepgraph.compiler.ranks import collectives
 from stepgraph.device import Device
 from stepgraph.errors import DeviceError, ExecutionError, StateError, reason
-from stepgraph.runtime.calls import Call, Told, disagreement, note_told
 from stepgraph.runtime.heartbeat import Heartbeat, Place
 from stepgraph.runtime.meeting import meet
+from stepgraph.runtime.rank_calls import RankCall, Told, disagreement, note_told
 from stepgraph.runtime.waits import Waits
 from stepgraph.system import torch_private, torchrun
 
@@ -136,7 +136,7 @@ class World:
             told: what this rank does.
             number: what it tells.
         """
-        what = "whether to stop" if told[0] == Call.STEP_OF_FIT else Call(told[0]).exchanged
+        what = "whether to stop" if told[0] == RankCall.STEP_OF_FIT else RankCall(told[0]).exchanged
         found = self.gather_numbers([*told, number], what)
         calls = [(int(call), int(detail), int(switched)) for call, detail, switched, _ in found]
         graphs = [one for _, _, one in calls]
@@ -157,7 +157,7 @@ class World:
         except Exception as error:
             if not self.is_alone and note_told(error):
                 with self.telling(error):
-                    self.greet((Call.FAILURE, 0, 0))
+                    self.greet((RankCall.FAILURE, 0, 0))
             raise
 
     @contextmanager

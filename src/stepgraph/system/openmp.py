@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,16 +19,28 @@ LIBRARIES = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
 
 @cache
 def limit() -> Callable[[int], object]:
-    """The function that sets the number: that of the OpenMP that PyTorch has loaded, or PyTorch's own if there is none.
+    """The function that sets the number: that of the OpenMP that PyTorch has loaded, or PyTorch's own.
 
-    A library finds the functions of those that it depends on, also where several versions of OpenMP are loaded.
+    A library finds the functions of those that it depends on, also where several versions of OpenMP are loaded. A build
+    without OpenMP may accept one number for ever, so there it stays as it is.
     """
     library = Path(torch.__file__).parent / "lib" / LIBRARIES.get(sys.platform, "none")
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
-        return torch.set_num_threads
+        return lambda number: None
     try:
         function = ctypes.PyDLL(str(library)).omp_set_num_threads
     except (OSError, AttributeError):  # it is elsewhere, or hides its functions
         return torch.set_num_threads
     function.argtypes, function.restype = [ctypes.c_int], None
     return function
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets the operators of a block use this thread only."""
+    threads = torch.get_num_threads()
+    limit()(1)
+    try:
+        yield
+    finally:
+        limit()(threads)

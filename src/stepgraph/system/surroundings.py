@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.system.torch_private import any_autocast, function_mode_count
+from stepgraph.system.torch_private import any_autocast, function_mode_count, rounding
 
+ROUNDED = ("matmul", "conv", "rnn")  # kinds of operators for which PyTorch has such a setting
 _EXACT, _TF32 = "ieee", "tf32"
+_ALL_BITS = ("ieee", "none")
 _SMALLEST = math.ulp(0.0)  # positive number
 
 
@@ -51,15 +53,40 @@ class Precision(NamedTuple):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """PyTorch reads its settings when a kernel is launched, including during a capture."""
-        changed = [(one, found) for one, wanted in zip(_switches(), self, strict=True) if (found := _set(one, wanted))]
-        try:
-            yield
-        finally:
-            for switch, found in changed:
-                switch.fp32_precision = found
+        with _for_gpus:
+            switches = zip(_switches(), self, strict=True)
+            changed = [(one, found) for one, wanted in switches if (found := _set(one, wanted))]
+            try:
+                yield
+            finally:
+                for switch, found in changed:
+                    switch.fp32_precision = found
 
 
 FULL = Precision()
+
+# These settings belong to the process, and a capture keeps what they are. So one thread at a time launches or captures
+# under them, whatever its device, also if they are right already: another one would change them meanwhile.
+_for_gpus = threading.RLock()
+
+
+@contextmanager
+def cudnn(precision: Precision, *, tries: bool, deterministic: bool) -> Iterator[None]:
+    """Settings of cuDNN, and of cuBLAS, around launches and captures.
+
+    Args:
+        precision: what float32 factors are rounded to.
+        tries: whether cuDNN tries its algorithms.
+        deterministic: whether it uses only those that always give the same bits.
+    """
+    switch = torch.backends.cudnn
+    with precision.applied():
+        before = switch.benchmark, switch.deterministic
+        switch.benchmark, switch.deterministic = tries, deterministic
+        try:
+            yield
+        finally:
+            switch.benchmark, switch.deterministic = before
 
 
 @contextmanager
@@ -87,7 +114,7 @@ def _let_autograd_count_devices() -> None:
         torch.autograd.grad(one * one, one)
 
 
-def reach(kind: str, open_to_switches: bool) -> bool:
+def reach(kind: str, open_to_switches: bool, rounded: Sequence[str] = ()) -> bool:
     """Whether the caller's modes, besides grad and inference mode, would affect recorded operators.
 
     This is checked in every call, and each query to PyTorch costs about a hundredth of a small step. So a program
@@ -96,8 +123,11 @@ def reach(kind: str, open_to_switches: bool) -> bool:
     Args:
         kind: the type of the device.
         open_to_switches: whether any operator depends on the default type or device, or on deterministic algorithms.
+        rounded: the kinds of operators whose factors oneDNN could round.
     """
     if any_autocast() and torch.is_autocast_enabled(kind):
+        return True
+    if rounded and _are_rounded(rounded):
         return True
     # A default device is a mode on this stack.
     return open_to_switches and (function_mode_count() > 0 or _is_set_for_all())
@@ -109,11 +139,47 @@ def keeps_subnormals() -> bool:
 
 
 @contextmanager
-def neutral() -> Iterator[None]:
-    """Modes for operators that the caller's modes would affect."""
+def neutral(rounded: Sequence[str] = ()) -> Iterator[None]:
+    """Modes for operators that the caller's modes would affect.
+
+    Args:
+        rounded: the kinds of operators whose factors oneDNN could round.
+    """
     with ExitStack() as stack:
         _enter_neutral(stack)
+        if _are_rounded(rounded):
+            stack.enter_context(_unrounded())
         yield
+
+
+def unrounded() -> AbstractContextManager[None]:
+    """Lets oneDNN keep all bits of float32 factors."""
+    return _unrounded() if _are_rounded(ROUNDED) else nullcontext()
+
+
+@contextmanager
+def _unrounded() -> Iterator[None]:
+    mkldnn = torch.backends.mkldnn
+    with _for_cpus:
+        switches = mkldnn.matmul, mkldnn.conv, mkldnn.rnn  # type: ignore[attr-defined]
+        changed = [(switch, found) for switch in switches if (found := _set(switch, _EXACT)) is not None]
+        try:
+            yield
+        finally:
+            for switch, found in changed:
+                switch.fp32_precision = found
+
+
+def _are_rounded(kinds: Sequence[str]) -> bool:
+    """Whether oneDNN may round factors of such operators, or another thread has it keep them for now."""
+    if not kinds:
+        return False
+    if _for_cpus.depth:
+        return True
+    for one in kinds:  # noqa: SIM110 - in every call, where a generator takes as long as the query
+        if rounding("mkldnn", one) not in _ALL_BITS:
+            return True
+    return False
 
 
 def _enter_neutral(stack: ExitStack) -> None:
@@ -137,18 +203,18 @@ class _ForAllThreads:
     """Lets one thread at a time change process-wide settings: the next waits until they are restored."""
 
     def __init__(self) -> None:
-        self._lock, self.depth = threading.RLock(), 0
+        self.lock, self.depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-        self._lock.release()
+        self.lock.release()
 
 
-_for_all_threads = _ForAllThreads()
+_for_all_threads, _for_cpus = _ForAllThreads(), _ForAllThreads()
 
 
 def _is_set_for_all() -> bool:
@@ -174,7 +240,7 @@ def _current() -> Precision:
 
 
 def _is_same(found: str, wanted: str) -> bool:
-    return found == wanted or {found, wanted} <= {_EXACT, "none"}
+    return found == wanted or {found, wanted} <= {*_ALL_BITS}
 
 
 def _set(switch: Any, wanted: str) -> str | None:

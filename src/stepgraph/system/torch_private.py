@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stepgraph.system import nvrtc
+from stepgraph.system import forks, nvrtc
 
 if TYPE_CHECKING:
     from torch._inductor.output_code import CompiledFxGraph
@@ -42,6 +42,9 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 Alike: Any = torch._C._dynamo.guards.TensorGuards
 """Checks at once that arrays are like others: kind, type, device, shape, strides; publicly that takes ten queries."""
+
+rounding: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+"""What a library may round float32 factors to, by library and kind; the public attribute takes seven times as long."""
 
 function_mode_count = torch._C._len_torch_function_stack
 """How many modes intercept PyTorch's functions, including a default device; no public name counts them."""
@@ -227,6 +230,12 @@ def node_name(graph: torch.fx.Graph, operator: Any) -> str:
     return graph._target_to_str(operator.overloadpacket.__name__)
 
 
+_replacing = threading.RLock()
+"""Held while something is replaced for the whole process: two threads would restore what the other has replaced."""
+
+forks.wait_for(_replacing)
+
+
 @contextmanager
 def without_checkpointing() -> Iterator[None]:
     """Lets `torch.utils.checkpoint` only call its function; no public switch turns it off.
@@ -236,14 +245,15 @@ def without_checkpointing() -> Iterator[None]:
     from torch.utils import checkpoint
 
     names = {"CheckpointFunction": _Called, "_checkpoint_without_reentrant_generator": _nothing_around}
-    before = {name: getattr(checkpoint, name) for name in names}
-    for name, replacement in names.items():
-        setattr(checkpoint, name, replacement)
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(checkpoint, name, original)
+    with _replacing:
+        before = {name: getattr(checkpoint, name) for name in names}
+        for name, replacement in names.items():
+            setattr(checkpoint, name, replacement)
+        try:
+            yield
+        finally:
+            for name, original in before.items():
+                setattr(checkpoint, name, original)
 
 
 @contextmanager
@@ -251,19 +261,20 @@ def nothing_compiled() -> Iterator[None]:
     """Lets what `torch.compile` returned call what it was made from, also during a recording, where it would raise."""
     from torch._dynamo import config
 
-    with config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+    with _replacing, config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def nothing_validated() -> Iterator[None]:
     """Lets distributions take any arguments: they look at numbers, which a recording does not have."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(before)
+    with _replacing:
+        before = torch.distributions.Distribution._validate_args
+        torch.distributions.Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            torch.distributions.Distribution.set_default_validate_args(before)
 
 
 @contextmanager
@@ -919,12 +930,20 @@ def generated_code(compiled: CompiledFxGraph) -> Any:
 
 
 def generated_module(compiled: CompiledFxGraph) -> Any:
-    """The module that was generated for a graph, with its kernels; None for a graph without operators."""
+    """The module that was generated for a graph, with its kernels; None for a graph without operators.
+
+    Without caches, PyTorch forgets the module and removes its file, so its names and its `source` take its place.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     if not hasattr(compiled, "cache_key"):  # a graph without operators is returned as it is
         return None
-    return next(one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key)
+    known = next((one for one in reversed(PyCodeCache.modules) if one.key == compiled.cache_key), None)
+    if known is not None:
+        return known
+    function = generated_code(compiled)
+    names = getattr(function, "__func__", function).__globals__
+    return SimpleNamespace(**{**names, "source": compiled.source_code})
 
 
 def library_of(kernel: Callable[..., None]) -> Path | None:

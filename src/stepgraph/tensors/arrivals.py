@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from stepgraph.device import Device
-from stepgraph.system import background, surroundings
+from stepgraph.system import background
 from stepgraph.tensors.tensor import Array, Tensor
 
 SENT = {"cuda"}  # where copies take time without Python's lock
@@ -19,8 +19,8 @@ def sent(tensors: Sequence[Tensor], device: Device) -> Arrivals:
 
     def work() -> None:
         try:
-            with surroundings.tracing():
-                future.set_result([tensor.on(device) for tensor in tensors])
+            # In the modes of a new thread. Whoever waits for this may hold the settings of the process.
+            future.set_result([tensor.on(device) for tensor in tensors])
         except BaseException as error:
             future.set_exception(error)
 

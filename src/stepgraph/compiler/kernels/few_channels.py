@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.choose_convolution import bias_gradient, separate
-from stepgraph.compiler.launch import run_on
 from stepgraph.compiler.program import fake, set_fake
+from stepgraph.compiler.triton_launch import run_on
 
 aten = torch.ops.aten
 Array = torch.Tensor

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.launch import launch, operator
+from stepgraph.compiler.triton_launch import launch, operator
 
 Array = torch.Tensor
 BYTES = 16  # that a GPU reads at once, at most

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.launch import launch
+from stepgraph.compiler.triton_launch import launch
 
 Array = torch.Tensor
 TILE = 4096  # numbers in a tile of several rows

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.launch import run_on
 from stepgraph.compiler.program import call, fake, storage, storages
+from stepgraph.compiler.triton_launch import run_on
 
 Array = torch.Tensor
 LARGE = 1 << 20  # numbers from which these operators are worthwhile: copies of fewer cost nothing

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.launch import run_on
 from stepgraph.compiler.passes.pool_first import POOL, POOL_GRADIENT, has_separate_windows
 from stepgraph.compiler.program import fake
+from stepgraph.compiler.triton_launch import run_on
 
 Array = torch.Tensor
 MOST = 255  # positions in a window that a byte can tell apart

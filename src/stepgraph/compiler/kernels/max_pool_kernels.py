@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.launch import launch, operator
+from stepgraph.compiler.triton_launch import launch, operator
 
 Array = torch.Tensor
 CHANNELS = 64  # of a tile, at most

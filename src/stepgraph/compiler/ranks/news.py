@@ -32,7 +32,7 @@ class Header(NamedTuple):
         which: the number of the first tensor that has changed, from 1.
         readiness: whether it can run fused operators.
         replays: whether it replays the update, and goes on without looking at what others tell.
-        call: the call that it makes; this and what follows are 0 for a plain update (`runtime/calls.py`).
+        call: the call that it makes; this and what follows are 0 for a plain update (`runtime/rank_calls.py`).
         detail: what must be the same in that call.
         switched: the first tensor that it has frozen or unfrozen.
     """

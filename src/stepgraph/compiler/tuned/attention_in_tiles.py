@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.compiler.launch import run_on
 from stepgraph.compiler.program import fake, inherit, remove_dead
 from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.triton_launch import run_on
 from stepgraph.compiler.tuned.gpus import ROOMY
 from stepgraph.compiler.tuned.row import Tuned
 from stepgraph.system import torch_private

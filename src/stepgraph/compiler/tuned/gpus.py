@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.compiler.launch import run_on
+from stepgraph.compiler.triton_launch import run_on
 
 HOPPER = (9,)
 OFF = 255  # where a maximum is, if ReLU has made it 0

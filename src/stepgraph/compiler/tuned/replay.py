@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.compiler.launches import Kernel, Launch, Place, Record
+from stepgraph.compiler.launch_record import Kernel, Launch, Place, Record
 from stepgraph.compiler.tuned.row import Tuned, on_cpu
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -107,6 +107,7 @@ class Replay:
             self.is_direct = all(map(torch.equal, [*given, *found], [*copies, *again]))
             if self.is_direct and self._understood is not None:
                 self._understood(self._record)
+        self._understood = None  # it refers to the whole step
         return found
 
     def _only_launches(self) -> bool:
@@ -173,7 +174,7 @@ class Replay:
 
 ROW = Tuned(
     name="replay generated code",
-    hardware="CPUs, steps with FUSE_LAYERS",
+    hardware="CPUs, fused steps",
     pattern="steps that PyTorch's compiler turns into its own kernels alone",
     gains={"tiny": 2.75},
     results="rent-cpu-fused",

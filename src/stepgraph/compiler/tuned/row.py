@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.alternatives import Alternative
-from stepgraph.compiler.launches import Record
+from stepgraph.compiler.launch_record import Record
 from stepgraph.compiler.step import Step
 
 Function = Callable[..., Sequence[torch.Tensor]]

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.launch import launch, operator
+from stepgraph.compiler.triton_launch import launch, operator
 from stepgraph.compiler.tuned.gpus import OFF
 
 Array = torch.Tensor

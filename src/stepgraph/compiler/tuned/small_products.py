@@ -42,7 +42,7 @@ def _terms(node: fx.Node) -> int:
 
 ROW = Tuned(
     name="expand small products",
-    hardware="CPUs, steps with FUSE_LAYERS",
+    hardware="CPUs, fused steps",
     pattern=f"matrix products of at most {MOST:,} multiplications",
     gains={"tiny": 6.1},
     results="rent-cpu-fused",

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.compiler.launch import launch, operator
+from stepgraph.compiler.triton_launch import launch, operator
 
 Array = torch.Tensor
 PIXELS, OUTPUTS, INPUTS = 16, 32, 64  # of a tile

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from stepgraph.compiler.kernels.choose_convolution import bias_gradient, separate
-from stepgraph.compiler.launch import run_on
 from stepgraph.compiler.program import fake
 from stepgraph.compiler.step import Fusion, Step
+from stepgraph.compiler.triton_launch import run_on
 from stepgraph.compiler.tuned.gpus import HOPPER
 from stepgraph.compiler.tuned.row import Tuned
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepgraph.system.turns import TURN, ShortTurns
+from stepgraph.system.switch_interval import TURN, ShortSwitchInterval
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,8 @@ def is_short() -> bool:
 
 def test_turns_are_short_until_the_last_block_ends() -> None:
     sys.setswitchinterval(0.004)
-    with ShortTurns():
-        with ShortTurns():
+    with ShortSwitchInterval():
+        with ShortSwitchInterval():
             assert is_short()
         assert is_short()
     assert sys.getswitchinterval() == pytest.approx(0.004)
@@ -31,7 +31,7 @@ def test_turns_are_short_until_the_last_block_ends() -> None:
 
 def test_a_block_that_fails_restores_them() -> None:
     sys.setswitchinterval(0.004)
-    with pytest.raises(ValueError, match="broken"), ShortTurns():
+    with pytest.raises(ValueError, match="broken"), ShortSwitchInterval():
         raise ValueError("broken")
     assert sys.getswitchinterval() == pytest.approx(0.004)
 
@@ -40,13 +40,13 @@ def test_turns_that_are_shorter_already_stay() -> None:
     sys.setswitchinterval(TURN / 4)
     given = sys.getswitchinterval()
     for _ in range(3):
-        with ShortTurns():
+        with ShortSwitchInterval():
             assert sys.getswitchinterval() == given
         assert sys.getswitchinterval() == given
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:
-    with ShortTurns():
+    with ShortSwitchInterval():
         sys.setswitchinterval(0.003)
     assert sys.getswitchinterval() == pytest.approx(0.003)
 
@@ -54,7 +54,7 @@ def test_what_the_program_sets_meanwhile_stays() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
 def test_a_forked_child_has_the_turns_of_before() -> None:
     sys.setswitchinterval(0.004)
-    with ShortTurns():
+    with ShortSwitchInterval():
         child = os.fork()
         if not child:
             os._exit(0 if sys.getswitchinterval() == pytest.approx(0.004) else 1)

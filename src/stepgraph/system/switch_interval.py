@@ -13,7 +13,7 @@ import threading
 TURN = 2e-4  # seconds; much longer than changing threads takes
 
 
-class _Turns:
+class _Intervals:
     """Counts who asks for short turns."""
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ def _set(seconds: float) -> None:
     sys.setswitchinterval(seconds + 5e-7)  # Python drops parts of a microsecond, and binary fractions lie below
 
 
-_turns = _Turns()
+_intervals = _Intervals()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.forget_users)
+    os.register_at_fork(after_in_child=_intervals.forget_users)
 
 
-class ShortTurns:
+class ShortSwitchInterval:
     """Lets a block that calls PyTorch often have its turn back soon each time, in any number of threads."""
 
     def __enter__(self) -> None:
-        _turns.shorten()
+        _intervals.shorten()
 
     def __exit__(self, *_: object) -> None:
-        _turns.restore()
+        _intervals.restore()

@@ -19,7 +19,7 @@ _TOLD = "other_ranks_know"  # of an error
 BETWEEN, BATCH, NO_BATCH, OVER = range(4)  # where in a run a rank is: in front of an update, with or without a batch
 
 
-class Call(IntEnum):
+class RankCall(IntEnum):
     """What a rank does; numbers travel."""
 
     UPDATE = 0
@@ -39,7 +39,7 @@ class Call(IntEnum):
     FAILURE = 14  # of something in front of an exchange
 
     @classmethod
-    def named(cls, call: str) -> Call:
+    def named(cls, call: str) -> RankCall:
         """The call with a name."""
         return cls[call.upper()]
 
@@ -55,11 +55,11 @@ class Call(IntEnum):
 
 
 _WORDS = {
-    Call.UPDATE: "makes an update",
-    Call.EXECUTE: "makes an update",
-    Call.AVERAGES: "reads averages",
-    Call.STEP_OF_FIT: "goes on with fit",
-    Call.FAILURE: "has failed",
+    RankCall.UPDATE: "makes an update",
+    RankCall.EXECUTE: "makes an update",
+    RankCall.AVERAGES: "reads averages",
+    RankCall.STEP_OF_FIT: "goes on with fit",
+    RankCall.FAILURE: "has failed",
 }
 
 
@@ -74,12 +74,12 @@ def disagreement(
         name: the name of a tensor by its number.
         graphs: the number of each rank's graph.
     """
-    calls = [Call(one) for one, _, _ in told]
-    failed = [rank for rank, one in enumerate(calls) if one == Call.FAILURE]
+    calls = [RankCall(one) for one, _, _ in told]
+    failed = [rank for rank, one in enumerate(calls) if one == RankCall.FAILURE]
     if failed:
         problem = f"{listed(failed)} failed between two updates; nothing has changed"
         return ExecutionError(where, problem, fix="see the error of that rank") if len(failed) < len(calls) else None
-    updates = {*calls} <= {Call.UPDATE, Call.EXECUTE}
+    updates = {*calls} <= {RankCall.UPDATE, RankCall.EXECUTE}
     if len({*graphs}) > 1 and (updates or len({*calls}) == 1):
         return _different_graphs(graphs, calls[0], where)
     if updates:
@@ -90,7 +90,7 @@ def disagreement(
         fix = "make such calls on every rank, at the same place in the program"
         return ExecutionError(where, f"{', and '.join(parts)}; nothing has changed", fix=fix)
     details = [detail for _, detail, _ in told]
-    if calls[0] == Call.STEP_OF_FIT and len({*details}) > 1:
+    if calls[0] == RankCall.STEP_OF_FIT and len({*details}) > 1:
         return _out_of_step(details, where)
     if len({*details}) > 1:
         problem = f"ranks call {calls[0].name.lower()} with different arguments; nothing has changed"
@@ -98,10 +98,10 @@ def disagreement(
     return None
 
 
-def _different_graphs(graphs: Sequence[float], call: Call, where: str) -> ExecutionError:
+def _different_graphs(graphs: Sequence[float], call: RankCall, where: str) -> ExecutionError:
     """The error for ranks that make one call, each with another graph."""
     other = next(rank for rank, one in enumerate(graphs) if one != graphs[0])
-    done = "execute different graphs" if call <= Call.EXECUTE else f"call {call.name.lower()} of different graphs"
+    done = "execute different graphs" if call <= RankCall.EXECUTE else f"call {call.name.lower()} of different graphs"
     problem, fix = f"ranks 0 and {other} {done}; nothing has changed", "use graphs in the same order on every rank"
     return ExecutionError(where, problem, fix=fix)
 
@@ -116,7 +116,7 @@ def _out_of_step(places: Sequence[int], where: str) -> ExecutionError:
     return ExecutionError(where, problem, fix="pass the same data on every rank")
 
 
-def _conjugated(call: Call, calls: Sequence[Call]) -> str:
+def _conjugated(call: RankCall, calls: Sequence[RankCall]) -> str:
     """What one rank or several of them do."""
     verb, rest = call.words.split(" ", 1)
     if calls.count(call) > 1:

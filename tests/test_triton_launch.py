@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.compiler import launch
+from stepgraph.compiler import triton_launch
 from stepgraph.system.torch_private import FakeTensorMode
 
 
@@ -53,7 +53,7 @@ def without_memory() -> torch.Tensor:
 
 def test_a_kernel_is_compiled_and_loaded_where_it_is_traced() -> None:
     kernel = Kernel()
-    launch.launch(kernel, (7,), without_memory(), 2, num_warps=4)
+    triton_launch.launch(kernel, (7,), without_memory(), 2, num_warps=4)
     assert kernel.done == [("compiled", torch.float32, 2, (7,), {"num_warps": 4}), ("loaded", (7,))]
 
 
@@ -62,7 +62,7 @@ def test_a_kernel_that_cannot_be_loaded_yet_is_no_error() -> None:
         raise RuntimeError("no device")
 
     kernel = Kernel(loads)
-    launch.launch(kernel, (7,), without_memory())
+    triton_launch.launch(kernel, (7,), without_memory())
     assert [done[0] for done in kernel.done] == ["compiled"]
 
 
@@ -74,10 +74,10 @@ def test_a_launch_waits_for_a_thread_that_loads_the_kernel() -> None:
         time.sleep(0.2)
 
     kernel, array = Kernel(loads), torch.ones(3)
-    other = threading.Thread(target=launch.launch, args=(kernel, (7,), without_memory()))
+    other = threading.Thread(target=triton_launch.launch, args=(kernel, (7,), without_memory()))
     other.start()
     assert begun.wait(60)
-    launch.launch(kernel, (7,), array)
+    triton_launch.launch(kernel, (7,), array)
     other.join()
     assert [done[0] for done in kernel.done] == ["compiled", "loaded", "launched"]
 
@@ -90,9 +90,9 @@ def test_kernels_are_prepared_beside_the_thread_that_traces_them() -> None:
         threads.append(threading.current_thread())
 
     first, second = Kernel(compiles=compiles), Kernel(compiles=compiles)
-    with launch.prepared_beside():
+    with triton_launch.prepared_beside():
         for kernel in (first, second, first):
-            launch.launch(kernel, (7,), without_memory(), 2, num_warps=4)
+            triton_launch.launch(kernel, (7,), without_memory(), 2, num_warps=4)
         traced.set()
     for kernel in (first, second):  # each once
         assert kernel.done == [("compiled", torch.float32, 2, (7,), {"num_warps": 4}), ("loaded", (7,))]
@@ -102,10 +102,10 @@ def test_kernels_are_prepared_beside_the_thread_that_traces_them() -> None:
 
 def test_kernels_are_prepared_for_each_set_of_arguments() -> None:
     kernel = Kernel()
-    with launch.prepared_beside():
+    with triton_launch.prepared_beside():
         for number in (1, True, 1.0, 16):
-            launch.launch(kernel, (7,), without_memory(), number)
-        launch.launch(kernel, (7,), without_memory(), 16, num_warps=8)
+            triton_launch.launch(kernel, (7,), without_memory(), number)
+        triton_launch.launch(kernel, (7,), without_memory(), 16, num_warps=8)
     assert [done[0] for done in kernel.done] == 5 * ["compiled", "loaded"]
 
 
@@ -118,9 +118,9 @@ def test_one_kernel_is_prepared_at_a_time() -> None:
         time.sleep(0.02)
         running.pop()
 
-    with launch.prepared_beside():
+    with triton_launch.prepared_beside():
         for _ in range(4):
-            launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+            triton_launch.launch(Kernel(compiles=compiles), (7,), without_memory())
     assert most == [1, 1, 1, 1]
 
 
@@ -129,21 +129,21 @@ def test_a_kernel_that_cannot_be_compiled_beside_is_an_error_of_what_traced_it()
         raise ValueError("no such instruction")
 
     good = Kernel()
-    with pytest.raises(ValueError, match="no such instruction"), launch.prepared_beside():
-        launch.launch(Kernel(compiles=compiles), (7,), without_memory())
-        launch.launch(good, (7,), without_memory())
+    with pytest.raises(ValueError, match="no such instruction"), triton_launch.prepared_beside():
+        triton_launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+        triton_launch.launch(good, (7,), without_memory())
     assert [done[0] for done in good.done] == ["compiled", "loaded"]
-    with launch.prepared_beside():
+    with triton_launch.prepared_beside():
         pass  # nothing is left of it
 
 
 def test_an_error_while_tracing_comes_first_and_leaves_no_thread() -> None:
     slow = Kernel(compiles=lambda: time.sleep(0.1))
-    with pytest.raises(RuntimeError, match="while tracing"), launch.prepared_beside():
-        launch.launch(slow, (7,), without_memory())
+    with pytest.raises(RuntimeError, match="while tracing"), triton_launch.prepared_beside():
+        triton_launch.launch(slow, (7,), without_memory())
         raise RuntimeError("while tracing")
     assert [done[0] for done in slow.done] == ["compiled", "loaded"]
-    launch.launch(slow, (8,), without_memory())  # by this thread again
+    triton_launch.launch(slow, (8,), without_memory())  # by this thread again
     assert slow.done[-1] == ("loaded", (8,))
 
 
@@ -155,12 +155,12 @@ def test_a_launch_waits_for_its_own_kernel_only() -> None:
         assert go.wait(60)
 
     slow, ready = Kernel(compiles=compiles), Kernel()
-    with launch.prepared_beside():
-        launch.launch(slow, (7,), without_memory())
+    with triton_launch.prepared_beside():
+        triton_launch.launch(slow, (7,), without_memory())
         assert begun.wait(60)
-        launch.launch(ready, (7,), torch.ones(3))
+        triton_launch.launch(ready, (7,), torch.ones(3))
         threading.Timer(0.1, go.set).start()
-        launch.launch(slow, (7,), torch.ones(3))
+        triton_launch.launch(slow, (7,), torch.ones(3))
     assert [done[0] for done in ready.done] == ["launched"]
     assert [done[0] for done in slow.done] == ["compiled", "loaded", "launched"]
 
@@ -168,8 +168,8 @@ def test_a_launch_waits_for_its_own_kernel_only() -> None:
 def test_other_threads_prepare_what_they_trace_themselves() -> None:
     kernel, names = Kernel(), list[str]()
     kernel.compiles = lambda: names.append(threading.current_thread().name)
-    with launch.prepared_beside():
-        other = threading.Thread(target=launch.launch, args=(kernel, (7,), without_memory()), name="other")
+    with triton_launch.prepared_beside():
+        other = threading.Thread(target=triton_launch.launch, args=(kernel, (7,), without_memory()), name="other")
         other.start()
         other.join()
     assert names == ["other"]
@@ -178,8 +178,8 @@ def test_other_threads_prepare_what_they_trace_themselves() -> None:
 ENDS = """
 import threading, time, torch
 from contextlib import nullcontext
-from stepgraph.compiler import launch
-from tests.test_launch import Kernel, without_memory
+from stepgraph.compiler import triton_launch
+from tests.test_triton_launch import Kernel, without_memory
 
 torch.cuda.device = lambda _: nullcontext()
 begun = threading.Event()
@@ -189,8 +189,8 @@ def compiles():
     time.sleep(600)
 
 def fuse():
-    with launch.prepared_beside():
-        launch.launch(Kernel(compiles=compiles), (7,), without_memory())
+    with triton_launch.prepared_beside():
+        triton_launch.launch(Kernel(compiles=compiles), (7,), without_memory())
 
 threading.Thread(target=fuse, daemon=True).start()
 assert begun.wait(60)
