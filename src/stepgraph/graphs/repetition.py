@@ -6,7 +6,6 @@ a tiny network finding all this out takes longer than the operators. So the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -43,15 +42,13 @@ class Repetition:
         before: what it depends on.
         batch: the rows of the step.
         binding: what ran, with the arrays that persist between calls.
-        keep: stores what a step has computed.
     """
 
-    def __init__(self, before: Before, batch: int, binding: Binding, keep: Callable[[Arrays], Answer]) -> None:
+    def __init__(self, before: Before, batch: int, binding: Binding) -> None:
         session, self._switches, self._memory = before
         assert session.state is not None
-        self._session, self._batch, self._binding, self._keep = session, batch, binding, keep
-        self._state, self._compilation = session.state, session.compilation
-        self._programs = session.compilation.programs
+        self._session, self._batch, self._binding = session, batch, binding
+        self._state, self._programs = session.state, session.compilation.programs
         self._switch = self._programs.switches.get(batch)
         # A tiny step has nothing worth discarding before the next one.
         self._discard = None if binding.executable.runs_alone else session.discard_everything
@@ -67,9 +64,7 @@ class Repetition:
             asked: the batch size, if the call names one.
         """
         session, state, binding, batch = self._session, self._state, self._binding, self._batch
-        if session.compilation is not self._compilation or self._programs.last_batch != batch:
-            return None, None
-        if Tensor.switches != self._switches or state.is_averaged:
+        if self._programs.last_batch != batch or Tensor.switches != self._switches or state.is_averaged:
             return None, None
         state.refresh()
         if self._switch is not None and self._switch.at(state.next_update) is not binding.executable:
@@ -83,3 +78,7 @@ class Repetition:
             state.round()
         session.accept(feeds, batch, _NONE)
         return session.launch(binding, feeds, _NONE, None, self._keep, self._discard), None
+
+    def _keep(self, found: Arrays) -> Answer:
+        self._session.store(self._binding.executable, found)
+        return self._session.answer(self._binding.executable, found)

@@ -54,6 +54,7 @@ KEEP = "keep it with add_outputs({name: result})"
 _STEP, _NONE, _SKIP = PartName.STEP, ExecutionOptions.NONE, ExecutionOptions.SKIP_WRITING_INPUT_DATA_TO_DEVICE
 _current = attrgetter("current")
 _is_updatable = attrgetter("is_updatable")
+_NOTHING: Arrays = {}
 
 
 @dataclass(slots=True)
@@ -110,6 +111,9 @@ class Session:
         self.verdict: Verdict | None = None  # on the last update of several ranks
         self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
         self._usual: Usual | None = None  # the data of the last call, if others can be compared with it
+        # Looked up in every call.
+        self._optimizer, self._outputs = compilation.declaration.optimizer, compilation.declaration.outputs
+        self._loss = compilation.losses[-1].results[0] if compilation.losses else None
 
     @property
     def is_outdated(self) -> bool:
@@ -192,14 +196,14 @@ class Session:
 
         Without a batch size that is `asked` for, arrays with more rows than the call reads are rejected.
         """
+        usual = self._usual
+        if asked is None and options is _NONE and usual is not None:
+            again = usual.arrays(passed)
+            if again is not None:
+                return again, usual.batch
         if type(options) is not ExecutionOptions:
             require_options(options, ExecutionOptions)
         skips = options is not _NONE and _SKIP in options
-        is_comparable = asked is None and not skips
-        if is_comparable and self._usual is not None:
-            again = self._usual.arrays(passed)
-            if again is not None:
-                return again, self._usual.batch
         given: Mapping[Tensor, Any] = self.feeds.named(*passed)
         batch = self.batch_size(asked, given, skips)
         if skips:  # data bound since the last call takes precedence
@@ -208,7 +212,8 @@ class Session:
         looks = self.compilation.checks_indices and batch not in self._raising
         indices = self._indices_of(batch) if looks else None
         found = self.feeds.arrays(given, batch, self.device, indices, not asked, self.compilation.images)
-        self._usual = Usual.of(passed, given, found, batch) if is_comparable and not looks else None
+        is_comparable = asked is None and not skips and not looks
+        self._usual = Usual.of(passed, given, found, batch) if is_comparable else None
         return found, batch
 
     def batch_size(self, asked: int | None, given: Mapping[Tensor, object], skips: bool = False) -> int:
@@ -280,14 +285,12 @@ class Session:
         if not options or _SKIP not in options:
             tensors = self.feeds.tensors
             self.written, self.given = feeds, (tensors, [*map(_current, tensors)])
-        optimizer = self.compilation.declaration.optimizer
-        self.last = LastCall(batch, None if optimizer is None else optimizer.time_step, feeds)
+        self.last = LastCall(batch, self.next_step, feeds)
 
     @property
     def next_step(self) -> int | None:
         """The number of the next update."""
-        optimizer = self.compilation.declaration.optimizer
-        return None if optimizer is None else optimizer.time_step
+        return None if self._optimizer is None else self._optimizer.time_step
 
     def launch(
         self,
@@ -379,6 +382,13 @@ class Session:
             self.last.drew = True
         self.forget_passes(gradients)
 
+    def store(self, executable: Executable, found: Arrays) -> None:
+        """Stores what a whole step, or a forward pass alone, has computed."""
+        others = executable.others
+        self.leave(executable.results, found, {key: found[key] for key in others} if others else _NOTHING)
+        if executable.counts_steps and self.state is not None:
+            self.state.updated()
+
     def hold(self, results: tuple[tuple[Tensor, Key], ...], found: Arrays) -> None:
         """Makes results readable through their tensors, and results of earlier calls unreadable."""
         if self.holding is not results:
@@ -409,14 +419,13 @@ class Session:
 
         A call that only `evaluated` also returns its predictions if no outputs are declared.
         """
-        compiled = self.compilation
-        names = compiled.declaration.outputs or (compiled.predictions if evaluated else None)
+        names = self._outputs or (self.compilation.predictions if evaluated else None)
         outputs = self.outputs(executable, found, names) if names else executions.NO_OUTPUTS
-        if not compiled.losses:
-            last = compiled.nodes[-1].results[0]
+        if self._loss is None:
+            last = self.compilation.nodes[-1].results[0]
             return last, executable.result(found, value(last)), None, (), outputs
         loss = executable.loss(found)
-        return compiled.losses[-1].results[0], loss, loss, compiled.loss_names, outputs
+        return self._loss, loss, loss, self.compilation.loss_names, outputs
 
     def outputs(self, executable: Executable, found: Mapping[Key, torch.Tensor], names: Names) -> executions.Outputs:
         """Those of the named tensors that a call has computed, unaffected by later calls."""

@@ -47,7 +47,6 @@ from stepgraph.types import DataType, ExecutionOptions, GraphCompilationOptions
 # Every step reads these; looking up a member of an enumeration takes longer.
 _NONE, _STEP = ExecutionOptions.NONE, PartName.STEP
 logger = logging.getLogger("stepgraph")
-_NOTHING: Arrays = {}
 
 
 class TrainingGraph(CompiledGraph):
@@ -551,14 +550,10 @@ class TrainingGraph(CompiledGraph):
                 session.check_destinations(outputs_data, binding.executable.part.results)
 
             def keep(found: Arrays) -> Answer:
-                others = binding.executable.others
                 if evaluating:  # it does not affect earlier passes
                     session.hold(binding.executable.results, found)
                 else:
-                    gradients = {key: found[key] for key in others} if others else _NOTHING
-                    session.leave(binding.executable.results, found, gradients)
-                if learning and binding.executable.counts_steps and session.state is not None:
-                    session.state.updated()
+                    session.store(binding.executable, found)
                 if outputs_data:
                     session.write_outputs(outputs_data, results_of(found) | session.gradients.by_handle(found))
                 return session.answer(binding.executable, found, evaluating)
@@ -567,7 +562,7 @@ class TrainingGraph(CompiledGraph):
             session.accept(feeds, batch, options)
             arrays = feeds | seeds if seeds else feeds
             if is_plain and learning and session.starts_at_losses:
-                self._repetition = Repetition(before, batch, binding, keep)
+                self._repetition = Repetition(before, batch, binding)
             discard = session.discard_results if evaluating else session.discard_everything
             execution = session.launch(binding, arrays, options, completion, keep, discard)
         return execution if completion is None and not options else announced(execution, options, completion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
@@ -48,9 +48,10 @@ class Usual(NamedTuple):
     """The data of a call, all of it passed and read as it is: data like it need not be looked at array by array."""
 
     batch: int
-    names: tuple[tuple[str, ...], ...]  # of inputs, loss labels and their weights
+    given: tuple[tuple[int, tuple[str, ...]], ...]  # the places of the dictionaries with arrays, and their names
+    others: tuple[int, ...]  # the places of those without
     keys: tuple[Key, ...]
-    alike: Any
+    are_alike: Callable[..., bool]
 
     @classmethod
     def of(
@@ -64,24 +65,31 @@ class Usual(NamedTuple):
             found: the arrays that were read.
             batch: the batch size.
         """
-        names = tuple(tuple(data or ()) for data in passed)
+        names = [tuple(data or ()) for data in passed]
         if not given or not len(given) == len(found) == sum(map(len, names)):
             return None
         keys = tuple(map(value, given))
         if any(found[key] is not array for key, array in zip(keys, given.values(), strict=True)):
             return None
         alike = torch_private.Alike(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        return cls(batch, names, keys, alike)
+        own = tuple((place, one) for place, one in enumerate(names) if one)
+        return cls(batch, own, tuple(place for place, one in enumerate(names) if not one), keys, alike.check)
 
     def arrays(self, passed: Passed) -> dict[Key, torch.Tensor] | None:
         """The arrays of a call that passes the same names, and arrays like these; otherwise None."""
         found: list[Any] = []
-        for data, names in zip(passed, self.names, strict=True):
-            if type(data) is dict and (*data,) == names:
-                found += data.values()
-            elif names or data is not None:
+        for place, names in self.given:
+            data = passed[place]
+            if type(data) is not dict or (*data,) != names:
                 return None
-        return dict(zip(self.keys, found, strict=True)) if self.alike.check(*found) else None
+            found += data.values()
+        for place in self.others:
+            data = passed[place]
+            if data is not None and (type(data) is not dict or data):
+                return None
+        if not self.are_alike(*found):
+            return None
+        return dict(zip(self.keys, found))  # noqa: B905 - every call pays for what is always true
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,16 @@ class Switch:
         """What computes the update of this number; from the fixed step on, waits for the compiler."""
         if update < STARTS_AT:
             return self._plain
-        if self._is_open and self._fusing is None:
-            self._start()
-        if self._is_open and update >= FUSED_FROM:
-            self._finish()
+        if self.fused is None:
+            self._fuse(is_due=update >= FUSED_FROM)
         return self._plain if update < FUSED_FROM or self.fused is None else self.fused
 
-    @property
-    def _is_open(self) -> bool:
-        return self.fused is None and not self.refused
+    def _fuse(self, *, is_due: bool) -> None:
+        """Starts the compiler, once, and waits for it if the result is due."""
+        if self._fusing is None and not self.refused:
+            self._start()
+        if is_due and not self.refused:
+            self._finish()
 
     @property
     def is_under_way(self) -> bool:

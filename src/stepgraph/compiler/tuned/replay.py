@@ -8,9 +8,8 @@ persistent buffers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -20,6 +19,8 @@ from stepgraph.compiler.launch_record import Kernel, Launch, Place, Record
 from stepgraph.compiler.tuned.row import Tuned, on_cpu
 
 Function = Callable[..., Sequence[torch.Tensor]]
+Opened = Sequence[tuple[int, Hashable]]
+Launcher = Callable[[Mapping[Any, torch.Tensor]], list[torch.Tensor]]
 KERNEL, ALLOCATE = "cpp_fused_", "empty_strided_cpu"
 # What generated code may use besides kernels: none of these computes anything.
 HARMLESS = {ALLOCATE, "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear", "torch"}
@@ -52,6 +53,8 @@ class Replay:
         self._record = record
         self.is_direct = record is not None
         self._bound: Sequence[torch.Tensor | None] = ()  # what the last call has put among the arguments
+        self._opened: Opened | None = None
+        self._launch: Launcher = _unbound
         # After one recording, there is nothing more to learn.
         self._to_record = isinstance(self._code, FunctionType) and self._only_launches()
 
@@ -69,30 +72,21 @@ class Replay:
     def launch(
         self,
         bound: Sequence[torch.Tensor | None],
-        opened: Iterable[tuple[int, Hashable]] = (),
+        opened: Opened = (),
         others: Mapping[Any, torch.Tensor] = _NOTHING,
     ) -> list[torch.Tensor]:
         """Launches the kernels, as `Launching` describes; they must be known."""
-        assert self._record is not None
-        launches, given, results, like, allocate = self._record
-        found = [*starmap(allocate, like)]  # the caller may keep earlier results
         if bound is not self._bound:
-            self._bind(given, bound)
-        for index, name in opened:
-            array = others[name]
-            for arguments, position in given[index]:
-                arguments[position] = array
-        for array, places in zip(found, results, strict=True):
-            for arguments, position in places:
-                arguments[position] = array
-        for kernel, arguments in launches:
-            kernel(*arguments)
-        return found
+            self._bind(bound, opened)
+        return self._launch(others)
 
-    def _bind(self, given: Sequence[Sequence[Place]], bound: Sequence[torch.Tensor | None]) -> None:
-        for array, places in zip(bound, given, strict=True):
+    def _bind(self, bound: Sequence[torch.Tensor | None], opened: Opened) -> None:
+        assert self._record is not None
+        for array, places in zip(bound, self._record.given, strict=True):
             for arguments, position in places:
                 arguments[position] = array
+        if opened != self._opened:
+            self._opened, self._launch = opened, _launcher(self._record, opened)
         self._bound = bound
 
     def _first(self, function: Function, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -170,6 +164,36 @@ class Replay:
             [(tuple(one.shape), one.stride(), one.dtype) for one in found],
             self._code.__globals__[ALLOCATE],
         )
+
+
+def _unbound(_: Mapping[Any, torch.Tensor]) -> list[torch.Tensor]:
+    raise AssertionError("there are no arguments yet")
+
+
+def _launcher(record: Record, opened: Opened) -> Launcher:
+    """What a call does, as code: loops over arguments and results would take longer than a tiny kernel."""
+    launches, given, results, like, allocate = record
+    lists = {id(one.arguments): index for index, one in enumerate(launches)}
+    named: dict[str, Any] = {"allocate": allocate}
+    lines = []
+    for number, (index, name) in enumerate(opened):
+        lines += [f"{_targets(given[index], lists)}others[name{number}]"]
+        named[f"name{number}"] = name
+    for number, (layout, places) in enumerate(zip(like, results, strict=True)):  # the caller may keep earlier results
+        lines += [f"result{number} = {_targets(places, lists)}allocate(*layout{number})"]
+        named[f"layout{number}"] = layout
+    for number, (kernel, arguments) in enumerate(launches):
+        lines += [f"kernel{number}(*arguments{number})"]
+        named |= {f"kernel{number}": kernel, f"arguments{number}": arguments}
+    lines += [f"return [{', '.join(f'result{number}' for number in range(len(results)))}]"]
+    exec("\n    ".join(["def launch(others):", *lines]), named)
+    launch: Launcher = named["launch"]
+    return launch
+
+
+def _targets(places: Sequence[Place], lists: Mapping[int, int]) -> str:
+    """The places to which a value is assigned, as code."""
+    return "".join(f"arguments{lists[id(arguments)]}[{position}] = " for arguments, position in places)
 
 
 ROW = Tuned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,14 +31,14 @@ class Launching(Protocol):
     def launch(
         self,
         bound: Sequence[torch.Tensor | None],
-        opened: Iterable[tuple[int, Hashable]],
+        opened: Sequence[tuple[int, Hashable]],
         others: Mapping[Any, torch.Tensor],
     ) -> Sequence[torch.Tensor]:
         """Launches the kernels.
 
         Args:
             bound: the given arrays. If this is the same sequence as in the last call, they have not changed.
-            opened: the indices of those that are not among them, and their names.
+            opened: the indices of those that are not among them, and their names; likewise.
             others: these, by name.
         """
 
