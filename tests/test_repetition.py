@@ -33,7 +33,7 @@ class Case:
         self.first = sg.FullyConnectedLayer.create(3, 6)
         hidden = graph.relu(graph.add(graph.node(self.first, self.x), graph.dense(self.z, 6)))
         hidden = graph.node(sg.DropoutLayer(0.25), graph.reshape((rows, 6, 1, 1), hidden))
-        hidden = graph.node(sg.BatchNormalizationLayer.create(6), hidden)
+        self.hidden = hidden = graph.node(sg.BatchNormalizationLayer.create(6), hidden)
         self.scores = graph.dense(graph.reshape((rows, 6), hidden), 5)
         self.optimizer = sg.AdamOptimizer(learning_rate=0.05)
         loss = sg.LossLayer.softmax_cross_entropy()
@@ -50,15 +50,17 @@ class Case:
         return {"x": x, "z": z}, {"y": y}
 
     def step(self, rows: int = ROWS) -> float:
-        return float(self.training.execute(*self.batch(rows)).loss)
+        self.execution = self.training.execute(*self.batch(rows))
+        return float(self.execution.loss)
 
     def state(self) -> list[np.ndarray]:
-        """All that is readable: results, parameters and statistics, gradients, averages."""
+        """All that is readable: outputs, results, parameters and statistics, gradients, averages."""
+        declared = [self.execution[name].numpy() for name in self.training.outputs]
         shown = [result for node in self.training.nodes for result in node.results]
         handles = self.training.gradients.handles.values()
         averages = [array.numpy() for array in self.training.averages.values()]
         tensors = (*shown, *self.training.compilation.held, *handles)
-        return [one.numpy().copy() for one in tensors if one.has_data] + averages
+        return [*declared, *(one.numpy().copy() for one in tensors if one.has_data), *averages]
 
 
 def freeze(case: Case) -> None:
@@ -126,6 +128,14 @@ def stop(case: Case) -> None:
 
 def outputs(case: Case) -> None:
     case.training.add_outputs({"scores": case.scores})
+
+
+def other_results(case: Case) -> None:
+    """Asks for what whole steps discard, so they are compiled again."""
+    assert not case.hidden.has_data
+    case.training.add_outputs({"hidden": case.hidden})
+    case.step()
+    assert case.hidden.has_data
 
 
 def keep_predictions(case: Case) -> None:
@@ -239,8 +249,8 @@ def save_and_restore(case: Case, folder: Path) -> None:
 
 EVENTS: list[Callable[..., None]] = [
     freeze, freeze_for_a_step, assign_numbers, bind_weights, write_weights, evaluate, evaluate_other_rows, short_batch,
-    phases, a_phase, gradients, compile_again, other_optimizer, stop, outputs, keep_predictions, user_gradient,
-    memory_for_outputs, completion, profiled,
+    phases, a_phase, gradients, compile_again, other_optimizer, stop, outputs, other_results, keep_predictions,
+    user_gradient, memory_for_outputs, completion, profiled,
     skip, bound_data, other_order, other_strides, with_gradient, wrong_name, wrong_type, wrong_rows, missing,
     wrong_label, averaged, other_graph, save_and_restore,
 ]  # fmt: skip

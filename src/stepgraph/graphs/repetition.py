@@ -48,7 +48,8 @@ class Repetition:
         session, self._switches, self._memory = before
         assert session.state is not None
         self._session, self._batch, self._binding = session, batch, binding
-        self._state, self._programs = session.state, session.compilation.programs
+        self._state, self._compilation = session.state, session.compilation
+        self._programs = session.compilation.programs
         self._switch = self._programs.switches.get(batch)
         # A tiny step has nothing worth discarding before the next one.
         self._discard = None if binding.executable.runs_alone else session.discard_everything
@@ -64,7 +65,9 @@ class Repetition:
             asked: the batch size, if the call names one.
         """
         session, state, binding, batch = self._session, self._state, self._binding, self._batch
-        if self._programs.last_batch != batch or Tensor.switches != self._switches or state.is_averaged:
+        if session.compilation is not self._compilation or self._programs.last_batch != batch:
+            return None, None
+        if Tensor.switches != self._switches or state.is_averaged:
             return None, None
         state.refresh()
         if self._switch is not None and self._switch.at(state.next_update) is not binding.executable:

@@ -111,9 +111,6 @@ class Session:
         self.verdict: Verdict | None = None  # on the last update of several ranks
         self._runs_plainly = not compilation.checks_numerics  # unless options ask for something else
         self._usual: Usual | None = None  # the data of the last call, if others can be compared with it
-        # Looked up in every call.
-        self._optimizer, self._outputs = compilation.declaration.optimizer, compilation.declaration.outputs
-        self._loss = compilation.losses[-1].results[0] if compilation.losses else None
 
     @property
     def is_outdated(self) -> bool:
@@ -290,7 +287,8 @@ class Session:
     @property
     def next_step(self) -> int | None:
         """The number of the next update."""
-        return None if self._optimizer is None else self._optimizer.time_step
+        optimizer = self.compilation.declaration.optimizer
+        return None if optimizer is None else optimizer.time_step
 
     def launch(
         self,
@@ -419,13 +417,14 @@ class Session:
 
         A call that only `evaluated` also returns its predictions if no outputs are declared.
         """
-        names = self._outputs or (self.compilation.predictions if evaluated else None)
+        compiled = self.compilation
+        names = compiled.declaration.outputs or (compiled.predictions if evaluated else None)
         outputs = self.outputs(executable, found, names) if names else executions.NO_OUTPUTS
-        if self._loss is None:
-            last = self.compilation.nodes[-1].results[0]
+        if not compiled.losses:
+            last = compiled.nodes[-1].results[0]
             return last, executable.result(found, value(last)), None, (), outputs
         loss = executable.loss(found)
-        return self._loss, loss, loss, self.compilation.loss_names, outputs
+        return compiled.losses[-1].results[0], loss, loss, compiled.loss_names, outputs
 
     def outputs(self, executable: Executable, found: Mapping[Key, torch.Tensor], names: Names) -> executions.Outputs:
         """Those of the named tensors that a call has computed, unaffected by later calls."""
