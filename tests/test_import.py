@@ -18,7 +18,7 @@ WITH_TORCH = {
     "a submodule": "import stepgraph; from stepgraph import mlc; assert mlc.__name__ == 'stepgraph.mlc'",
     "errors by their module": "import stepgraph as sg; assert issubclass(sg.errors.ShapeError, sg.StepgraphError)",
     "types for annotations": "import stepgraph as sg; assert issubclass(sg.RankPlan, sg.MemoryPlan) and sg.World",
-    "an unknown name": "import stepgraph; assert not hasattr(stepgraph, 'Tensr')",
+    "an unknown name": "import stepgraph; assert not hasattr(stepgraph, 'Tensr') and not hasattr(stepgraph, 'x.y')",
 }
 # PyTorch takes seconds to import: one process does, and forks for each program.
 FORKING = """

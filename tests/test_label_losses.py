@@ -327,7 +327,7 @@ def test_small_and_deterministic_losses_are_pytorchs(monkeypatch: pytest.MonkeyP
 
 
 def settled(training: sg.TrainingGraph, name: PartName = PartName.STEP) -> Part:
-    """The whole step after the passes for a part of this name; the law holds after each."""
+    """The whole step after the passes for a part of this name; it is valid after each."""
     assert training.compilation is not None
     program = training.compilation.programs.program(training.session.feeds.batch or 8)
     part = phases.whole(program, training.compilation.kept(program))

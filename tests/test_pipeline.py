@@ -1,4 +1,4 @@
-"""The table of passes: the law holds after every row, each row can be looked at, and a broken law is found."""
+"""The table of passes: programs are valid after every row, each row can be looked at, and an invalid one is found."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parts(step: Step, name: PartName) -> Iterator[tuple[str, Part, Part]]:
         yield row.name, before, part
 
 
-def lawful(step: Step, name: PartName = PartName.STEP) -> list[str]:
+def valid(step: Step, name: PartName = PartName.STEP) -> list[str]:
     ran = []
     for row, before, after in parts(step, name):
         check(after, before.results)
@@ -54,27 +54,27 @@ def lawful(step: Step, name: PartName = PartName.STEP) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SMALL])
-def test_the_law_holds_after_every_row_for_models(name: str) -> None:
+def test_programs_are_valid_after_every_row_for_models(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
     step = training.compilation.programs.program(training.declaration.feeds.batch).step
-    ran = lawful(step)
+    ran = valid(step)
     assert ran[0] == "remove no-ops and duplicates" and ran[-1] == "keep memory between steps"
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_the_law_holds_where_results_are_computed_again(name: str) -> None:
+def test_programs_are_valid_where_results_are_computed_again(name: str) -> None:
     training = Stepgraph(SMALL[name], "cpu", dropout=True).training
     step = training.compilation.programs.program(training.declaration.feeds.batch).step
     limit = int(0.8 * training.memory_plan.total)
-    assert "recompute to fit the memory limit" in lawful(replace(step, memory_limit=limit))
+    assert "recompute to fit the memory limit" in valid(replace(step, memory_limit=limit))
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(3, 6))])
-def test_the_law_holds_after_every_row_for_random_graphs(seed: int) -> None:
+def test_programs_are_valid_after_every_row_for_random_graphs(seed: int) -> None:
     for training in Built(generate(seed, images=seed % 2 == 0)).trainings:
         step = training.compilation.programs.program(training.declaration.feeds.batch).step
-        lawful(step)
-        lawful(replace(step, chooses_kernels=False, channels_last=True))
+        valid(step)
+        valid(replace(step, chooses_kernels=False, channels_last=True))
 
 
 def described(part: Part) -> list[Any]:

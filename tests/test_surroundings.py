@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 import stepgraph as sg
+from stepgraph.compiler.passes import layout
 from stepgraph.runtime.execution import turn
 from stepgraph.system import surroundings, torch_private
 from stepgraph.system.surroundings import Precision
@@ -419,3 +420,109 @@ def test_a_child_that_is_forked_during_the_call_of_another_thread_can_call() -> 
     ends.set()
     thread.join()
     assert status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_fork_during_the_step_of_another_thread_inherits_no_setting() -> None:
+    """The child would wait for that thread for ever, and keep what it has changed."""
+    is_in, ends = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with surroundings.neutral(("matmul",)):
+            is_in.set()
+            ends.wait(0.3)
+
+    with _new("matmul", "bf16"):
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert is_in.wait(10)
+        child = os.fork()  # waits for the other thread
+        if not child:
+            caller = threading.Thread(target=step, daemon=True)
+            setting = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+            caller.start()
+            caller.join(20)
+            os._exit(caller.is_alive() or setting != "bf16")
+        _, status = os.waitpid(child, 0)
+        thread.join()
+    assert status == 0
+
+
+@pytest.mark.parametrize("reads", ["rounding", "get_default_dtype"])
+def test_a_check_notices_a_thread_that_changes_settings_meanwhile(monkeypatch: pytest.MonkeyPatch, reads: str) -> None:
+    """What the check has read is a setting of that thread, which restores the caller's before the step begins."""
+
+    def read_between(*_: str) -> Any:
+        with surroundings._for_cpus if reads == "rounding" else surroundings._for_all_threads:
+            return "ieee" if reads == "rounding" else torch.float32
+
+    monkeypatch.setattr(surroundings if reads == "rounding" else torch, reads, read_between)
+    assert surroundings.reach("cpu", reads != "rounding", ("matmul",) if reads == "rounding" else ())
+
+
+def test_an_interrupt_between_two_settings_restores_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, changed = surroundings._set, list[str]()
+
+    def interrupted(*given: Any) -> None:
+        if changed:
+            raise KeyboardInterrupt
+        change(*given)
+        changed.append(given[1].fp32_precision)
+
+    monkeypatch.setattr(surroundings, "_set", interrupted)
+    with _new("matmul", "bf16"):
+        with pytest.raises(KeyboardInterrupt), surroundings.neutral(("matmul",)):
+            raise AssertionError("it was not interrupted")
+        assert changed == ["ieee"]
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["autocast", "rounding"])
+def test_a_profile_under_any_mode_changes_no_bit(name: str) -> None:
+    def profiled(mode: AbstractContextManager[Any]) -> list[Any]:
+        training = network()
+        training.compile(CPU)
+        with mode:
+            data = {"x": DATA}, {"y": LABELS}
+            found = [training.execute(*data, options=sg.ExecutionOptions.PER_LAYER_PROFILING).loss for _ in range(3)]
+            assert training.profile(*data).rows
+        return found
+
+    mode = torch.autocast("cpu", torch.bfloat16) if name == "autocast" else _old("medium")
+    assert profiled(mode) == profiled(nullcontext())
+
+
+def test_the_trial_of_layouts_in_a_first_call_is_independent_of_modes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tried, original = list[Any](), layout._losses_and_gradients
+
+    def watched(*given: Any) -> Any:
+        tried.append((torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.conv.fp32_precision))  # type: ignore[attr-defined]
+        return original(*given)
+
+    monkeypatch.setattr(layout, "_losses_and_gradients", watched)
+    x, y, graph = sg.Tensor((sg.BATCH, 3, 32, 32)), sg.Tensor((sg.BATCH,), "int64"), sg.Graph()
+    images = x
+    for _ in range(2):
+        images = graph.max_pooling(graph.relu(graph.convolution(images, 16, 3)), 2)
+    graph.dense(graph.reshape((sg.BATCH, -1), images), 10)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU)
+    with torch.autocast("cpu", torch.bfloat16), _new("conv", "bf16"):
+        found = training.execute({"x": np.ones((64, 3, 32, 32), np.float32)}, {"y": np.arange(64) % 10}).loss
+    assert np.isfinite(found) and tried and {*tried} == {(False, "ieee")}
+
+
+def test_factors_of_products_with_results_in_half_precision_count_as_rounded() -> None:
+    """A CPU computes such convolutions in float32."""
+    x, y, graph = sg.Tensor((16, 16, 8, 8)), sg.Tensor((16,), "int64"), sg.Graph()
+    graph.dense(graph.reshape((16, -1), graph.convolution(x, 16, 3)), 10)
+    training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(0.1))
+    training.add_inputs({"x": x}, {"y": y})
+    training.compile(CPU, compute_type="float16")
+    (executable,) = training.compilation.programs.executables.values()
+    assert executable.part.rounded == ("matmul", "conv")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import stepgraph as sg
 from stepgraph.compiler import fusion
 from stepgraph.compiler.fusion import Fused
+from stepgraph.compiler.kernels.choices import CHOICES
 from stepgraph.compiler.program import Part, PartName
 from stepgraph.errors import DataError, ExecutionError
 from stepgraph.runtime import switch
@@ -262,6 +264,33 @@ def test_a_step_is_fused_only_if_its_layers_compute_the_same_as_before(
     assert found[: FIRST - 1] == expected[: FIRST - 1]
     later_on = [loss / 2 if warning else loss for loss in expected[FIRST - 1 :]]
     assert found[FIRST - 1 :] == pytest.approx(later_on, rel=1e-5)  # the update is recorded in another form
+
+
+def test_a_step_whose_kernels_were_chosen_for_other_threads_is_fused(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With other threads other implementations may be the fastest; the layers compute the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, y, graph = sg.Tensor((4, 2, 8, 8)), sg.Tensor((4,), "int64"), sg.Graph()
+        graph.dense(graph.reshape((4, -1), graph.relu(graph.convolution(x, 4, 3))), 3)
+        training = sg.TrainingGraph([graph], sg.LossLayer.softmax_cross_entropy(), sg.SGDOptimizer(0.01))
+        training.add_inputs({"x": x}, {"y": y})
+        training.compile("cpu")
+        measured = [one for one in CHOICES.stored() if one.question.threads == 1 and len(one.seconds) > 1]
+        for one in measured:
+            other = next(name for name in one.seconds if name != one.chosen)
+            CHOICES.keep(replace(one, question=replace(one.question, threads=2), chosen=other, disturbed=False))
+        assert measured
+        data = {"x": np.ones((4, 2, 8, 8), np.float32)}, {"y": np.arange(4) % 3}
+        for number in range(FIRST):
+            torch.set_num_threads(2 if number else 1)
+            training.execute(*data)
+        assert compiler.compiled == 1 and "remain unfused" not in caplog.text
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_name_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,10 @@ else:
 
         if name == "__all__":  # for `from stepgraph import *`
             return sorted(_load())
-        if not name.startswith("_") and find_spec(f"stepgraph.{name}") is not None:
+        is_public = name.isidentifier() and not name.startswith("_")
+        if is_public and find_spec(f"stepgraph.{name}") is not None:
             return import_module(f"stepgraph.{name}")
-        if name.startswith("_") or name not in _load():
+        if not is_public or name not in _load():
             raise AttributeError(f"module 'stepgraph' has no attribute '{name}'", name=name)
         return globals()[name]
 

@@ -203,7 +203,8 @@ def _choose_kernels(module: fx.GraphModule, step: Step) -> None:
 
 
 def _lay_out(step: Step, _: Step) -> Step:
-    return layout.choose(step, program, lambda part, of: settled(part, of, PartName.TRIAL))
+    with surroundings.tracing(), surroundings.unrounded():  # it is tried as it will run
+        return layout.choose(step, program, lambda part, of: settled(part, of, PartName.TRIAL))
 
 
 def _fused(row: Tuned) -> Pass:

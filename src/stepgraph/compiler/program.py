@@ -396,7 +396,8 @@ class Part:
 
 def _rounded(node: fx.Node) -> Collection[str]:
     computes = node.op == "call_function" and node.target is not getitem  # constants have no operator
-    if not computes or not any(array.dtype is torch.float32 for array in fakes(node)):
+    arrays = (array for one in (node, *node.all_input_nodes) for array in fakes(one))
+    if not computes or not any(array.dtype is torch.float32 for array in arrays):
         return ()
     target: Any = node.target
     if isinstance(target, torch_private.OpOverload):

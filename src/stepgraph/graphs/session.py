@@ -358,7 +358,8 @@ class Session:
         def run() -> Arrays:
             if not profiles:
                 return executable(binding, arrays)
-            found, execution.profile = profile(executable.part, binding.filled(arrays), executable.step.device)
+            with executable.settings():
+                found, execution.profile = profile(executable.part, binding.filled(arrays), executable.step.device)
             return found
 
         if not self.compilation.checks_numerics:

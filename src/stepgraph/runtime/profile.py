@@ -19,7 +19,7 @@ from stepgraph.compiler.program import Part, Phase, notes
 from stepgraph.compiler.step import Key
 from stepgraph.errors import ExecutionError, reason
 from stepgraph.runtime.strides import Layouts
-from stepgraph.system import openmp
+from stepgraph.system import openmp, surroundings
 
 PHASES = tuple(Phase)
 COLUMNS = ("layer", *PHASES, "all", "share", "memory")
@@ -130,9 +130,10 @@ def profile(
 ) -> tuple[dict[Key, torch.Tensor], Profile]:
     """Runs a part once, timing every operator; the results equal those of any other run."""
     clock = _Clock(part.module, device)
-    alone = device.type == "cpu" and part.is_tiny  # as otherwise: products in several threads have other bits
+    on_cpu = device.type == "cpu"
+    threads = openmp.one_thread() if on_cpu and part.is_tiny else nullcontext()  # products in several have other bits
     try:
-        with torch.inference_mode(), openmp.one_thread() if alone else nullcontext():
+        with surroundings.neutral(part.rounded if on_cpu else ()), torch.inference_mode(), threads:
             found = clock.run(*arrays)
     except Exception as error:  # whatever a kernel raises, the caller gets a stepgraph error
         raise ExecutionError("execute", f"the device failed: {reason(error)}") from error

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from stepgraph.compiler import fused_cache, memory, outline, phases, pipeline
 from stepgraph.compiler.memory import MemoryPlan
 from stepgraph.compiler.program import Part, PartName, Phase, Program
@@ -15,6 +17,7 @@ from stepgraph.errors import StateError
 from stepgraph.runtime.arena import Arena
 from stepgraph.runtime.executable import Executable
 from stepgraph.runtime.switch import Switch, switches
+from stepgraph.system import openmp
 from stepgraph.system.garbage import FullCollectionsDeferred
 from stepgraph.system.interrupts import Uninterrupted
 from stepgraph.tensors.extents import BatchExtent
@@ -193,16 +196,19 @@ class Programs:
         if part in pipeline.WHOLE:
             self.plans[part, batch] = plan
         if part is PartName.STEP and switches(parts[part], step):
-            self.switches[batch] = Switch(made[part, batch], lambda: self._for_the_compiler(batch))
+            threads = torch.get_num_threads()
+            self.switches[batch] = Switch(made[part, batch], lambda: self._for_the_compiler(batch, threads))
         self.executables |= made
 
-    def _for_the_compiler(self, batch: int) -> tuple[Part, Step]:
+    def _for_the_compiler(self, batch: int, threads: int) -> tuple[Part, Step]:
         """A whole step recorded as if it were fused before the first call.
 
-        This calls the layers again, which may do something else by now than what has run until then.
+        This calls the layers again, which may do something else by now than what has run until then. The numbers of
+        threads may differ, too, by which implementations are chosen.
         """
         again = replace(self._asked(batch, True), channels_last=bool(self.channels_last))
-        first, now = (self._whole(one) for one in (self.program(batch), pipeline.program(again)))
+        with openmp.threads(threads):
+            first, now = (self._whole(one) for one in (self.program(batch), pipeline.program(again)))
         if not outline.are_alike(first, now):
             raise StateError("execute", "a layer computes something else than when the graph was compiled")
         step = replace(again, fusion=Fusion.FIRST)

@@ -36,6 +36,19 @@ def limit() -> Callable[[int], object]:
 
 
 @contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Lets a block have as many threads as the program had earlier."""
+    before = torch.get_num_threads()
+    if number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number != before:
+            torch.set_num_threads(before)
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
     """Lets the operators of a block use this thread only."""
     threads = torch.get_num_threads()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.system import forks
 from stepgraph.system.torch_private import any_autocast, function_mode_count, rounding
 
 ROUNDED = ("matmul", "conv", "rnn")  # kinds of operators for which PyTorch has such a setting
@@ -53,21 +54,20 @@ class Precision(NamedTuple):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """PyTorch reads its settings when a kernel is launched, including during a capture."""
-        with _for_gpus:
-            switches = zip(_switches(), self, strict=True)
-            changed = [(one, found) for one, wanted in switches if (found := _set(one, wanted))]
-            try:
-                yield
-            finally:
-                for switch, found in changed:
-                    switch.fp32_precision = found
+        with _lock, ExitStack() as stack:
+            for switch, wanted in zip(_switches(), self, strict=True):
+                _set(stack, switch, wanted)
+            yield
 
 
 FULL = Precision()
 
-# These settings belong to the process, and a capture keeps what they are. So one thread at a time launches or captures
-# under them, whatever its device, also if they are right already: another one would change them meanwhile.
-_for_gpus = threading.RLock()
+# Settings belong to the process, and a capture keeps what they are. So one thread at a time launches or captures on
+# GPUs, whatever the device, also if they are right already: another one would change them meanwhile. There is one lock
+# for all settings, so that no two threads wait for each other, and forks wait for it: a child would inherit what
+# another thread has changed.
+_lock = threading.RLock()
+forks.wait_for(_lock)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def neutral(rounded: Sequence[str] = ()) -> Iterator[None]:
     """
     with ExitStack() as stack:
         _enter_neutral(stack)
-        if _are_rounded(rounded):
+        if rounded and _are_rounded(rounded):
             stack.enter_context(_unrounded())
         yield
 
@@ -160,26 +160,21 @@ def unrounded() -> AbstractContextManager[None]:
 @contextmanager
 def _unrounded() -> Iterator[None]:
     mkldnn = torch.backends.mkldnn
-    with _for_cpus:
-        switches = mkldnn.matmul, mkldnn.conv, mkldnn.rnn  # type: ignore[attr-defined]
-        changed = [(switch, found) for switch in switches if (found := _set(switch, _EXACT)) is not None]
-        try:
-            yield
-        finally:
-            for switch, found in changed:
-                switch.fp32_precision = found
+    with _for_cpus, ExitStack() as stack:
+        for switch in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn):  # type: ignore[attr-defined]
+            _set(stack, switch, _EXACT)
+        yield
 
 
 def _are_rounded(kinds: Sequence[str]) -> bool:
     """Whether oneDNN may round factors of such operators, or another thread has it keep them for now."""
-    if not kinds:
-        return False
+    entries = _for_cpus.entries
     if _for_cpus.depth:
         return True
-    for one in kinds:  # noqa: SIM110 - in every call, where a generator takes as long as the query
+    for one in kinds:
         if rounding("mkldnn", one) not in _ALL_BITS:
             return True
-    return False
+    return _for_cpus.entries != entries
 
 
 def _enter_neutral(stack: ExitStack) -> None:
@@ -200,18 +195,23 @@ def _enter_neutral(stack: ExitStack) -> None:
 
 
 class _ForAllThreads:
-    """Lets one thread at a time change process-wide settings: the next waits until they are restored."""
+    """Lets one thread at a time change process-wide settings: the next waits until they are restored.
+
+    Whoever reads the settings without waiting may read changed ones. It can tell if one thread was in here before or
+    after it read them (`depth`), or if one has come meanwhile (`entries`).
+    """
 
     def __init__(self) -> None:
-        self.lock, self.depth = threading.RLock(), 0
+        self.depth = self.entries = 0
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        _lock.acquire()
         self.depth += 1
+        self.entries += 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-        self.lock.release()
+        _lock.release()
 
 
 _for_all_threads, _for_cpus = _ForAllThreads(), _ForAllThreads()
@@ -219,10 +219,12 @@ _for_all_threads, _for_cpus = _ForAllThreads(), _ForAllThreads()
 
 def _is_set_for_all() -> bool:
     """Whether a process-wide setting must be changed, or is being changed by another thread."""
+    entries = _for_all_threads.entries
     return (
-        torch.get_default_dtype() is not torch.float32
+        _for_all_threads.depth > 0
+        or torch.get_default_dtype() is not torch.float32
         or torch.are_deterministic_algorithms_enabled()
-        or _for_all_threads.depth > 0
+        or _for_all_threads.entries != entries
     )
 
 
@@ -243,12 +245,12 @@ def _is_same(found: str, wanted: str) -> bool:
     return found == wanted or {found, wanted} <= {*_ALL_BITS}
 
 
-def _set(switch: Any, wanted: str) -> str | None:
-    """Changes a setting if necessary and returns the value to restore; reading through the old API may raise."""
+def _set(stack: ExitStack, switch: Any, wanted: str) -> None:
+    """Changes a setting if necessary, until the stack ends; reading through the old API may raise."""
     found = switch.fp32_precision
     if _is_same(found, wanted):
-        return None
+        return
     # The setting for all of them together: one that inherits it must do so again.
     inherited = torch.backends.fp32_precision == found  # type: ignore[attr-defined]
+    stack.callback(setattr, switch, "fp32_precision", "none" if inherited else str(found))
     switch.fp32_precision = wanted
-    return "none" if inherited else str(found)
