@@ -525,4 +525,4 @@ def test_factors_of_products_with_results_in_half_precision_count_as_rounded() -
     training.add_inputs({"x": x}, {"y": y})
     training.compile(CPU, compute_type="float16")
     (executable,) = training.compilation.programs.executables.values()
-    assert executable.part.rounded == ("matmul", "conv")
+    assert executable.part.rounded == surroundings.ROUNDED

@@ -395,17 +395,17 @@ class Part:
 
 
 def _rounded(node: fx.Node) -> Collection[str]:
-    computes = node.op == "call_function" and node.target is not getitem  # constants have no operator
-    arrays = (array for one in (node, *node.all_input_nodes) for array in fakes(one))
-    if not computes or not any(array.dtype is torch.float32 for array in arrays):
+    if node.op != "call_function" or node.target is getitem:  # constants have no operator
         return ()
     target: Any = node.target
     if isinstance(target, torch_private.OpOverload):
         name = torch_private.schema(target).name
     elif target.__module__ == "stepgraph.compiler.operators":  # it calls the operator of its name
         name = target.__name__
-    else:  # an implementation of ours, which may call anything
+    else:  # an implementation of ours, which may call anything, and compute in float32 whatever it returns
         return ROUNDED
+    if not any(array.dtype is torch.float32 for array in fakes(node)):
+        return ()
     named = {"conv": ("conv",), "rnn": ("rnn", "lstm", "gru")}
     return ["matmul", *(kind for kind, parts in named.items() if any(part in name for part in parts))]
 
