@@ -41,7 +41,7 @@ from stepgraph.compiler.triton_launch import define_operators, prepared_beside
 from stepgraph.compiler.tuned import MANIFEST
 from stepgraph.draw import size
 from stepgraph.errors import DeviceError, reason
-from stepgraph.system import background, captures, cxx, forks, streams, torch_private
+from stepgraph.system import background, captures, cxx, forks, streams, surroundings, torch_private
 from stepgraph.system.garbage import FullCollectionsDeferred
 from stepgraph.system.unwarned import without_warnings
 
@@ -100,6 +100,7 @@ def _hold_forks_first() -> None:
     for name in LOCKING:
         importlib.import_module(name)
     forks.wait_for(recording)
+    surroundings.hold_forks_first()
 
 
 class Unusable(Exception):

@@ -48,6 +48,7 @@ logger = logging.getLogger("stepgraph")
 # PyTorch's tracer keeps the current layer in process-wide state, so only one recording or fusion runs at a time.
 recording = threading.RLock()
 forks.wait_for(recording)
+surroundings.hold_forks_first()
 
 
 def trace(step: Step) -> Program:

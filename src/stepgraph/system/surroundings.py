@@ -64,10 +64,16 @@ FULL = Precision()
 
 # Settings belong to the process, and a capture keeps what they are. So one thread at a time launches or captures on
 # GPUs, whatever the device, also if they are right already: another one would change them meanwhile. There is one lock
-# for all settings, so that no two threads wait for each other, and forks wait for it: a child would inherit what
-# another thread has changed.
+# for all settings, so that no two threads wait for each other.
 _lock = threading.RLock()
-forks.wait_for(_lock)
+
+
+def hold_forks_first() -> None:
+    """Lets forks wait until no other thread has changed settings: a child would inherit them.
+
+    They wait for this before they take the locks that have been registered so far, which such a thread may still need.
+    """
+    forks.wait_for(_lock)
 
 
 @contextmanager
