@@ -1,4 +1,4 @@
-"""Processes that fork while a step is fused: a data loader does so for its workers."""
+"""Processes that fork while a step is compiled or fused: a data loader does so for its workers."""
 
 from __future__ import annotations
 
